@@ -154,7 +154,9 @@ def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
 def _warnings(machine: Machine) -> Iterator[str]:
     for name, oldest in _OLDEST.items():
         version = machine.packages[name]
-        if version is not None and _release(version) < oldest:
+        # the leading numbers: 2, 13, 0 of 2.13.0+cpu
+        numbers = re.findall(r"\d+", re.split(r"[^\d.]", version or "")[0])
+        if version and tuple(map(int, numbers)) < oldest:
             wanted = ".".join(map(str, oldest))
             yield f"{name} {version} is older than {wanted}, the oldest tested version"
     yield from _gpu_warnings(machine)
@@ -175,12 +177,6 @@ def _warnings(machine: Machine) -> Iterator[str]:
         )
     if machine.num_cores < 2:
         yield "one core: trainer and engine take turns; expect half the speed"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
-    found = re.match(r"[\d.]*", version)
-    return tuple(int(number) for number in found[0].split(".") if number) if found else ()
 
 
 def _gpu_warnings(machine: Machine) -> Iterator[str]:

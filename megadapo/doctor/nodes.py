@@ -175,11 +175,16 @@ def _ask_nodes(
         if facts is None:
             yield Node(name=name, num_gpus=num_gpus, facts=None, failure=failure)
             continue
+        sees_folder = None
+        if folder is not None:
+            with question_file(folder) as question:
+                is_seen, _ = _answer(inspector.answer.remote(question))
+                sees_folder = bool(is_seen) and is_answered(question, ANSWER)
         yield Node(
             name=name,
             num_gpus=num_gpus,
             facts=facts,
-            sees_folder=None if folder is None else _share_folder(inspector, folder),
+            sees_folder=sees_folder,
             clock=clock_offset(partial(_clock_of, inspector)),
         )
 
@@ -202,13 +207,6 @@ def _clock_of(inspector: ActorHandle[Any]) -> ClockReading:
     call: Any = inspector.clock.remote()
     reading: ClockReading = ray.get(call, timeout=ANSWER_TIMEOUT_S)
     return reading
-
-
-def _share_folder(inspector: ActorHandle[Any], folder: Path) -> bool:
-    """Return whether a file and the node's answer to it are seen on both sides."""
-    with question_file(folder) as question:
-        is_seen, _ = _answer(inspector.answer.remote(question))
-        return bool(is_seen) and is_answered(question, ANSWER)
 
 
 def _measure_links(inspectors: Sequence[tuple[str, ActorHandle[Any]]]) -> Iterator[Link]:

@@ -35,13 +35,6 @@ def add(commands: Commands) -> None:
         "--seeds", type=int, default=1, metavar="N", help="seeds from run.seed on (default 1)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.add_argument(
-        "--png",
-        type=Path,
-        default=Path("simulation.png"),
-        metavar="FILE",
-        help="picture to write (default simulation.png)",
-    )
     parser.set_defaults(run=run)
 
 
@@ -50,8 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megadapo.config import load_config
     from megadapo.lab.simulate.fit import fit_run
-    from megadapo.lab.simulate.report import draw, fit_table, results_table, write_json
-    from megadapo.lab.simulate.simulation import Assumptions, compare
+    from megadapo.lab.simulate.simulation import (
+        Assumptions,
+        compare,
+        fit_table,
+        results_table,
+        write_json,
+    )
 
     config = load_config(arguments.config, arguments.overrides)
     fit = fit_run(arguments.fit) if arguments.fit else None
@@ -67,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with Console().status("simulating"):
         results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
-    print(results_table(results, assumptions.title), end="\n\n")
-    draw(results, assumptions.title, arguments.png)
-    print(arguments.png)
+    print(results_table(results, assumptions.title))
     if arguments.json is not None:
         write_json(results, assumptions, arguments.json)
     return 0

@@ -94,6 +94,11 @@ def bench_head(
     del exact
     timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
     floor = timings[PRODUCTS].best_ms
+    # the smaller of two peaks: the first call of a size also fills caches
+    peaks = {
+        name: [mib for _ in range(2) if (mib := peak_extra_mib(call, device)) is not None]
+        for name, call in calls.items()
+    }
     measured = [
         HeadResult(
             name=name,
@@ -102,7 +107,7 @@ def bench_head(
             median_ms=timing.median_ms,
             ratio_to_products=timing.best_ms / floor,
             useful_tflops=shape.useful_tflop / timing.best_ms * 1e3,
-            peak_extra_mib=_peak_mib(calls[name], device),
+            peak_extra_mib=min(peaks[name], default=None),
             **errors[name],
         )
         for name, timing in timings.items()
@@ -144,12 +149,6 @@ def _relative(got: Tensor, expected: Tensor) -> float:
         error += (part.double() - truth).square().sum()
     relative: float = (error.sqrt() / expected.norm()).item()
     return relative
-
-
-def _peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    # the smaller of two peaks: the first call of a size also fills caches
-    peaks = [peak_extra_mib(call, device) for _ in range(2)]
-    return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def format_table(results: Sequence[HeadResult]) -> str:

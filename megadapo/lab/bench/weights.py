@@ -23,20 +23,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One method of updating; the best of several repetitions."""
-
-    name: str
-    seconds: float
-    bytes_moved: int
-    """Bytes written for the engine by all trainer ranks."""
-    bytes_received: int
-    """Bytes read by all engine ranks."""
-    extra_memory: int
-    """Peak memory of a trainer rank beyond its parameters, in bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Setting:
     """The random model and the layouts of an update."""
 
@@ -65,7 +51,7 @@ def run(setting: Setting, *, json_file: Path | None) -> None:
         record = {
             "settings": asdict(setting),
             "floor_seconds": floor,
-            "measurements": [asdict(one) for one in measurements],
+            "measurements": measurements,
         }
         write_record(json_file, record)
 
@@ -90,7 +76,12 @@ def _write_model(folder: Path, setting: Setting) -> Path:
     return folder
 
 
-def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurement], float]:
+def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """Return each method's best time and its bytes, and the seconds of one plain copy.
+
+    "bytes_moved" is what all trainer ranks write for the engine, "bytes_received" what all engine
+    ranks read, and "extra_memory" a trainer rank's peak memory beyond its parameters.
+    """
     import torch
 
     from megadapo.lab.bench.weights_workers import start_engine, start_ranks
@@ -120,13 +111,13 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
     first = [_first_update(ranks, update) for update in methods.values()]
     seconds = _alternate(list(methods.values()), setting.repeat)
     measurements = [
-        Measurement(
-            name=name,
-            seconds=best,
-            bytes_moved=moved,
-            bytes_received=moved if read is None else read,
-            extra_memory=extra,
-        )
+        {
+            "name": name,
+            "seconds": best,
+            "bytes_moved": moved,
+            "bytes_received": moved if read is None else read,
+            "extra_memory": extra,
+        }
         for name, best, (moved, extra), read in zip(methods, seconds, first, received, strict=True)
     ]
     return measurements, _copy_seconds(num_full // setting.engine_tp)
@@ -184,11 +175,12 @@ def _copy_seconds(num_bytes: int) -> float:
     return best
 
 
-def _table(measurements: list[Measurement], floor: float) -> str:
+def _table(measurements: list[dict[str, Any]], floor: float) -> str:
     rows = []
     for one in measurements:
-        sizes = (one.bytes_moved, one.bytes_received, one.extra_memory)
-        rows.append([one.name, f"{one.seconds:.3f}", *(f"{s / MIB:.1f} MiB" for s in sizes)])
+        sizes = (one["bytes_moved"], one["bytes_received"], one["extra_memory"])
+        cells = (f"{size / MIB:.1f} MiB" for size in sizes)
+        rows.append([one["name"], f"{one['seconds']:.3f}", *cells])
     rows.append(["one copy of an engine shard (floor)", f"{floor:.3f}", "", "", ""])
     head = ["", "seconds", "moved", "received", "extra memory"]
     return TextTable(head=head, rows=rows).text()

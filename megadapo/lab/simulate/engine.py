@@ -162,8 +162,11 @@ class VirtualEngine:
         kept: list[Running] = []
         for entry in self._running:
             if matches(entry[3]):
-                self._pause(entry)
-                removed.append(entry[3])
+                _, _, start, response = entry
+                done = self._progress - start
+                self._context -= response.num_prompt + done
+                response.num_done = min(int(done), response.num_tokens - 1)
+                removed.append(response)
             else:
                 kept.append(entry)
         heapq.heapify(kept)
@@ -192,9 +195,3 @@ class VirtualEngine:
             start = self._progress - response.num_done
             end = start + response.num_tokens
             heapq.heappush(self._running, (end, response.rank, start, response))
-
-    def _pause(self, entry: Running) -> None:
-        """Record a running response's progress and take it out of the cache."""
-        _, _, start, response = entry
-        self._context -= response.num_prompt + self._progress - start
-        response.num_done = min(int(self._progress - start), response.num_tokens - 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import count
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -206,8 +203,8 @@ class FirstFinished:
 class ImmediateExecutor(Executor):
     """An executor that calls at once: scoring takes no time on the virtual clock."""
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
 

@@ -1,27 +1,41 @@
-"""Simulation of every policy under the same assumptions, and its results."""
+"""Simulation of every policy under the same assumptions, and its results as tables and JSON."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
+from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.policies import BatchSource, Policy, TrainedGroup, all_policies
-from megadapo.lab.simulate.task import Draw, Task, TaskSettings, read_lengths
+from megadapo.lab.simulate.task import (
+    Draw,
+    LogNormalLengths,
+    Task,
+    TaskSettings,
+    read_lengths,
+)
+from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 
 MAX_ENGINES = 64
 NUM_STEPS = 4
 NUM_WARM_UP = 4
 """Steps before the measured ones: the first has no leftovers from a step before it."""
+BASELINE = "rounds-3x"
+"""Name of the policy whose time is the unit of the column `x`."""
+CAPTION = f"""\
+seconds: until a batch is full; +-: standard error; x: multiples of {BASELINE}; gen.: tokens
+generated per token trained; used: share of mixed groups' tokens trained on; bias: of the mean
+length; staleness: mean/largest, in weight publications; slots: share in use"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,3 +283,58 @@ def _length_bias(groups: Sequence[TrainedGroup], requested: Mapping[int, Draw]) 
         ]
     )
     return float(trained / mixed) - 1.0
+
+
+def results_table(results: Sequence[PolicyResult], title: str) -> str:
+    """Return a table with one row per policy."""
+    baseline = next(one.seconds_per_batch for one in results if one.name == BASELINE)
+    rows = [
+        [
+            one.name,
+            f"{one.seconds_per_batch:,.1f}",
+            "" if one.seconds_error is None else f"{one.seconds_error / one.seconds_per_batch:.0%}",
+            f"{one.seconds_per_batch / baseline:.2f}",
+            f"{one.generated_per_trained:.2f}",
+            f"{one.kept_tokens_trained:.0%}",
+            f"{one.length_bias:+.1%}",
+            f"{one.staleness_mean:.2f}/{one.staleness_max}",
+            f"{one.slot_use:.0%}",
+        ]
+        for one in results
+    ]
+    head = ["policy", "seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"]
+    return TextTable(title=title, note=CAPTION, head=head, rows=rows).text()
+
+
+def fit_table(fit: RunFit) -> str:
+    """Return measured and predicted rollout times, one row per step."""
+    rows = [
+        [str(step), f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured:.2f}"]
+        for step, measured, predicted in zip(fit.steps, fit.measured, fit.predicted, strict=True)
+    ]
+    for number, row in enumerate(rows):
+        row.append("fitted" if number < fit.num_fitted else "predicted")
+    title = (
+        f"rollout: speed fitted to {fit.num_fitted} steps, "
+        f"{len(fit.steps) - fit.num_fitted} predicted"
+    )
+    head = ["step", "measured s", "predicted s", "ratio", ""]
+    return TextTable(title=title, head=head, rows=rows).text()
+
+
+def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: Path) -> None:
+    """Write the assumptions and, under "policies", one object per policy.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    task = dict(vars(assumptions.task))
+    lengths = task.pop("lengths")
+    # measured lengths are not listed
+    task["lengths"] = asdict(lengths) if isinstance(lengths, LogNormalLengths) else "measured"
+    document = {
+        "engines": asdict(assumptions.engines),
+        "task": task,
+        "policies": [asdict(one) for one in results],
+    }
+    write_record(path, document)

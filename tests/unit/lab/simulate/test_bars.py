@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from megadapo.lab.simulate.engines import EngineSettings
-from megadapo.lab.simulate.policies import all_policies
+from megadapo.lab.simulate.policies import Policy, all_policies
 from megadapo.lab.simulate.simulation import NUM_WARM_UP, PolicyResult, pooled, simulate
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.config import SamplingConfig
@@ -30,22 +30,24 @@ def no_collections() -> Iterator[None]:
 
 
 def results(
-    sampling: SamplingConfig, num_engines: int, task: TaskSettings, steps: dict[str, int]
+    sampling: SamplingConfig,
+    num_engines: int,
+    task: TaskSettings,
+    steps: dict[str, int],
+    seeds: Iterable[int] = (0,),
 ) -> dict[str, PolicyResult]:
-    """Simulate the policies named in `steps`, each for its number of steps."""
-    known = Task(task)
+    """Simulate the policies named in `steps`, each for its number of steps with every seed."""
+    tasks = [Task(replace(task, seed=seed)) for seed in seeds]
     settings = EngineSettings(num_engines=num_engines)
+
+    def simulated(policy: Policy) -> PolicyResult:
+        # the baselines leave nothing to the next step
+        num_warm_up = 0 if policy.name in BASELINES else NUM_WARM_UP
+        options = {"num_steps": steps[policy.name], "num_warm_up": num_warm_up}
+        return pooled([simulate(policy, settings, known, **options) for known in tasks])
+
     return {
-        policy.name: simulate(
-            policy,
-            settings,
-            known,
-            num_steps=steps[policy.name],
-            # the baselines leave nothing to the next step
-            num_warm_up=0 if policy.name in BASELINES else NUM_WARM_UP,
-        )
-        for policy in all_policies(sampling)
-        if policy.name in steps
+        policy.name: simulated(policy) for policy in all_policies(sampling) if policy.name in steps
     }
 
 
@@ -100,7 +102,7 @@ def test_sampler_meets_its_bars(
     """
     seeds = range(8) if (keep_rate, size) == (0.35, 512) else range(2)
     steps = dict.fromkeys(("rounds-1x", "first-finished", "sync", "partial"), num_steps)
-    found = pooled_results(
+    found = results(
         SamplingConfig(prompts_per_step=size),
         num_engines,
         TaskSettings(keep_rate=keep_rate),
@@ -122,7 +124,7 @@ def test_sampler_meets_its_bars(
 def test_memory_of_solved_prompts_meets_its_bar() -> None:
     """Lengths do not depend on difficulty here; with short solved answers less is saved."""
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
-    found = pooled_results(
+    found = results(
         SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10),
         16,
         task,
@@ -132,15 +134,3 @@ def test_memory_of_solved_prompts_meets_its_bar() -> None:
     memory = found["partial-memory"]
     assert memory.seconds_per_batch <= 0.45 * found["rounds-3x"].seconds_per_batch
     assert memory.kept_tokens_trained >= 0.95 and abs(memory.length_bias) < 0.01
-
-
-def pooled_results(
-    sampling: SamplingConfig,
-    num_engines: int,
-    task: TaskSettings,
-    steps: dict[str, int],
-    seeds: Iterable[int],
-) -> dict[str, PolicyResult]:
-    """Return `results` pooled over seeds: a bar met on one seed can be luck."""
-    repeated = [results(sampling, num_engines, replace(task, seed=seed), steps) for seed in seeds]
-    return {name: pooled([one[name] for one in repeated]) for name in steps}
