@@ -137,7 +137,7 @@ def make_base_model(
             )
             for step, batch in enumerate(batches, start=1):
                 update = trainer.update(UpdateRequest(batch=batch, step=step, policy_version=0))
-                losses.append(-update.logprob_mean)
+                losses.append(float(update.metrics["policy/loss"] or 0.0))
         trainer.export(folder)
         trainer.shutdown()
         cluster.shutdown()
@@ -199,7 +199,11 @@ def supervised_config(
             "data": {"train": f"arithmetic:train:{NUM_PROBLEMS}"},
             "cluster": {"device": "cpu"},
             "sampling": {"prompts_per_step": recipe.batch_size // 2, "responses_per_prompt": 2},
-            "algorithm": {"responses_per_mini_batch": recipe.batch_size, "overlong_buffer": 0},
+            "algorithm": {
+                "responses_per_mini_batch": recipe.batch_size,
+                "overlong_buffer": 0,
+                "objective": {"ratio": "none", "gate": "none"},
+            },
             "trainer": {
                 "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF if num_experts else 0.0,
                 "optimizer": {
@@ -222,9 +226,7 @@ def supervised_batches(
     num_steps: int,
     seed: int,
 ) -> Iterator[PackedBatch]:
-    """Yield batches of worked answers with advantage 1 and the current policy as the old one.
-
-    The ratio is then exactly 1 and unclipped: the policy gradient is the likelihood's gradient.
+    """Yield batches of worked answers with advantage 1: the policy loss is minus the log-prob.
 
     Args:
         problems: problems sorted by length.

@@ -95,7 +95,6 @@ def response_advantages(
         rewards: [S], one group after the other.
         group_sizes: [K] responses of each group.
         num_tokens: [S] tokens of each response in the loss; 0 for a response left out.
-        rule: one of `AdvantageRule`.
         normalize_by_std: False omits grpo's division (Dr. GRPO).
     """
     parts = [
@@ -126,8 +125,6 @@ def group_advantages(
     and gae it keeps its rewards.
 
     Args:
-        rewards: [G], shaped rewards of one group.
-        rule: one of `AdvantageRule`.
         normalize_by_std: False omits grpo's division (Dr. GRPO).
 
     Returns:
@@ -169,7 +166,6 @@ def process_advantages(
     Args:
         steps: [G] steps of each response; at least one response has a step.
         lengths: [G] tokens of each response, an upper bound of its steps' ends.
-        normalize_by_std: as in `group_advantages`.
     """
     scores = [score for own in steps for _, score in own]
     normalized = group_advantages(scores, normalize_by_std=normalize_by_std)
@@ -203,9 +199,6 @@ def advantages_with_kl(
         kl: [N] estimate of each token, one response after the other.
         num_tokens: [S] tokens of each response, N in all.
         group_sizes: [K] responses of each group.
-        kl_coef: weight of the KL divergence.
-        rule: one of `AdvantageRule`.
-        normalize_by_std: as in `response_advantages`.
 
     Returns:
         [N] float64; all NaN if any KL estimate is not finite.

@@ -97,7 +97,6 @@ def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
-        advantages: [N].
     """
     import torch
 

@@ -42,7 +42,6 @@ def generalized_advantages(
     `reference.generalized_advantages`. The value target is A_t + V_t.
 
     Args:
-        rewards: [N] of each token.
         values: [N] value of the state in which each token was sampled.
         sequences: [N] sequence of each token; a sequence's tokens are neighbours, in order.
 
@@ -74,9 +73,7 @@ def value_losses(
     has a gradient only if it moves the value back.
 
     Args:
-        values: [N], differentiable.
         values_old: [N] before the step's first update.
-        returns: [N] value targets.
         value_clip: c; None: no clip.
     """
     import torch

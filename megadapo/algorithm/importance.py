@@ -81,8 +81,6 @@ def importance_ratios(
         logprobs_rollout: [N] the engine's, finite.
         sequences: [N] int64, sequence of each token, below `num_sequences`; all weighted tokens of
             a sequence must be here, or on ranks that `add_up` reaches.
-        num_sequences: S, an upper bound.
-        level: ratio of the token or of its sequence.
         add_up: as in `ratios.sequence_means`; called only at sequence level.
     """
     log_ratios = (logprobs - logprobs_rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

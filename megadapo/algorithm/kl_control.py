@@ -33,23 +33,12 @@ class KlControlConfig(Section, title="algorithm.kl_control"):
             )
 
 
-def controlled_coef(coef: float, kl: float, num_responses: int, config: KlControlConfig) -> float:
-    """Return the coefficient after a step: coef (1 + clip(kl / target - 1, +-0.2) n / horizon).
-
-    Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 per update is n / horizon here.
-
-    Args:
-        coef: coefficient of the step.
-        kl: estimate of the step's KL divergence, mean over its tokens in nats.
-        num_responses: n, responses of the step.
-    """
-    assert config.target is not None, "the coefficient is constant without a target"
-    error = max(-MAX_ERROR, min(MAX_ERROR, kl / config.target - 1.0))
-    return coef * (1.0 + error * num_responses / config.horizon)
-
-
 class KlController:
-    """The KL coefficient of a run; on the driver, so it does not depend on the layout."""
+    """The KL coefficient of a run; on the driver, so it does not depend on the layout.
+
+    A step multiplies it by 1 + clip(kl / target - 1, +-0.2) n / horizon, for n responses. Source:
+    arXiv 1909.08593, section 2.2, whose gain of 0.1 per update is n / horizon here.
+    """
 
     def __init__(self, config: KlControlConfig, coef: float) -> None:
         """`coef`: coefficient of the first step."""
@@ -57,9 +46,14 @@ class KlController:
         self._config = config
 
     def observe(self, kl: float | None, num_responses: int) -> None:
-        """Update the coefficient after a step; a KL divergence that is not finite is ignored."""
-        if self._config.target is not None and kl is not None and math.isfinite(kl):
-            self.coef = controlled_coef(self.coef, kl, num_responses, self._config)
+        """Update the coefficient after a step.
+
+        `kl`: mean over the step's tokens in nats; one that is not finite is ignored.
+        """
+        target, horizon = self._config.target, self._config.horizon
+        if target is not None and kl is not None and math.isfinite(kl):
+            error = max(-MAX_ERROR, min(MAX_ERROR, kl / target - 1.0))
+            self.coef *= 1.0 + error * num_responses / horizon
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for a checkpoint: empty if the coefficient is constant."""

@@ -62,7 +62,6 @@ def sequence_weights(
     Args:
         lengths: [S] response tokens of each sequence.
         groups: [S] any integer label of the sequence's group.
-        aggregation: one of `Aggregation`.
         keep: [S] False leaves the sequence out of the loss and out of every count.
         loss_length: tokens, for seq-mean-token-sum-norm.
 

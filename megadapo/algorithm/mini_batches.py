@@ -24,7 +24,6 @@ def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...
     """Return the indices of the responses of each update, in order.
 
     Args:
-        group_sizes: responses of each group of the step.
         size: responses per update, a multiple of every group's; below it each group is an update.
     """
     ends = np.cumsum([0, *group_sizes])

@@ -29,10 +29,8 @@ def sequence_means(
     Log-ratios are clamped to +-MAX_LOG_RATIO; a NaN makes its own sequence's mean meaningless.
 
     Args:
-        log_ratios: [N].
         sequences: [N] int64, sequence of each token; all of a sequence's tokens must be here, or on
             ranks that `add_up` reaches.
-        num_sequences: S.
         add_up: sums a tensor in place over the ranks that share sequences.
     """
     clamped = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -66,8 +64,6 @@ def sequence_shifted(
         logprobs: [N] under the current weights, with the same bits as in the loss.
         logprobs_old: [N], finite.
         sequences: [N] int64, sequence of each token, below `num_sequences`.
-        num_sequences: S.
-        add_up: as in `sequence_means`.
     """
     means = sequence_means(
         logprobs - logprobs_old, sequences, num_sequences=num_sequences, add_up=add_up

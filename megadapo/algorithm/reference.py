@@ -35,11 +35,8 @@ def policy_loss(
 
     Args:
         logprobs: [T] of the response tokens, one response after the other.
-        logprobs_old: [T].
-        advantages: [T].
         loss_weights: [T], the whole reduction.
         cu_seqlens: [S + 1] integers, start of each response, and T.
-        objective: ratio, gate and the optional terms.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
         entropy: [T] in nats, required if `objective.entropy_coef` is not 0.
         importance_weights: [T] factor on each token's policy term.
@@ -47,12 +44,9 @@ def policy_loss(
     Raises:
         ValueError: cu_seqlens do not cut T tokens, or a term's input is missing.
     """
-    _check_seqlens(cu_seqlens, logprobs.shape[0])
-    optional = {
-        "logprobs_ref": logprobs_ref,
-        "entropy": entropy,
-        "importance_weights": importance_weights,
-    }
+    edges = cu_seqlens.tolist()
+    if not edges or edges[0] != 0 or edges[-1] != len(logprobs) or edges != sorted(edges):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {len(logprobs)}, got {edges}")
     kept = (loss_weights != 0) & logprobs_old.isfinite()
     for value in (logprobs_ref, importance_weights):
         kept = kept if value is None else kept & value.isfinite()
@@ -67,7 +61,9 @@ def policy_loss(
         logprobs_old,
         advantages[kept],
         objective=objective,
-        **{name: None if value is None else value[kept] for name, value in optional.items()},
+        logprobs_ref=None if logprobs_ref is None else logprobs_ref[kept],
+        entropy=None if entropy is None else entropy[kept],
+        importance_weights=None if importance_weights is None else importance_weights[kept],
     )
     return (loss_weights[kept] * losses).sum()
 
@@ -198,9 +194,3 @@ def _clipped(ratio: Tensor, advantages: Tensor, objective: PolicyObjective) -> T
         return loss
     bound = -objective.dual_clip * advantages
     return torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-
-
-def _check_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    edges = cu_seqlens.tolist()
-    if not edges or edges[0] != 0 or edges[-1] != num_tokens or edges != sorted(edges):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {num_tokens}, got {edges}")

@@ -14,8 +14,6 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
     """Return 0 up to max_length - buffer, then linearly down to -1 at max_length, -1 beyond.
 
     Args:
-        length: response tokens, end-of-sequence token included.
-        max_length: the limit L_max in tokens.
         buffer: the interval L_cache in tokens; 0 turns the punishment off.
     """
     if buffer == 0:

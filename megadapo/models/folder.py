@@ -37,7 +37,6 @@ def find_hf_config(path: str, *, key: str = "model.path") -> dict[str, Any]:
 
     Args:
         path: a folder, a name on the Hub, or the model's path on another machine.
-        key: configuration key of the path, for the error.
 
     Raises:
         DataError: the model is neither here nor a published one that megadapo ships.
@@ -83,9 +82,6 @@ def is_hub_name(text: str) -> bool:
 
 def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:
     """Return the model's folder on this machine; download a Hub name into the Hub's cache.
-
-    Args:
-        key: configuration key of the path, for the error.
 
     Raises:
         DataError: the folder does not exist and the Hub cannot provide it.

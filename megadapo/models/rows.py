@@ -7,7 +7,7 @@ tensors, and its split. Sizes are symbols, which `ModelShape.size` resolves.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Cut(enum.Enum):
@@ -54,6 +54,19 @@ def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidde
     return Weight(megatron=megatron, hf=(hf,), vllm=hf, rows=(size,), megatron_alias=alias)
 
 
+def bias(matrix: Weight, *, only_if: str, cut: Cut | None = None) -> Weight:
+    """Return the row of a matrix's bias, split as the matrix's rows unless `cut` is given."""
+    return replace(
+        matrix,
+        megatron=matrix.megatron.replace(".weight", ".bias"),
+        hf=tuple(name.replace(".weight", ".bias") for name in matrix.hf),
+        vllm=matrix.vllm.replace(".weight", ".bias"),
+        columns=None,
+        cut=cut or matrix.cut,
+        only_if=only_if,
+    )
+
+
 EMBEDDING = Weight(
     megatron="embedding.word_embeddings.weight",
     hf=("model.embed_tokens.weight",),
@@ -92,14 +105,7 @@ QKV = Weight(
     columns="hidden",
     cut=Cut.QKV,
 )
-QKV_BIAS = Weight(
-    megatron="self_attention.linear_qkv.bias",
-    hf=("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    vllm="self_attn.qkv_proj.bias",
-    rows=("q", "kv", "kv"),
-    cut=Cut.QKV,
-    only_if="attention_bias",
-)
+QKV_BIAS = bias(QKV, only_if="attention_bias")
 Q_NORM = norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", size="head_dim")
 K_NORM = norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", size="head_dim")
 ATTENTION_OUT = Weight(
@@ -110,13 +116,7 @@ ATTENTION_OUT = Weight(
     columns="q",
     cut=Cut.COLUMNS,
 )
-ATTENTION_OUT_BIAS = Weight(
-    megatron="self_attention.linear_proj.bias",
-    hf=("self_attn.o_proj.bias",),
-    vllm="self_attn.o_proj.bias",
-    rows=("hidden",),
-    only_if="attention_bias",
-)
+ATTENTION_OUT_BIAS = bias(ATTENTION_OUT, only_if="attention_bias", cut=Cut.REPLICATED)
 
 MLP_NORM = norm(
     "pre_mlp_layernorm.weight",
@@ -131,14 +131,7 @@ GATE_UP = Weight(
     columns="hidden",
     cut=Cut.GATE_UP,
 )
-GATE_UP_BIAS = Weight(
-    megatron="mlp.linear_fc1.bias",
-    hf=("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    vllm="mlp.gate_up_proj.bias",
-    rows=("ffn", "ffn"),
-    cut=Cut.GATE_UP,
-    only_if="mlp_bias",
-)
+GATE_UP_BIAS = bias(GATE_UP, only_if="mlp_bias")
 DOWN = Weight(
     megatron="mlp.linear_fc2.weight",
     hf=("mlp.down_proj.weight",),
@@ -147,13 +140,7 @@ DOWN = Weight(
     columns="ffn",
     cut=Cut.COLUMNS,
 )
-DOWN_BIAS = Weight(
-    megatron="mlp.linear_fc2.bias",
-    hf=("mlp.down_proj.bias",),
-    vllm="mlp.down_proj.bias",
-    rows=("hidden",),
-    only_if="mlp_bias",
-)
+DOWN_BIAS = bias(DOWN, only_if="mlp_bias", cut=Cut.REPLICATED)
 
 ROUTER = Weight(
     megatron="mlp.router.weight",

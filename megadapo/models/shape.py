@@ -65,8 +65,13 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
     num_heads = required_size(hf_config, "num_attention_heads")
     hidden_size = required_size(hf_config, "hidden_size")
     is_moe = any(row.expert for row in family.layer)
-    if is_moe:
-        _check_every_layer_has_experts(hf_config)
+    if is_moe and (
+        hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise WeightError(
+            "config.json: mlp_only_layers and decoder_sparse_step ask for dense layers between "
+            "the expert layers; megadapo supports experts in every layer only."
+        )
     experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     attention_bias = family.attention_bias
     if attention_bias is None:
@@ -93,11 +98,3 @@ def required_size(hf_config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise WeightError(f"config.json: {key} must be a positive integer, but it is {value!r}.")
     return value
-
-
-def _check_every_layer_has_experts(hf_config: Mapping[str, Any]) -> None:
-    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
-        raise WeightError(
-            "config.json: mlp_only_layers and decoder_sparse_step ask for dense layers between "
-            "the expert layers; megadapo supports experts in every layer only."
-        )

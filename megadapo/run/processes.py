@@ -145,15 +145,8 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
     return TrainerSettings(
         model=config.model.model_copy(update={"path": path}),
         trainer=trainer,
-        objective=config.algorithm.objective,
-        bapo=config.algorithm.bapo,
-        importance=config.algorithm.importance,
-        reference=config.algorithm.reference,
-        advantage=config.algorithm.advantage,
-        normalize_by_std=config.algorithm.normalize_by_std,
+        algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         critic=critic if config.algorithm.advantage == "gae" else None,
-        discount=config.algorithm.discount,
-        gae_lambda=config.algorithm.gae_lambda,
     )

@@ -18,12 +18,7 @@ from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import (
-    MicroBatch,
-    MicroBatchBuilder,
-    trained_tokens,
-    version_gaps,
-)
+from megadapo.trainer.batch.micro_batch import MicroBatch, trained_tokens, version_gaps
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.batch.off_policy import OldPolicy, old_policy
 from megadapo.trainer.checkpoint.checkpoint import (
@@ -38,11 +33,8 @@ from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.experts import ExpertBalance
 from megadapo.trainer.model.head import PolicyHead
-from megadapo.trainer.model.initialize import RandomTensors, fill_shards
-from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import (
-    context_part,
     has_results,
     join_groups,
     process_groups,
@@ -59,7 +51,7 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from megadapo.trainer.update.clip_bounds import BoundSearch
-from megadapo.trainer.update.measure import ShapeProbe, UpdateRecorder, probe_shape
+from megadapo.trainer.update.measure import UpdateRecorder, probe_shape
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
 from megadapo.trainer.update.optimizer import (
     gather_weights_now,
@@ -70,7 +62,6 @@ from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.files import Files
 from megadapo.weights.disk.gather import gather_weights
-from megadapo.weights.disk.load import import_weights
 from megadapo.weights.sync.sender import PinnedWeightSender, WeightSender
 
 BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
@@ -87,11 +78,12 @@ class TrainerRank(TrainedModel):
         listener: socket.socket | None = None,
     ) -> None:
         """`listener`: rank 0's open socket at the rendezvous; None opens one."""
-        self.settings = settings
-        self.model_folder = resolve_model_folder(
+        folder = resolve_model_folder(
             settings.model.path, with_weights=settings.model.init == "pretrained"
         )
-        model = describe_model(read_hf_config(self.model_folder))
+        algorithm = settings.algorithm
+        keeps_first = algorithm.objective.kl_coef != 0.0 and algorithm.reference.is_fixed
+        model = describe_model(read_hf_config(folder))
         # every rank raises before it joins: none waits for another
         validate_model_layout(model, settings.trainer)
         join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
@@ -101,25 +93,22 @@ class TrainerRank(TrainedModel):
             settings,
             model,
             settings.trainer.optimizer,
-            build_chunks=build_chunks,
-            set_weights=self._set_weights,
+            folder,
+            # a fixed reference policy keeps them, also if a checkpoint is loaded next
+            needs_weights=settings.reads_weights or keeps_first,
         )
         self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)
         self.reference: ReferencePolicy | None = None
-        if settings.objective.kl_coef != 0.0:
-            self.reference = ReferencePolicy(
-                settings,
-                self.chunks,
-                self.parameters,
-                # the reference's routers choose their own experts
-                score=partial(self.logprobs_of, replays=False),
-            )
+        if algorithm.objective.kl_coef != 0.0:
+            # the reference's routers choose their own experts
+            score = partial(self.logprobs_of, replays=False)
+            self.reference = ReferencePolicy(settings, self.chunks, self.parameters, score=score)
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
         self.writer = CheckpointWriter(torch.distributed.get_rank())
         self.head = PolicyHead(
-            objective=settings.objective,
+            objective=algorithm.objective,
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
@@ -127,66 +116,32 @@ class TrainerRank(TrainedModel):
         models = [self] if self.critic is None else [self, self.critic]
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
-        self._add_senders()
-        self.splitter = MicroBatchSplitter(
-            MicroBatchBuilder(
-                inverse_frequencies=rotary_of_own_layers(self.model),
-                token_multiple=settings.trainer.tensor_parallel,
-                part=context_part(),
-                takes_experts=settings.trainer.router_replay,
-            ),
-            settings.trainer,
-            hidden_size=self.layout.shape.hidden_size,
-            device=self.device,
-        )
-
-    def _add_senders(self) -> None:
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        weights_of = self.offload.weights_of
-        self.weight_sender = WeightSender(*shards, present=weights_of)
-        self.pinned_sender = PinnedWeightSender(*shards, present=weights_of)
+        self.weight_sender = WeightSender(*shards, present=self.offload.weights_of)
+        self.pinned_sender = PinnedWeightSender(*shards, present=self.offload.weights_of)
+        self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
 
-    def _set_weights(self) -> None:
-        """Set the first weights, unless a checkpoint replaces them and no reference needs them."""
-        settings = self.settings
-        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.is_fixed
-        if not (settings.reads_weights or keeps_first):
-            return
-        if settings.model.init == "pretrained":
-            import_weights(self.model_folder, self.parameters, self.layout, self.position)
-        else:
-            std = self.model.initializer_range
-            source = RandomTensors(self.layout, std=std, seed=settings.seed)
-            fill_shards(self.parameters, self.layout, self.position, source)
-
-    def update(
-        self, request: UpdateRequest, recorder: UpdateRecorder | None = None
-    ) -> UpdateResult:
-        """Train on all mini-batches of one rollout step; return the same numbers on every rank.
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Train on all mini-batches of one rollout step; return the same metrics on every rank.
 
         Old log-probs of the whole batch are computed before the first update, in the same
-        micro-batches as the updates. The recorder collects the numbers of this rank.
+        micro-batches as the updates.
         """
-        batch, version, importance = (
-            request.batch,
-            request.policy_version,
-            self.settings.importance,
-        )
-        recorder = recorder or UpdateRecorder(batch, ())
+        batch, version = request.batch, request.policy_version
+        importance = self.settings.algorithm.importance
         self.check_experts(batch)
         self.offload.load("parameters")
         self.offload.prefetch("optimizer")
         kl_coef = request.kl_reward_coef
         if kl_coef is None:
-            kl_coef = self.settings.objective.kl_reward_coef
+            kl_coef = self.settings.algorithm.objective.kl_reward_coef
         trained, num_dropped = trained_tokens(batch)
         gaps = version_gaps(batch, version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         split = self.splitter.split(batch, predicted=predicted, policy_version=version)
-        with self.experts.counted():
-            old = [self._old_policies(mini_batch, recorder) for mini_batch in split]
-        probe = probe_shape(
-            split, self.splitter, request, predicted=predicted, score=self.logprobs_of
+        old, seconds = self._old_policies(split)
+        probed = probe_shape(
+            split, old, self.splitter, request, predicted=predicted, score=self.logprobs_of
         )
         if self.reference is not None:
             old = self.reference.add_logprobs(batch, predicted, split, old, kl_reward_coef=kl_coef)
@@ -194,43 +149,49 @@ class TrainerRank(TrainedModel):
         if self.critic is not None:
             critic = CriticStep(self.critic, split, old, request.step, kl_coef=kl_coef)
             old = critic.old
-        search = self.bound_search()
-        reduced, grad_norms = self._apply_updates(
-            request, split, old, probe=probe, critic=critic, search=search, recorder=recorder
+        search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
+        sums, grad_norms = self._apply_updates(
+            request, split, old, probed=probed, critic=critic, search=search, recorder=recorder
         )
-        critic_result = None if critic is None else critic.result()
-        self.offload.evict(*BETWEEN_UPDATES)
-        return summarize(
-            reduced,
+        metrics = summarize(
+            sums,
             grad_norms=grad_norms,
-            num_dropped_tokens=num_dropped,
             lr=self.settings.lr_at(request.step) or 0.0,
             version_gaps=gaps[trained],
             importance=importance,
             bounds=search.found,
-            kl_coef=self.settings.objective.kl_loss_coef + kl_coef,
-            critic=critic_result,
-            experts=self.experts.result(),
+            kl_coef=self.settings.algorithm.objective.kl_loss_coef + kl_coef,
+        )
+        of_critic = {} if critic is None else critic.result()
+        self.offload.evict(*BETWEEN_UPDATES)
+        return UpdateResult(
+            metrics=metrics | of_critic | self.experts.result(),
+            num_dropped_tokens=num_dropped,
+            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
+            rank_seconds=(seconds,),
+            recorded=recorder.tokens() if batch.recorded and self.has_results else None,
         )
 
-    def _old_policies(
-        self, mini_batch: Sequence[MicroBatch], recorder: UpdateRecorder
-    ) -> list[OldPolicy]:
-        """Compute old log-probs; their time is this rank's own speed, so it is recorded."""
-        start = time.perf_counter()
-        logprobs = self.logprobs_of(mini_batch)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        recorder.add_share(mini_batch, time.perf_counter() - start)
-        return [
-            old_policy(micro_batch, values, self.settings.importance)
-            for micro_batch, values in zip(mini_batch, logprobs, strict=False)
-        ]
+    def _old_policies(self, split: Sequence[MiniBatch]) -> tuple[list[list[OldPolicy]], float]:
+        """Return the old policies of each update, and the time of the passes for log-probs."""
+        old, seconds = [], 0.0
+        with self.experts.counted():
+            for mini_batch in split:
+                start = time.perf_counter()
+                logprobs = self.logprobs_of(mini_batch)
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+                seconds += time.perf_counter() - start
+                pairs = zip(mini_batch, logprobs, strict=False)
+                old.append(
+                    [old_policy(*pair, self.settings.algorithm.importance) for pair in pairs]
+                )
+        return old, seconds
 
     def bound_search(self) -> BoundSearch:
         """Return the search for a step's clip bounds, which keeps them if they are fixed."""
         return BoundSearch(
-            self.settings.bapo,
+            self.settings.algorithm.bapo,
             score=self.logprobs_of,
             contributes=self.has_results,
             device=self.device,
@@ -242,7 +203,7 @@ class TrainerRank(TrainedModel):
         split: Sequence[MiniBatch],
         old: Sequence[list[OldPolicy]],
         *,
-        probe: ShapeProbe,
+        probed: MiniBatchSums,
         critic: CriticStep | None,
         search: BoundSearch,
         recorder: UpdateRecorder,
@@ -255,30 +216,26 @@ class TrainerRank(TrainedModel):
         pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(split)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
-        lr = self.settings.lr_at(request.step)
         lengths = np.diff(request.batch.cu_seqlens)
         reduced, grad_norms = [], []
         self.offload.load(*BETWEEN_UPDATES)
         for number, (mini_batch, policies) in enumerate(zip(split, old, strict=True)):
-            members = request.batch.mini_batches[number]
-            self.experts.prepare(int(lengths[members].sum()))
-            head = replace(
-                self.head, objective=search.objective(self.head.objective, mini_batch, policies)
-            )
+            self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
+            objective = search.objective(self.head.objective, mini_batch, policies)
+            head = replace(self.head, objective=objective)
             sums, logprobs = compute_gradients(
                 self.chunks, head, mini_batch, policies, pretraining[number]
             )
             search.observe(mini_batch, policies, logprobs)
-            if self.has_results:
-                recorder.add_update(mini_batch, policies, logprobs)
+            recorder.add_update(mini_batch, policies, logprobs)
             if number == 0:
-                probe.add_to(sums, mini_batch, [policy.proximal for policy in policies])
+                sums = MiniBatchSums.merged([sums, probed])
             sums = sums.reduced(contributes=self.has_results, device=self.device)
-            loss = sums.loss + sums.pretraining_loss
-            outcome = step_if_finite(self.optimizer, loss=loss, lr=lr)
             reduced.append(sums)
-            if outcome.applied:
-                grad_norms.append(outcome.grad_norm)
+            loss = sums.loss + sums.pretraining_loss
+            norm = step_if_finite(self.optimizer, loss=loss, lr=self.settings.lr_at(request.step))
+            if norm is not None:
+                grad_norms.append(norm)
             if critic is not None:
                 critic.update(number)
             report_progress()

@@ -56,15 +56,20 @@ class ReferencePolicy:
     ) -> None:
         """
         Args:
-            chunks: the policy's.
             parameters: the policy's by global name.
             score: computes log-probs [T] of micro-batches with the weights in `parameters`.
         """
-        self.settings, self._config = settings, settings.reference
+        self.settings, self._config = settings, settings.algorithm.reference
         self._chunks = chunks
         self._parameters = parameters
         self._score = score
-        self._weights = {name: _on_host(value) for name, value in parameters.items()}
+        # pinned, if the parameters are on a GPU
+        self._weights = {
+            name: torch.empty_like(
+                value, device="cpu", pin_memory=value.is_cuda, requires_grad=False
+            ).copy_(value.detach())
+            for name, value in parameters.items()
+        }
         # a bf16 average would not move by a hundredth of a small update
         self._average = (
             {name: value.float() for name, value in self._weights.items()}
@@ -100,7 +105,7 @@ class ReferencePolicy:
         """
         with self.in_place():
             logprobs_ref = [self._score(mini_batch) for mini_batch in split]
-        objective = self.settings.objective
+        objective = self.settings.algorithm.objective
         policies = [
             with_reference(*parts, objective)
             for parts in zip(split, old, logprobs_ref, strict=True)
@@ -200,12 +205,12 @@ class ReferencePolicy:
             num_tokens,
             batch.group_sizes,
             kl_coef=kl_coef,
-            rule=self.settings.advantage,
-            normalize_by_std=self.settings.normalize_by_std,
+            rule=self.settings.algorithm.advantage,
+            normalize_by_std=self.settings.algorithm.normalize_by_std,
         )
         return [
             [
-                replace(policy, advantages=_at_rows(micro_batch, advantages))
+                replace(policy, advantages=micro_batch.at_rows(advantages[micro_batch.source]))
                 for micro_batch, policy in zip(micro_batches, policies, strict=False)
             ]
             for micro_batches, policies in zip(split, old, strict=True)
@@ -240,7 +245,6 @@ def with_reference(
     Args:
         old: old policy of each micro-batch; empty except on the last pipeline stage.
         logprobs_ref: [T] of each, from the same shapes as the old ones; empty where `old` is.
-        objective: says which estimator is used, and whether the divergence is in the loss.
     """
     found = []
     for micro_batch, policy, values in zip(micro_batches, old, logprobs_ref, strict=False):
@@ -251,14 +255,6 @@ def with_reference(
         in_loss = objective.kl_loss_coef != 0.0
         found.append(replace(policy, kl=kl, logprobs_ref=values if in_loss else None))
     return found
-
-
-def _at_rows(micro_batch: MicroBatch, values: np.ndarray) -> Tensor:
-    """Return [T] fp32 of the micro-batch from one value per token of the batch."""
-    spread = torch.zeros_like(micro_batch.advantages)
-    own = torch.from_numpy(values[micro_batch.source]).to(spread)
-    spread[micro_batch.rows] = own
-    return spread
 
 
 def _write_copy(
@@ -296,9 +292,3 @@ def _write_copy(
         sync_path(target / name)
     sync_path(target)
     return {f"{FOLDER}/{name}": entry_of(target / name) for name in written}
-
-
-def _on_host(value: Tensor) -> Tensor:
-    """Return a copy in main memory, pinned if the original is on a GPU."""
-    copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
-    return copy.copy_(value.detach())

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import math
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megadapo.models.description import ModelDescription
-from megadapo.trainer.config import OptimizerConfig, TrainerConfig
-from megadapo.trainer.model.model import transformer_config
+from megadapo.trainer.config import OptimizerConfig
+from megadapo.trainer.model.model import build_chunks, transformer_config
 from megadapo.trainer.model.parallel import parameters_by_global_name, shard_position
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, finalize_sums, wrap_for_gradients
+from megadapo.weights.disk.load import fill_shard, match_params
+from megadapo.weights.disk.sources import TensorSource, check_tensors, open_source
 from megadapo.weights.layout.layout import ModelLayout
 
-BuildChunks = Callable[[TransformerConfig, ModelDescription, TrainerConfig], list[GPTModel]]
+WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+"""Ends of the names of matrices whose output is added to the residual stream."""
 
 
 class TrainedModel:
@@ -27,20 +33,74 @@ class TrainedModel:
         settings: TrainerSettings,
         model: ModelDescription,
         optimizer: OptimizerConfig,
+        folder: Path,
         *,
-        build_chunks: BuildChunks,
-        set_weights: Callable[[], None],
+        needs_weights: bool,
     ) -> None:
-        """Build chunks in model order, let `set_weights` fill `parameters`, add the optimizer."""
-        self.model = model
+        """Build the model.
+
+        Args:
+            folder: of the first weights, unless settings.model.init is "random".
+            needs_weights: whether they are set; a checkpoint is loaded next otherwise.
+
+        Raises:
+            WeightError: a tensor of the folder is missing, unknown or of another shape.
+        """
+        self.settings, self.model, self.model_folder = settings, model, folder
         self.layout = ModelLayout(model.family, model.shape)
         dtype = getattr(torch, settings.model.dtype)
         self.config = transformer_config(model, settings.trainer, dtype=dtype)
         self.config.finalize_model_grads_func = finalize_sums
-        chunks = build_chunks(self.config, model, settings.trainer)
+        chunks = self.build_chunks()
         self.position = shard_position(chunks, settings.trainer)
         self.parameters = parameters_by_global_name(chunks)
-        # megatron-core copies weights into its buffers and masters, so they must be set before
-        set_weights()
+        if needs_weights:
+            # megatron-core copies weights into its buffers and masters, so they must be set before
+            source = self.first_weights()
+            check_tensors(source, self.layout, folder)
+            for shard, param in match_params(self.parameters, self.layout, self.position):
+                fill_shard(param, shard, source)
         self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, optimizer)
+
+    def build_chunks(self) -> list[GPTModel]:
+        """Return this rank's chunks in model order; their weights are not set yet."""
+        return build_chunks(self.config, self.model, self.settings.trainer)
+
+    def first_weights(self) -> TensorSource:
+        """Return the full tensors with which the run starts."""
+        if self.settings.model.init == "pretrained":
+            return open_source(self.model_folder)
+        std = self.model.initializer_range
+        return RandomTensors(self.layout, std=std, seed=self.settings.seed)
+
+
+class RandomTensors:
+    """A source of full tensors that are drawn on demand.
+
+    Matrices are normal with `std`. Matrices that write to the residual stream are smaller by
+    sqrt(2 x layers), GPT-2's rule. Norms are 1 and biases 0. A tensor's seed is made of its name
+    and the run's seed.
+    """
+
+    def __init__(self, layout: ModelLayout, *, std: float, seed: int) -> None:
+        self.shapes = layout.hf_shapes
+        self.dtypes = dict.fromkeys(self.shapes, torch.float32)
+        self._std = std
+        self._residual_std = std / math.sqrt(2 * layout.shape.num_layers)
+        self._seed = seed
+        # a fused parameter reads the same few tensors several times
+        self._whole = lru_cache(maxsize=4)(self._draw)
+
+    def read(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        """Return positions `start` to `stop` along `axis` of one tensor."""
+        return self._whole(name).narrow(axis, start, stop - start)
+
+    def _draw(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        std = self._residual_std if name.endswith(WRITES_TO_RESIDUAL) else self._std
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.empty(shape).normal_(0.0, std, generator=generator)

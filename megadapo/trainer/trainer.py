@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError, ProcessHungError
 from megadapo.trainer.checkpoint.save import LONGEST_WORK_S, wait_for_save
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.types import RankUpdate, TrainerSettings, UpdateRequest, UpdateResult
+from megadapo.trainer.types import TrainerSettings, UpdateRequest, UpdateResult
 from megadapo.trainer.worker import TrainerWorker, heartbeat_file
 from megadapo.weights.disk.files import Files
 
@@ -65,7 +64,7 @@ class Trainer:
         log_folder: Path,
         watch: Watch,
     ) -> None:
-        """Create one process per entry of Ray actor `options`; `start_ranks` makes it a trainer.
+        """Create one process per entry of Ray actor `options`; `start` makes it a trainer.
 
         `watch`: checks that are called every few seconds while the ranks work.
         """
@@ -98,48 +97,24 @@ class Trainer:
         start_timeout_s: float = START_TIMEOUT_S,
         watch: Watch | None = None,
     ) -> Trainer:
-        """Start the ranks of the settings on the cluster's trainer slots.
+        """Start the ranks on the cluster's trainer slots; return when all are ready.
+
+        `watch`: checks of the run's other processes.
 
         Raises:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
         """
         options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
-        return cls.start_ranks(
-            settings,
-            options,
-            log_folder=log_folder,
-            uses_cuda=cluster.uses_cuda,
-            num_cores=cluster.trainer_cores(),
-            start_timeout_s=start_timeout_s,
-            watch=watch,
-        )
-
-    @classmethod
-    def start_ranks(
-        cls,
-        settings: TrainerSettings,
-        options: list[dict[str, Any]],
-        *,
-        log_folder: Path,
-        uses_cuda: bool,
-        num_cores: Sequence[int] = (),
-        start_timeout_s: float = START_TIMEOUT_S,
-        watch: Watch | None = None,
-    ) -> Trainer:
-        """Start one rank per entry of Ray actor `options`; return when all are ready.
-
-        Args:
-            num_cores: CPU cores of each rank; by default equal shares of this machine.
-            watch: checks of the run's other processes.
-        """
-        here = max(1, len(os.sched_getaffinity(0)) // len(options))
-        recorder = flight_recorder(log_folder.resolve()) if uses_cuda else {}
+        recorder = flight_recorder(log_folder.resolve()) if cluster.uses_cuda else {}
         environments = [
             recorder
             | rank_environment(
-                settings.trainer, uses_cuda=uses_cuda, dtype=settings.model.dtype, num_cores=cores
+                settings.trainer,
+                uses_cuda=cluster.uses_cuda,
+                dtype=settings.model.dtype,
+                num_cores=cores,
             )
-            for cores in num_cores or [here] * len(options)
+            for cores in cluster.trainer_cores()
         ]
         trainer = cls(
             settings.trainer, options, environments, log_folder.resolve(), watch or Watch()
@@ -155,7 +130,7 @@ class Trainer:
         (first,) = start([ranks[0].find_rendezvous.remote(len(ranks))])
         start(
             [
-                handle.start.remote(settings, replace(first, rank=rank), uses_cuda)
+                handle.start.remote(settings, replace(first, rank=rank), cluster.uses_cuda)
                 for rank, handle in enumerate(ranks)
             ]
         )
@@ -164,14 +139,8 @@ class Trainer:
 
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Apply one optimizer update per mini-batch of the request's batch."""
-        updates: list[RankUpdate] = self.call_all(
-            "update", _shared(request), timeout_s=LONGEST_WORK_S
-        )
-        recorded = [update.recorded for update in updates if update.recorded is not None]
-        return replace(
-            updates[0].result,
-            shares=tuple(update.share for update in updates),
-            recorded=recorded[0].merged(recorded[1:]) if recorded else None,
+        return UpdateResult.joined(
+            self.call_all("update", _shared(request), timeout_s=LONGEST_WORK_S)
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray:

@@ -10,19 +10,20 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.processes import return_freed_memory
+from megadapo.cluster.processes import private_bytes, return_freed_memory
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.heartbeat import start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
-from megadapo.trainer.types import RankUpdate, Rendezvous, TrainerSettings, UpdateRequest
+from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:
     from megadapo.trainer.checkpoint.save import RankReport
@@ -110,22 +111,13 @@ class TrainerWorker:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
 
     @_named_failures
-    def update(self, request: UpdateRequest) -> RankUpdate:
+    def update(self, request: UpdateRequest) -> UpdateResult:
         """Apply the updates of one rollout step."""
-        from megadapo.trainer.update.measure import UpdateRecorder
-
-        rank = self._started()
-        recorder = UpdateRecorder(request.batch, request.batch.recorded)
-        result = rank.update(request, recorder)
+        result = self._started().update(request)
         release_cached_memory()
         if request.step % STEPS_PER_TRIM == 0:
             return_freed_memory()
-        wanted = request.batch.recorded and rank.has_results
-        return RankUpdate(
-            result=result,
-            share=recorder.share(),
-            recorded=recorder.tokens() if wanted else None,
-        )
+        return replace(result, rank_bytes=(private_bytes(os.getpid()),))
 
     @_named_failures
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

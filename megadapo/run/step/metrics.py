@@ -46,14 +46,13 @@ def step_metrics(
             config.observe.reflection_phrases,
         ),
         **_groups(sampled),
-        "tokens/trained": update.tokens_trained,
         **_tool_use(sampled, config),
-        **_training(update),
+        **update.metrics,
         **_update(published),
         **_tail(sampled),
-        **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
-        **_spread("memory/rank_{}_mib", [share.private_bytes / MIB for share in update.shares]),
-        **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
+        **_spread("train/rank_tokens_{}", update.rank_tokens),
+        **_spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
+        **_spread("time/rank_logprobs_{}_s", update.rank_seconds),
     }
 
 
@@ -73,33 +72,6 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "groups/from_journal": sampled.num_from_journal,
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
-    }
-
-
-def _training(update: UpdateResult) -> dict[str, int | float | None]:
-    """Return metrics of the loss, the gradient and the policy."""
-    return {
-        "policy/loss": update.loss,
-        "policy/entropy": update.entropy,
-        "policy/ratio_mean": update.ratio_mean,
-        "policy/ratio_first_max_error": update.ratio_first_max_error,
-        "policy/clip_low_fraction": update.clip_low_fraction,
-        "policy/clip_high_fraction": update.clip_high_fraction,
-        "policy/dual_clip_fraction": update.dual_clip_fraction,
-        "policy/token_probability_mean": update.token_probability_mean,
-        "policy/positive_gradient_share": _measured(update.positive_gradient_share),
-        "policy/grad_norm": update.grad_norm,
-        "policy/lr": update.lr,
-        "policy/skipped_updates": update.skipped_updates,
-        "parity/logprob_abs_mean": _measured(update.logprob_abs_mean),
-        "parity/logprob_abs_max": _measured(update.logprob_abs_max),
-        **{f"parity/{name}": value for name, value in vars(update.parity_causes).items()},
-        **{f"staleness/{name}": value for name, value in vars(update.staleness).items()},
-        **{f"bapo/{name}": value for name, value in vars(update.searched_bounds).items()},
-        **{f"kl/{name}": value for name, value in vars(update.kl).items()},
-        **{f"pretraining/{name}": value for name, value in vars(update.pretraining).items()},
-        **{f"critic/{name}": value for name, value in vars(update.critic).items()},
-        **{f"experts/{name}": value for name, value in vars(update.experts).items()},
     }
 
 
@@ -213,8 +185,8 @@ def step_warnings(
             f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss: the "
             "engine gave no finite log-prob for them"
         )
-    if update.skipped_updates:
-        yield f"step {step}: {update.skipped_updates} updates skipped: loss or gradient not finite"
+    if skipped := update.metrics["policy/skipped_updates"]:
+        yield f"step {step}: {skipped} updates skipped: loss or gradient not finite"
 
 
 def _smaller_batch(num_groups: int, config: RunConfig) -> str:

@@ -79,8 +79,8 @@ class StepTrainer:
         )
         result = self.ranks.update(request)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
-        if result.lr > 0.0:
-            self._kl_controller.observe(result.kl.mean, batch.num_sequences)
+        if result.metrics["policy/lr"]:
+            self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         self.step = step
         return result
 

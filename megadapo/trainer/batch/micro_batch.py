@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,20 +20,6 @@ from megadapo.trainer.batch.packing import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WholeSequences:
-    """The N predicted tokens of a micro-batch's sequences, on all context-parallel ranks.
-
-    All fields but `own` are the same on these ranks.
-    """
-
-    sequences: np.ndarray  # [N] int64, index among the S sequences of each token's, ascending
-    own: np.ndarray  # [R] indices of the tokens that this rank predicts, ascending
-    is_current: np.ndarray  # [N] bool, sampled from the current weights
-    has_stale: bool
-    """Whether some tokens were sampled from other weights."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
@@ -49,7 +34,6 @@ class MicroBatch:
     members: np.ndarray  # [S] int64, indices of the sequences in the batch
     lengths: np.ndarray  # [S] int64, their tokens
     source: np.ndarray  # [R] index of each predicted token in the batch's flat arrays
-    sequences: np.ndarray  # [R] int64, index among the S sequences of each predicted token's
     rows: Tensor  # [R] int64, ascending: hidden states that predict a token
     targets: Tensor  # [T] int64
     advantages: Tensor  # [T] fp32
@@ -60,9 +44,27 @@ class MicroBatch:
     num_stale: int
     num_tokens: int
     """T without padding."""
-    whole: WholeSequences
+    whole_sequences: np.ndarray
+    """[N] int64: index among the S sequences of each of the N tokens that are predicted on all
+    context-parallel ranks, ascending."""
+    whole_is_current: np.ndarray  # [N] bool, of the same
+    own: np.ndarray  # [R] indices of this rank's predicted tokens among the N, ascending
+    has_stale: bool
+    """Whether a predicted token on any context-parallel rank was sampled from other weights."""
     experts: Tensor | None = None  # [T, layers, K], with router replay
     """Experts of each token. A token that the engine never read takes those of the token before."""
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """[R] int64: index among the S sequences of each predicted token."""
+        own: np.ndarray = self.whole_sequences[self.own]
+        return own
+
+    def at_rows(self, values: np.ndarray) -> Tensor:
+        """Return [T] fp32 with `values` [R] at the rows of the predicted tokens, 0 elsewhere."""
+        spread = torch.zeros_like(self.advantages)
+        spread[self.rows] = torch.from_numpy(values).to(spread)
+        return spread
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on the device; itself if they are there."""
@@ -71,33 +73,23 @@ class MicroBatch:
         return replace(self, packed=self.packed.to(device), **tensors_on(self, device))
 
 
+@dataclass(frozen=True, kw_only=True)
 class MicroBatchBuilder:
     """Builds micro-batches, in main memory, from sequences of a packed batch."""
 
-    def __init__(
-        self,
-        *,
-        inverse_frequencies: Tensor | None,
-        token_multiple: int,
-        part: ContextPart = ALL,
-        takes_experts: bool = False,
-    ) -> None:
-        """
-        Args:
-            inverse_frequencies: [D / 2] of the rotary embedding, for our own layers.
-            token_multiple: T is padded to a multiple of it, for sequence parallelism.
-            part: this rank's part of every sequence.
-            takes_experts: whether micro-batches get the experts of their tokens.
-        """
-        self._inverse_frequencies = inverse_frequencies
-        self._token_multiple = token_multiple
-        self._part = part
-        self._takes_experts = takes_experts
+    inverse_frequencies: Tensor | None
+    """[D / 2] of the rotary embedding, for our own layers."""
+    token_multiple: int
+    """T is padded to a multiple of it, for sequence parallelism."""
+    part: ContextPart = ALL
+    """This rank's part of every sequence."""
+    takes_experts: bool = False
+    """Whether micro-batches get the experts of their tokens."""
 
     def build(
         self,
         batch: PackedBatch,
-        members: Sequence[int] | np.ndarray,
+        members: np.ndarray,
         *,
         predicted: np.ndarray,
         policy_version: int | None,
@@ -105,65 +97,48 @@ class MicroBatchBuilder:
         """Pack the given sequences in this order; without any, return only padding.
 
         Args:
-            members: sequences of the batch.
             predicted: [tokens of the batch] bool, tokens that the head predicts.
             policy_version: of the current weights; None if stale tokens need not be known.
         """
-        starts, stops = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
-        members = np.asarray(members, dtype=np.int64)
-        lengths = stops[members] - starts[members]
-        source = _concatenate([np.arange(starts[i], stops[i]) for i in members])
-        padded, row_of = self._lay_out(lengths)
+        starts, stops = batch.cu_seqlens[members], batch.cu_seqlens[members + 1]
+        source = _concatenate([np.arange(*ends) for ends in zip(starts, stops, strict=True)])
+        padded, row_of = self._lay_out(stops - starts)
+        num_rows = sum(padded) // self.part.size
         here = np.flatnonzero(row_of >= 0)
-        tokens = np.zeros(sum(padded) // self._part.size, dtype=batch.tokens.dtype)
-        tokens[row_of[here]] = batch.tokens[source[here]]
-        is_padding = np.ones(len(tokens), dtype=np.bool_)
-        is_padding[row_of[here]] = False
         chosen = np.flatnonzero(predicted[source])
-        rows = row_of[chosen - 1]
-        own = np.flatnonzero(rows >= 0)
-        rows, of_rows = rows[own], source[chosen[own]]
+        own = np.flatnonzero(row_of[chosen - 1] >= 0)
+        rows, of_rows = row_of[chosen[own] - 1], source[chosen[own]]
         versions = batch.policy_versions[source[chosen]]
         is_current = versions == policy_version
         is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
-        sequences = np.repeat(np.arange(len(members)), lengths)[chosen]
-
-        def at_rows(values: np.ndarray) -> Tensor:
-            spread = np.zeros(len(tokens), dtype=values.dtype)
-            spread[rows] = values[of_rows]
-            return _tensor(spread)
-
         return MicroBatch(
-            tokens=_tensor(tokens)[None, :],
-            is_padding=_tensor(is_padding),
-            packed=pack_sequences(padded, self._inverse_frequencies, self._part),
+            tokens=_spread(batch.tokens[source[here]], row_of[here], num_rows)[None, :],
+            is_padding=~_spread(np.ones(len(here), dtype=np.bool_), row_of[here], num_rows),
+            packed=pack_sequences(padded, self.inverse_frequencies, self.part),
             members=members,
-            lengths=lengths,
+            lengths=stops - starts,
             source=of_rows,
-            sequences=sequences[own],
             rows=_tensor(rows),
-            targets=at_rows(batch.tokens),
-            advantages=at_rows(batch.advantages),
-            loss_weights=at_rows(batch.loss_weights),
+            targets=_spread(batch.tokens[of_rows], rows, num_rows),
+            advantages=_spread(batch.advantages[of_rows], rows, num_rows),
+            loss_weights=_spread(batch.loss_weights[of_rows], rows, num_rows),
             logprobs_rollout=_tensor(batch.logprobs_rollout[of_rows]),
             is_current=_tensor(is_current[own]),
             is_stale=_tensor(is_stale[own]),
             num_stale=int(is_stale[own].sum()),
             num_tokens=len(here),
-            whole=WholeSequences(
-                sequences=sequences,
-                own=own,
-                is_current=is_current,
-                has_stale=bool(is_stale.any()),
-            ),
-            experts=self._experts(batch, members, row_of, num_rows=len(tokens)),
+            whole_sequences=np.repeat(np.arange(len(members)), stops - starts)[chosen],
+            whole_is_current=is_current,
+            own=own,
+            has_stale=bool(is_stale.any()),
+            experts=self._experts(batch, members, row_of, num_rows=num_rows),
         )
 
     def _experts(
         self, batch: PackedBatch, members: np.ndarray, row_of: np.ndarray, *, num_rows: int
     ) -> Tensor | None:
         """Return [T, layers, K] in the tokens' rows; padding goes to the first K experts."""
-        if not (self._takes_experts and batch.experts):
+        if not (self.takes_experts and batch.experts):
             return None
         _, num_layers, per_token = batch.experts[0].shape
         # torch has no arithmetic on uint16
@@ -184,7 +159,7 @@ class MicroBatchBuilder:
     def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
         """Return padded lengths, and each token's row on this rank (-1: on another rank)."""
         padded = self._padded_lengths(lengths)
-        places = self._part.places(padded)
+        places = self.part.places(padded)
         rows = np.full(sum(padded), -1)
         rows[places] = np.arange(len(places))
         firsts = np.cumsum(padded) - padded
@@ -193,9 +168,9 @@ class MicroBatchBuilder:
 
     def _padded_lengths(self, lengths: np.ndarray) -> list[int]:
         """Return lengths that context parallelism can divide, and padding to the multiple."""
-        chunks, ranks = self._part.chunks_per_sequence, self._part.size
+        chunks, ranks = self.part.chunks_per_sequence, self.part.size
         padded = (-(-lengths // chunks) * chunks).tolist()
-        multiple = math.lcm(self._token_multiple, chunks // ranks)
+        multiple = math.lcm(self.token_multiple, chunks // ranks)
         padding = -sum(padded) // ranks % multiple if padded else multiple
         return [*padded, padding * ranks] if padding else padded
 
@@ -224,6 +199,13 @@ def version_gaps(batch: PackedBatch, policy_version: int) -> np.ndarray:
     """
     versions = batch.policy_versions
     return np.where(versions == NO_VERSION, 0, policy_version - versions)
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, num_rows: int) -> Tensor:
+    """Return the values in the given rows, 0 in the others."""
+    spread = np.zeros(num_rows, dtype=values.dtype)
+    spread[rows] = values
+    return torch.from_numpy(spread)
 
 
 def _tensor(values: np.ndarray) -> Tensor:

@@ -16,8 +16,11 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megadapo.data.batch import PackedBatch
+from megadapo.models.description import ModelDescription
 from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, response_tokens
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.model import rotary_of_own_layers
+from megadapo.trainer.model.parallel import context_part
 
 LINEAR_FLOPS_PER_HIDDEN = 6
 """Attention scores cost as much as a layer's matrices at about 6 x hidden size tokens of context:
@@ -58,22 +61,23 @@ class MicroBatchSplitter:
     """Splits mini-batches for this rank; all ranks of a data-parallel copy get the same."""
 
     def __init__(
-        self,
-        builder: MicroBatchBuilder,
-        trainer: TrainerConfig,
-        *,
-        hidden_size: int,
-        device: torch.device,
+        self, model: ModelDescription, trainer: TrainerConfig, device: torch.device
     ) -> None:
         """`device`: computes the micro-batches."""
-        self._builder, self._device = builder, device
+        self._device = device
+        self._builder = MicroBatchBuilder(
+            inverse_frequencies=rotary_of_own_layers(model),
+            token_multiple=trainer.tensor_parallel,
+            part=context_part(),
+            takes_experts=trainer.router_replay,
+        )
         # the interleaved schedule needs a multiple of the number of stages
         self.multiple_of = trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
         self._partition = partial(
             partition,
             num_ranks=trainer.data_parallel,
             token_budget=trainer.tokens_per_micro_batch,
-            hidden_size=hidden_size,
+            hidden_size=model.shape.hidden_size,
             multiple_of=self.multiple_of,
         )
 
@@ -125,9 +129,7 @@ def partition(
 
     Args:
         lengths: [S] tokens of each sequence.
-        num_ranks: data-parallel ranks.
         token_budget: largest number of tokens of a micro-batch; a longer sequence is alone.
-        hidden_size: of the model, for the cost of attention.
         multiple_of: divides the number of micro-batches of a rank.
 
     Returns:

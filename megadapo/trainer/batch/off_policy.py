@@ -47,8 +47,10 @@ def old_policy(
     It is collective over context-parallel ranks, each of which has some tokens of every sequence.
     Without stale tokens, and if only they are weighted, it is just these log-probs.
     """
-    keeps_rollout = importance.stale_logprobs == "rollout" and micro_batch.num_stale > 0
-    logprobs = _with_rollout_logprobs(micro_batch, proximal) if keeps_rollout else proximal
+    logprobs, stale = proximal, micro_batch.is_stale
+    if importance.stale_logprobs == "rollout" and micro_batch.num_stale > 0:
+        logprobs = proximal.clone()
+        logprobs[micro_batch.rows[stale]] = micro_batch.logprobs_rollout[stale]
     weighted = _weighted_tokens(micro_batch, importance)
     if weighted is None:
         return OldPolicy(proximal=proximal, logprobs=logprobs)
@@ -72,13 +74,6 @@ def old_policy(
     )
 
 
-def _with_rollout_logprobs(micro_batch: MicroBatch, proximal: Tensor) -> Tensor:
-    logprobs = proximal.clone()
-    stale = micro_batch.is_stale
-    logprobs[micro_batch.rows[stale]] = micro_batch.logprobs_rollout[stale]
-    return logprobs
-
-
 def _weighted_tokens(micro_batch: MicroBatch, importance: ImportanceConfig) -> Tensor | None:
     """Return indices of the weighted tokens among the R predicted; None skips the weighting."""
     recomputes = importance.stale_logprobs == "recompute"
@@ -86,6 +81,6 @@ def _weighted_tokens(micro_batch: MicroBatch, importance: ImportanceConfig) -> T
         fresh = micro_batch.is_current
         return torch.nonzero(fresh | micro_batch.is_stale if recomputes else fresh).squeeze(1)
     # over all context-parallel ranks, as all of them must take the same branch
-    if recomputes and micro_batch.whole.has_stale:
+    if recomputes and micro_batch.has_stale:
         return torch.nonzero(micro_batch.is_stale).squeeze(1)
     return None

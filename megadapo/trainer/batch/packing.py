@@ -106,7 +106,6 @@ def pack_sequences(
     Args:
         inverse_frequencies: [D / 2] of the rotary embedding; None omits the tensors for our own
             layers.
-        part: this rank's part of every sequence.
     """
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = PackedSequences(

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -69,9 +69,7 @@ def take_snapshot(
         number: of the save; it selects the piece whose hash is compared, each in turn.
     """
     live = _written(owned_runs(chunks, optimizer))
-    pieces = [
-        Piece(p.key, p.shape, p.offset, p.data.to("cpu", copy=True), p.is_flexible) for p in live
-    ]
+    pieces = [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in live]
     counts = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, num_updates(optimizer))
     checked = number % max(1, len(live))
@@ -106,7 +104,7 @@ def write_snapshot(
                 start = file.tell()
                 torch.save(piece.data, cast(IO[bytes], file))
                 stored.append(_stored(piece, name, start, file.tell() - start))
-                snapshot.pieces[index] = _without_data(piece)
+                snapshot.pieces[index] = replace(piece, data=torch.empty(0))
         files[name] = file.entry
         _check_live(folder, stored[snapshot.checked], snapshot.checked_hash)
     if rank == 0:
@@ -176,10 +174,6 @@ def _stored(piece: Piece, file: str, start: int, num_bytes: int) -> StoredPiece:
         start=start,
         num_bytes=num_bytes,
     )
-
-
-def _without_data(piece: Piece) -> Piece:
-    return Piece(piece.key, piece.shape, piece.offset, torch.empty(0), piece.is_flexible)
 
 
 def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
@@ -252,9 +246,7 @@ class CheckpointWriter:
         """Start to write.
 
         Args:
-            folder: the trainer's folder of the checkpoint, which exists.
             snapshots: by folder name below it.
-            others: called after the snapshots are written.
 
         Raises:
             CheckpointError: the previous save is still being written.

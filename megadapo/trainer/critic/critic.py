@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
+from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.checkpoint.checkpoint import Snapshot, load_checkpoint, take_snapshot
 from megadapo.trainer.critic.value_model import (
+    ValueHead,
     ValueLoss,
     ValueTargets,
     ValueTask,
-    build_value_chunks,
-    set_value_weights,
+    WithValueHead,
 )
-from megadapo.trainer.model.initialize import RandomTensors
 from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
 from megadapo.trainer.trained_model import TrainedModel
-from megadapo.trainer.types import CRITIC_FOLDER, CriticResult, TrainerSettings
+from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
+from megadapo.trainer.update.metrics import Sums, mean_of
 from megadapo.trainer.update.step import run_schedule
-from megadapo.weights.disk.sources import open_source
+from megadapo.weights.disk.sources import TensorSource
 
 
 class Critic(TrainedModel):
@@ -38,24 +40,38 @@ class Critic(TrainedModel):
     ) -> None:
         """`policy`: its micro-batches are the critic's input."""
         assert settings.critic is not None, "a critic needs its section"
-        self.settings, self.section, self.device = settings, settings.critic, device
-        self._folder = resolve_model_folder(
-            self.section.path or settings.model.path,
+        self.device = device
+        folder = resolve_model_folder(
+            settings.critic.path or settings.model.path,
             with_weights=settings.model.init == "pretrained",
             key="critic.path",
         )
-        model = describe_critic(read_hf_config(self._folder))
+        model = describe_critic(read_hf_config(folder))
         validate_critic(model, policy)
         validate_model_layout(model, settings.trainer)
-        self.optimizer_config = self.section.optimizer.completed_by(settings.trainer.optimizer)
+        self.optimizer_config = settings.critic.optimizer.completed_by(settings.trainer.optimizer)
         super().__init__(
             settings,
             model,
             self.optimizer_config,
-            build_chunks=build_value_chunks,
-            set_weights=self._set_weights,
+            folder,
+            needs_weights=settings.reads_weights,
         )
-        self.head = ValueLoss(value_clip=self.section.value_clip)
+        self.head = ValueLoss(value_clip=settings.critic.value_clip)
+
+    def build_chunks(self) -> list[GPTModel]:
+        """Return this rank's chunks with a value head in place of the output layer."""
+        chunks = super().build_chunks()
+        for chunk in chunks:
+            if chunk.post_process:
+                chunk.output_layer = ValueHead(self.config, chunk.output_layer.weight.device)
+        return chunks
+
+    def first_weights(self) -> TensorSource:
+        """Return the tensors of a critic; its value head is 0 if the folder has none."""
+        source = super().first_weights()
+        has_head = VALUE_HEAD.hf[0] in source.shapes
+        return source if has_head else WithValueHead(source, self.layout)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return values [T] of each micro-batch on the last pipeline stage, else an empty list."""
@@ -72,19 +88,17 @@ class Critic(TrainedModel):
         Args:
             targets: of each micro-batch; empty except on the last pipeline stage.
         """
-        unused = ValueTargets(values_old=torch.empty(0), returns=torch.empty(0))
+        wanted: Sequence[ValueTargets | None] = targets or [None] * len(micro_batches)
         tasks = [
-            ValueTask(micro_batch=micro_batch, targets=wanted)
-            for micro_batch, wanted in zip(
-                micro_batches, targets or [unused] * len(micro_batches), strict=True
-            )
+            ValueTask(micro_batch=micro_batch, targets=own)
+            for micro_batch, own in zip(micro_batches, wanted, strict=True)
         ]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, self.head, tasks, forward_only=False)
         sums = CriticSums()
-        for output, wanted in zip(outputs, targets, strict=True):
-            sums.add(wanted.values_old, wanted.returns)
+        for output, own in zip(outputs, targets, strict=True):
+            sums.add(own.values_old, own.returns)
             sums.loss += output.loss.item()
             sums.clipped += output.clipped.item()
         return sums
@@ -107,20 +121,9 @@ class Critic(TrainedModel):
             )
         load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
 
-    def _set_weights(self) -> None:
-        if not self.settings.reads_weights:
-            return
-        if self.settings.model.init == "pretrained":
-            source = open_source(self._folder)
-        else:
-            source = RandomTensors(
-                self.layout, std=self.model.initializer_range, seed=self.settings.seed
-            )
-        set_value_weights(source, self._folder, self.parameters, self.layout, self.position)
-
 
 @dataclass(kw_only=True)
-class CriticSums:
+class CriticSums(Sums):
     """Sums over the trained tokens of one mini-batch."""
 
     loss: float = 0.0
@@ -143,51 +146,35 @@ class CriticSums:
         self.errors += errors.sum().item()
         self.squared_errors += errors.square().sum().item()
 
-    def reduced(self, *, contributes: bool, device: torch.device) -> CriticSums:
-        """Return the sums over the ranks that contribute; collective, the same on all ranks."""
-        own = astuple(self if contributes else CriticSums())
-        total = torch.tensor(own, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(total)
-        return CriticSums(
-            **dict(zip((field.name for field in fields(self)), total.tolist(), strict=True))
-        )
+    def explained_variance(self) -> float | None:
+        """Return 1 - Var(returns - values) / Var(returns): 1 for exact values, 0 for a constant.
+
+        None if all returns are equal.
+        """
+        tokens = self.num_tokens
+        of_returns = self.squared_returns / tokens - (self.returns / tokens) ** 2
+        of_errors = self.squared_errors / tokens - (self.errors / tokens) ** 2
+        # the difference of two sums has about this rounding error
+        if of_returns <= 1e-12 * self.squared_returns / tokens:
+            return None
+        return 1.0 - of_errors / of_returns
 
 
 def summarize_critic(
     mini_batches: Sequence[CriticSums], *, grad_norms: Sequence[float], lr: float
-) -> CriticResult:
-    """Return the critic's numbers of a step from its mini-batches' reduced sums.
-
-    Args:
-        grad_norms: of the applied updates.
-    """
-    total = CriticSums(
-        **{
-            field.name: sum(getattr(sums, field.name) for sums in mini_batches)
-            for field in fields(CriticSums)
-        }
-    )
+) -> Metrics:
+    """Return the critic's metrics of a step from its mini-batches' reduced sums."""
+    total = CriticSums.merged(mini_batches)
     tokens = total.num_tokens
     if not tokens:
-        return CriticResult(lr=lr)
-    return CriticResult(
-        loss=total.loss / len(mini_batches),
-        explained_variance=_explained_variance(total),
-        value_mean=total.values / tokens,
-        return_mean=total.returns / tokens,
-        clip_fraction=total.clipped / tokens,
-        grad_norm=sum(grad_norms) / len(grad_norms) if grad_norms else None,
-        lr=lr,
-        skipped_updates=len(mini_batches) - len(grad_norms),
-    )
-
-
-def _explained_variance(sums: CriticSums) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns); None if all returns are equal."""
-    tokens = sums.num_tokens
-    of_returns = sums.squared_returns / tokens - (sums.returns / tokens) ** 2
-    of_errors = sums.squared_errors / tokens - (sums.errors / tokens) ** 2
-    # the difference of two sums has about this rounding error
-    if of_returns <= 1e-12 * sums.squared_returns / tokens:
-        return None
-    return 1.0 - of_errors / of_returns
+        return {"critic/lr": lr}
+    return {
+        "critic/loss": total.loss / len(mini_batches),
+        "critic/explained_variance": total.explained_variance(),
+        "critic/value_mean": total.values / tokens,
+        "critic/return_mean": total.returns / tokens,
+        "critic/clip_fraction": total.clipped / tokens,
+        "critic/grad_norm": mean_of(sum(grad_norms), len(grad_norms)),
+        "critic/lr": lr,
+        "critic/skipped_updates": len(mini_batches) - len(grad_norms),
+    }

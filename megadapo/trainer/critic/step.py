@@ -20,7 +20,7 @@ from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.critic.critic import Critic, CriticSums, summarize_critic
 from megadapo.trainer.critic.value_model import ValueTargets
 from megadapo.trainer.model.parallel import add_up_over_context, has_results
-from megadapo.trainer.types import CriticResult
+from megadapo.trainer.types import Metrics
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 
 
@@ -42,8 +42,6 @@ class CriticStep:
             split: this rank's micro-batches of each update.
             old: old policy of each, with the KL divergence that rewards include; empty except on
                 the last pipeline stage.
-            step: rollout step, counted from 1; it sets the learning rate.
-            kl_coef: coefficient of the KL divergence in the rewards.
         """
         self._critic, self._split, self._kl_coef = critic, split, kl_coef
         self._lr = critic.optimizer_config.lr_at(step)
@@ -74,13 +72,13 @@ class CriticStep:
         critic = self._critic
         sums = critic.gradients(self._split[number], self.targets[number])
         sums = sums.reduced(contributes=has_results(), device=critic.device)
-        outcome = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
         self._reduced.append(sums)
-        if outcome.applied:
-            self._grad_norms.append(outcome.grad_norm)
+        grad_norm = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
 
-    def result(self) -> CriticResult:
-        """Complete the critic's weights; return the step's numbers, the same on every rank."""
+    def result(self) -> Metrics:
+        """Complete the critic's weights; return the step's metrics, the same on every rank."""
         gather_weights_now(self._critic.chunks)
         return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
 
@@ -88,7 +86,7 @@ class CriticStep:
         self, micro_batch: MicroBatch, policy: OldPolicy, values: Tensor
     ) -> np.ndarray:
         """Return [R] float64 of the predicted tokens; each token's reward includes its own KL."""
-        rows, sequences = micro_batch.rows, micro_batch.whole.sequences
+        rows, sequences = micro_batch.rows, micro_batch.whole_sequences
         known = [micro_batch.advantages[rows], values[rows]]
         if self._kl_coef != 0.0:
             assert policy.kl is not None, "the reference comes first"
@@ -101,10 +99,10 @@ class CriticStep:
             rewards,
             of_states,
             sequences,
-            discount=self._critic.settings.discount,
-            gae_lambda=self._critic.settings.gae_lambda,
+            discount=self._critic.settings.algorithm.discount,
+            gae_lambda=self._critic.settings.algorithm.gae_lambda,
         )
-        own: np.ndarray = advantages[micro_batch.whole.own]
+        own: np.ndarray = advantages[micro_batch.own]
         return own
 
     def _whitened(self, raw: list[list[np.ndarray]]) -> list[list[Tensor]]:
@@ -114,9 +112,7 @@ class CriticStep:
         )
         return [
             [
-                torch.zeros_like(micro_batch.advantages).index_copy_(
-                    0, micro_batch.rows, _float32(next(whitened), micro_batch.rows)
-                )
+                micro_batch.at_rows(next(whitened))
                 for micro_batch, _ in zip(micro_batches, parts, strict=False)
             ]
             for micro_batches, parts in zip(self._split, raw, strict=True)
@@ -158,9 +154,9 @@ def _sums(values: Sequence[float], device: torch.device) -> list[float]:
 
 def _of_whole_sequences(micro_batch: MicroBatch, known: Sequence[Tensor]) -> np.ndarray:
     """Return each [R] as [N] float64, with the values of the other context-parallel ranks."""
-    whole = micro_batch.whole
-    values = micro_batch.rows.new_zeros((len(known), len(whole.sequences)), dtype=torch.float64)
-    own = torch.from_numpy(whole.own).to(values.device)
+    shape = (len(known), len(micro_batch.whole_sequences))
+    values = micro_batch.rows.new_zeros(shape, dtype=torch.float64)
+    own = torch.from_numpy(micro_batch.own).to(values.device)
     values[:, own] = torch.stack([values_here.double() for values_here in known])
     add_up_over_context(values)
     found: np.ndarray = values.cpu().numpy()
@@ -170,7 +166,3 @@ def _of_whole_sequences(micro_batch: MicroBatch, known: Sequence[Tensor]) -> np.
 def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:
     returns = values_old.double() + torch.from_numpy(advantages).to(values_old.device)
     return ValueTargets(values_old=values_old, returns=returns.float())
-
-
-def _float32(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32)).to(like.device)

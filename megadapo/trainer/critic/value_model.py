@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
 from megadapo.algorithm.gae import value_losses
-from megadapo.models.description import ModelDescription
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.model.initialize import fill_shards
-from megadapo.trainer.model.model import build_chunks
-from megadapo.weights.disk.sources import TensorSource, check_tensors
+from megadapo.weights.disk.sources import TensorSource
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.shards import ShardPosition
 
 (_HEAD,) = VALUE_HEAD.hf
 
@@ -52,47 +45,12 @@ class ValueHead(torch.nn.Module):
         return values
 
 
-def build_value_chunks(
-    config: TransformerConfig, model: ModelDescription, trainer: TrainerConfig
-) -> list[GPTModel]:
-    """Return this rank's chunks of the critic in model order; their weights are not set yet."""
-    chunks = build_chunks(config, model, trainer)
-    for chunk in chunks:
-        if chunk.post_process:
-            chunk.output_layer = ValueHead(config, chunk.output_layer.weight.device)
-    return chunks
-
-
-def set_value_weights(
-    source: TensorSource,
-    where: Path,
-    params: Mapping[str, Tensor],
-    layout: ModelLayout,
-    position: ShardPosition,
-) -> None:
-    """Fill this rank's parameters in place; the value head is 0 if `source` has none.
-
-    Args:
-        source: tensors of a language model or of a critic.
-        where: name of the source in errors.
-        layout: of the critic.
-
-    Raises:
-        WeightError: a tensor is missing, unknown or of another shape.
-    """
-    if _HEAD not in source.shapes:
-        source = _WithValueHead(source, layout)
-    check_tensors(source, layout, where)
-    fill_shards(params, layout, position, source)
-
-
-class _WithValueHead:
+class WithValueHead:
     """A language model's tensors with zeros for the value head, without its output layer."""
 
     def __init__(self, source: TensorSource, layout: ModelLayout) -> None:
-        (head_shape,) = (layout.hf_shapes[name] for name in VALUE_HEAD.hf)
         kept = {name: shape for name, shape in source.shapes.items() if name != "lm_head.weight"}
-        self.shapes: dict[str, tuple[int, ...]] = {**kept, _HEAD: head_shape}
+        self.shapes: dict[str, tuple[int, ...]] = {**kept, _HEAD: layout.hf_shapes[_HEAD]}
         self.dtypes: Mapping[str, Any] = {**source.dtypes, _HEAD: torch.float32}
         self._source = source
 

@@ -92,15 +92,12 @@ def _replace(library: object, **replacements: object) -> None:
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+        device = kwargs.get("device")
+        if isinstance(device, int) or str(device).startswith("cuda"):
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
 
     return make
-
-
-def _is_cuda(device: object) -> bool:
-    return isinstance(device, int) or str(device).startswith("cuda")
 
 
 def _replace_tensor_methods() -> None:

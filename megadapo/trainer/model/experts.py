@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.types import ExpertResult
+from megadapo.trainer.types import Metrics
 
 
 def expert_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
@@ -68,16 +68,16 @@ def forget_routing(chunk: GPTModel) -> None:
     in the graph refer to the model, and Python's collector does not see them. Otherwise the model
     and the threads of its process groups would live as long as the process.
     """
+
+    def forget(layer: MoELayer, inputs: object, output: object) -> None:
+        dispatcher = layer.token_dispatcher
+        for name, value in list(vars(dispatcher).items()):
+            if isinstance(value, Tensor) and value.requires_grad:
+                setattr(dispatcher, name, None)
+
     for module in chunk.modules():
         if isinstance(module, MoELayer):
-            module.register_forward_hook(_forget)
-
-
-def _forget(layer: MoELayer, inputs: object, output: object) -> None:
-    dispatcher = layer.token_dispatcher
-    for name, value in list(vars(dispatcher).items()):
-        if isinstance(value, Tensor) and value.requires_grad:
-            setattr(dispatcher, name, None)
+            module.register_forward_hook(forget)
 
 
 class BalancedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
@@ -169,11 +169,14 @@ class ExpertBalance:
             pull = self._shares[layer] * (self._coef * self._size[1] / num_tokens)
             router.pull = pull.float()
 
-    def result(self) -> ExpertResult:
-        """Return the balance in the last counted block."""
+    def result(self) -> Metrics:
+        """Return the balance in the last counted block; empty for a model without experts."""
         if not self._routers:
-            return ExpertResult()
+            return {}
         num_experts = self._size[1]
         losses = num_experts * (self._shares * self._probabilities).sum(-1)
         loads = num_experts * self._shares.amax(-1)
-        return ExpertResult(balance_loss=losses.mean().item(), max_load=loads.max().item())
+        return {
+            "experts/balance_loss": losses.mean().item(),
+            "experts/max_load": loads.max().item(),
+        }

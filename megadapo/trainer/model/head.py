@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -72,19 +72,15 @@ class PolicyHead:
         **model_inputs: Any,
     ) -> PolicyHeadOutput | Tensor:
         """Return the loss with its statistics, or [T] log-probs if the task has no old ones."""
+        objective, temperature = self.objective, self.temperature
         if context.is_pretraining:
-            return replace(self, objective=LIKELIHOOD, temperature=1.0)(
-                hidden_states=hidden_states,
-                output_layer=output_layer,
-                output_weight=output_weight,
-                context=replace(context, is_pretraining=False),
-            )
+            objective, temperature = LIKELIHOOD, 1.0
         micro_batch = context.micro_batch
         hidden = hidden_states.squeeze(1)
         weight = output_layer.weight if output_weight is None else output_weight
         self.wait_for_weight(weight)
         common: HeadOptions = {
-            "temperature": self.temperature,
+            "temperature": temperature,
             "process_group": mpu.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
             # the same rows in both passes: equal shapes give equal bits
@@ -95,7 +91,7 @@ class PolicyHead:
             logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
             return logprobs
         logprobs_old = context.old.logprobs
-        if self.objective.ratio == "sequence":
+        if objective.ratio == "sequence":
             # the same rows and blocks as below, so these are the loss's own log-probs
             with torch.no_grad():
                 logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
@@ -112,7 +108,7 @@ class PolicyHead:
             loss_weights=micro_batch.loss_weights,
             logprobs_ref=context.old.logprobs_ref,
             importance_weights=context.old.importance_weights,
-            objective=self.objective,
+            objective=objective,
             **common,
         )
 

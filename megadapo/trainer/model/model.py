@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megadapo.models.description import ModelDescription, Rope
+from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.experts import (
     BalancedRouter,
@@ -23,7 +23,6 @@ from megadapo.trainer.model.experts import (
 )
 from megadapo.trainer.model.layers import local_block_spec
 from megadapo.trainer.model.megatron_internals import HookedGPTModel, submodules_of
-from megadapo.trainer.model.model_layout import validate_architecture
 from megadapo.trainer.model.router_replay import replay_choices
 from megadapo.weights.layout.layout import padded_vocab_size
 
@@ -31,16 +30,9 @@ from megadapo.weights.layout.layout import padded_vocab_size
 def transformer_config(
     model: ModelDescription, trainer: TrainerConfig, *, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Return megatron-core's description of the model.
-
-    Raises:
-        ConfigError: the trainer does not support the architecture, or an option of it.
-    """
-    validate_architecture(model)
+    """Return megatron-core's description of a model that passed `validate_model_layout`."""
     shape = model.shape
-    cuda = torch.cuda.is_available()
     uses_te = uses_transformer_engine()
-    interleaved = trainer.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -60,29 +52,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=trainer.tensor_parallel,
-        pipeline_model_parallel_size=trainer.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if interleaved else None,
-        context_parallel_size=trainer.context_parallel,
-        num_layers_in_first_pipeline_stage=trainer.first_stage_layers or None,
-        num_layers_in_last_pipeline_stage=trainer.last_stage_layers or None,
-        sequence_parallel=trainer.sequence_parallel,
-        # every micro-batch has its own number of tokens
-        variable_seq_lengths=trainer.pipeline_parallel > 1,
         # loss weights contain the whole reduction, so gradients are plain sums everywhere
         calculate_per_token_loss=True,
         # data-parallel ranks that share experts have different numbers of tokens; megatron-core
         # also checks it against variable_seq_lengths without experts
         moe_token_dispatcher_type="alltoall",
+        **_split_options(trainer),
         **expert_options(model, trainer),
         **_recompute_options(model, trainer),
         # the values are overwritten later, but initialization also marks sharded parameters: the
         # gradient norm counts unmarked ones on one rank only
         perform_initialization=True,
-        use_cpu_initialization=not cuda,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
+        use_cpu_initialization=not uses_te,
         # sums weight gradients in fp32 without rounding to bf16; megatron-core then needs apex's
         # kernel
         gradient_accumulation_fusion=uses_te and has_apex_gradient_kernel(),
@@ -90,12 +71,28 @@ def transformer_config(
         bias_activation_fusion=uses_te,
         # makes megatron-core use the layer spec's activation
         use_te_activation_func=not uses_te,
+        deterministic_mode=uses_te and trainer.deterministic,
+    )
+
+
+def _split_options(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return megatron-core's options for the split over ranks and the messages between stages."""
+    interleaved = trainer.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": trainer.tensor_parallel,
+        "pipeline_model_parallel_size": trainer.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": trainer.virtual_pipeline if interleaved else None,
+        "context_parallel_size": trainer.context_parallel,
+        "num_layers_in_first_pipeline_stage": trainer.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": trainer.last_stage_layers or None,
+        "sequence_parallel": trainer.sequence_parallel,
+        # every micro-batch has its own number of tokens
+        "variable_seq_lengths": trainer.pipeline_parallel > 1,
         # with two stages, the interleaved schedule would put messages of both directions into one
         # batch, where they cannot be told apart
-        batch_p2p_comm=cuda and not interleaved,
-        overlap_p2p_comm=interleaved,
-        deterministic_mode=cuda and trainer.deterministic,
-    )
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+        "overlap_p2p_comm": interleaved,
+    }
 
 
 def _recompute_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
@@ -175,16 +172,12 @@ def inverse_frequencies(model: ModelDescription) -> Tensor:
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
-        return _llama3_frequencies(frequencies, rope)
+        # Llama 3.1: divide slow pairs by `factor`, keep fast ones and blend the others
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
     return frequencies
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Divide slow pairs by `factor`, keep fast ones and blend the others (Llama 3.1)."""
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
 
 
 def _te_layer_spec(config: TransformerConfig) -> Any:

@@ -62,7 +62,11 @@ class ReplayedChoice:
         experts = self._next()
         if experts is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
-        experts = _of_this_rank(experts, len(scores)).to(scores.device, torch.int64)
+        if len(experts) != len(scores):
+            # with sequence parallelism, a router has one rank's tokens
+            start = mpu.get_tensor_model_parallel_rank() * len(scores)
+            experts = experts.narrow(0, start, len(scores))
+        experts = experts.to(scores.device, torch.int64)
         # in the order of the router's own choice, so that the same experts give the same bits
         order = scores.detach().gather(1, experts).argsort(dim=1, descending=True, stable=True)
         experts = experts.gather(1, order)
@@ -128,10 +132,3 @@ def check_choices(batch: PackedBatch, model: ModelDescription) -> None:
                 f"sequence {index} of the batch goes to expert {experts.max()}, but the model has "
                 f"{model.shape.num_experts} in each layer"
             )
-
-
-def _of_this_rank(experts: Tensor, num_tokens: int) -> Tensor:
-    """Return this rank's part: with sequence parallelism, a router has one rank's tokens."""
-    if len(experts) == num_tokens:
-        return experts
-    return experts.narrow(0, mpu.get_tensor_model_parallel_rank() * num_tokens, num_tokens)

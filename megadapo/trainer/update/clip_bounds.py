@@ -34,7 +34,6 @@ class BoundSearch:
         Args:
             score: computes log-probs [T] of micro-batches under the current weights.
             contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
-            device: place of the sums.
         """
         self._config = config
         self._score = score

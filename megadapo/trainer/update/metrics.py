@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
@@ -19,20 +21,43 @@ from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.model.head import HeadTask, sequence_old
-from megadapo.trainer.types import (
-    CriticResult,
-    ExpertResult,
-    ParityCauses,
-    PretrainingResult,
-    ReferenceKl,
-    SearchedBounds,
-    Staleness,
-    UpdateResult,
-)
+from megadapo.trainer.types import Metrics
 
 
 @dataclass(kw_only=True)
-class MiniBatchSums:
+class Sums:
+    """A base of sums over the tokens of one mini-batch; fields named max_... are maxima."""
+
+    def reduced(self, *, contributes: bool, device: torch.device) -> Self:
+        """Return the sums over the ranks that contribute; collective, the same on all ranks.
+
+        Tensor-parallel ranks hold the same numbers, so only one of them may contribute.
+        """
+        own = asdict(self if contributes else type(self)())
+        sums = {name: value for name, value in own.items() if not name.startswith("max_")}
+        # MAX drops NaN but keeps infinity
+        maxima = {n: math.inf if math.isnan(own[n]) else own[n] for n in own.keys() - sums.keys()}
+        found: dict[str, float] = {}
+        for values, op in ((sums, ReduceOp.SUM), (dict(sorted(maxima.items())), ReduceOp.MAX)):
+            if values:
+                tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+                torch.distributed.all_reduce(tensor, op=op)
+                found |= dict(zip(values, tensor.tolist(), strict=True))
+        return type(self)(**found)
+
+    @classmethod
+    def merged(cls, mini_batches: Sequence[Self]) -> Self:
+        """Combine the sums of a step's mini-batches."""
+
+        def of(name: str) -> float:
+            values: list[float] = [getattr(sums, name) for sums in mini_batches]
+            return max(values, default=0.0) if name.startswith("max_") else sum(values)
+
+        return cls(**{field.name: of(field.name) for field in fields(cls)})
+
+
+@dataclass(kw_only=True)
+class MiniBatchSums(Sums):
     """Sums and maxima over the trained tokens of one mini-batch."""
 
     loss: float = 0.0
@@ -43,7 +68,6 @@ class MiniBatchSums:
     clipped_high: float = 0.0
     dual_clipped: float = 0.0
     token_probability: float = 0.0
-    logprob: float = 0.0
     positive_gradient: float = 0.0
     """Part of `gradient` from tokens with a positive advantage."""
     gradient: float = 0.0
@@ -90,7 +114,6 @@ class MiniBatchSums:
         self.clipped_high += output.clip_high_count.item()
         self.dual_clipped += output.dual_clip_count.item()
         self.token_probability += output.probability_sum.item()
-        self.logprob += output.logprobs[micro_batch.rows].sum(dtype=torch.float64).item()
         self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, old, output))
         self._add_old_policy(micro_batch, old)
         positive, size = gradient_sizes(
@@ -119,22 +142,6 @@ class MiniBatchSums:
             self.max_kl = max(self.max_kl, old.kl.abs().max().item())
         self.num_weighted += old.num_weighted
         self.num_outside += old.num_outside
-
-    def reduced(self, *, contributes: bool, device: torch.device) -> MiniBatchSums:
-        """Return the sums over the ranks that contribute; collective, the same on all ranks.
-
-        Tensor-parallel ranks hold the same numbers, so only one of them may contribute.
-        """
-        own = self if contributes else MiniBatchSums()
-        names = [field.name for field in fields(self)]
-        maxima = [name for name in names if name.startswith("max_")]
-        sums = [name for name in names if name not in maxima]
-        values = asdict(own)
-        total = _all_reduce([values[n] for n in sums], torch.distributed.ReduceOp.SUM, device)
-        # MAX drops NaN but keeps infinity
-        bounded = [math.inf if math.isnan(values[n]) else values[n] for n in maxima]
-        largest = _all_reduce(bounded, torch.distributed.ReduceOp.MAX, device)
-        return MiniBatchSums(**dict(zip(sums + maxima, total + largest, strict=True)))
 
 
 def _ratio_error(micro_batch: MicroBatch, old: OldPolicy, output: PolicyHeadOutput) -> float:
@@ -170,7 +177,6 @@ def gradient_sizes(
     one. The KL divergence and the entropy bonus do not count.
 
     Args:
-        logprobs: [R] of the update.
         inputs: [R] of the same tokens; with a sequence ratio, shifted old log-probs.
         objective: of the update, with the clip bounds that were searched for it.
     """
@@ -182,123 +188,106 @@ def gradient_sizes(
     return together[0], together[1]
 
 
-def _all_reduce(
-    values: list[float], op: torch.distributed.ReduceOp.RedOpType, device: torch.device
-) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(tensor, op=op)
-    reduced: list[float] = tensor.tolist()
-    return reduced
-
-
 def summarize(
     mini_batches: list[MiniBatchSums],
     *,
     grad_norms: list[float],
-    num_dropped_tokens: int,
     lr: float,
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
     bounds: Sequence[BapoBounds] = (),
     kl_coef: float = 0.0,
-    critic: CriticResult | None = None,
-    experts: ExpertResult | None = None,
-) -> UpdateResult:
-    """Return the step's result from its mini-batches' reduced sums, in order.
+) -> Metrics:
+    """Return the policy's metrics of a step from its mini-batches' reduced sums, in order.
 
     Args:
         grad_norms: of the applied updates.
         version_gaps: publications between sampling and training, of each token of the step.
-        importance: rule that weighted stale tokens.
-        bounds: searched clip bounds of each update.
         kl_coef: coefficient of the KL divergence, in the loss or the reward.
     """
-    step = _step_sums(mini_batches)
-    tokens, compared = step.num_tokens, step.num_compared
-    return UpdateResult(
-        loss=_ratio(step.loss, len(mini_batches)),
-        entropy=_ratio(step.entropy, tokens),
-        ratio_mean=_ratio(step.ratio, tokens),
-        ratio_first_max_error=mini_batches[0].max_ratio_error if mini_batches else math.nan,
-        clip_low_fraction=_ratio(step.clipped_low, tokens),
-        clip_high_fraction=_ratio(step.clipped_high, tokens),
-        dual_clip_fraction=_ratio(step.dual_clipped, tokens),
-        token_probability_mean=_ratio(step.token_probability, tokens),
-        logprob_mean=_ratio(step.logprob, tokens),
-        positive_gradient_share=_ratio(step.positive_gradient, step.gradient),
-        grad_norm=_ratio(sum(grad_norms), len(grad_norms)),
-        lr=lr,
-        skipped_updates=len(mini_batches) - len(grad_norms),
-        num_dropped_tokens=num_dropped_tokens,
-        logprob_abs_mean=_ratio(step.logprob_difference, compared),
-        logprob_abs_max=step.max_logprob_difference if compared else math.nan,
-        tokens_trained=int(tokens),
-        staleness=_staleness(step, version_gaps, importance),
-        parity_causes=_parity_causes(step),
-        searched_bounds=_searched_bounds(bounds),
-        kl=ReferenceKl(
-            mean=step.kl / step.num_with_kl if step.num_with_kl else None,
-            max=step.max_kl if step.num_with_kl else None,
-            coef=kl_coef if step.num_with_kl else None,
-        ),
-        pretraining=PretrainingResult(
-            loss=step.pretraining_loss / step.num_pretraining_tokens
-            if step.num_pretraining_tokens
-            else None,
-            tokens=int(step.num_pretraining_tokens) if step.num_pretraining_tokens else None,
-        ),
-        critic=critic or CriticResult(),
-        experts=experts or ExpertResult(),
-    )
+    step = MiniBatchSums.merged(mini_batches)
+    tokens = step.num_tokens
+    return {
+        "tokens/trained": int(tokens),
+        "policy/loss": _ratio(step.loss, len(mini_batches)),
+        "policy/entropy": _ratio(step.entropy, tokens),
+        "policy/ratio_mean": _ratio(step.ratio, tokens),
+        "policy/ratio_first_max_error": mini_batches[0].max_ratio_error
+        if mini_batches
+        else math.nan,
+        "policy/clip_low_fraction": _ratio(step.clipped_low, tokens),
+        "policy/clip_high_fraction": _ratio(step.clipped_high, tokens),
+        "policy/dual_clip_fraction": _ratio(step.dual_clipped, tokens),
+        "policy/token_probability_mean": _ratio(step.token_probability, tokens),
+        "policy/positive_gradient_share": _measured(_ratio(step.positive_gradient, step.gradient)),
+        "policy/grad_norm": _ratio(sum(grad_norms), len(grad_norms)),
+        "policy/lr": lr,
+        "policy/skipped_updates": len(mini_batches) - len(grad_norms),
+        "pretraining/loss": mean_of(step.pretraining_loss, step.num_pretraining_tokens),
+        "pretraining/tokens": int(step.num_pretraining_tokens) or None,
+        "kl/mean": mean_of(step.kl, step.num_with_kl),
+        "kl/max": step.max_kl if step.num_with_kl else None,
+        "kl/coef": kl_coef if step.num_with_kl else None,
+        **_parity(step),
+        **_staleness(step, version_gaps, importance),
+        **_searched_bounds(bounds),
+    }
 
 
-def _step_sums(mini_batches: list[MiniBatchSums]) -> MiniBatchSums:
-    def merged(name: str) -> float:
-        values: list[float] = [getattr(sums, name) for sums in mini_batches]
-        return max(values, default=0.0) if name.startswith("max_") else sum(values)
-
-    return MiniBatchSums(**{field.name: merged(field.name) for field in fields(MiniBatchSums)})
+def _parity(step: MiniBatchSums) -> Metrics:
+    fresh, probed = step.num_compared, step.num_probed
+    probed_fresh = step.num_probed_fresh
+    return {
+        "parity/logprob_abs_mean": _measured(_ratio(step.logprob_difference, fresh)),
+        "parity/logprob_abs_max": step.max_logprob_difference if fresh else None,
+        "parity/batch_shape_abs_mean": mean_of(step.shape_difference, probed),
+        "parity/batch_shape_abs_max": step.max_shape_difference if probed else None,
+        "parity/engine_abs_mean": mean_of(step.engine_difference, probed_fresh),
+        "parity/engine_abs_max": step.max_engine_difference if probed_fresh else None,
+    }
 
 
 def _staleness(
     step: MiniBatchSums, version_gaps: np.ndarray, importance: ImportanceConfig
-) -> Staleness:
-    outside = step.num_outside / step.num_weighted if step.num_weighted else None
+) -> Metrics:
+    outside = mean_of(step.num_outside, step.num_weighted)
     none_outside = None if outside is None else 0.0
-    return Staleness(
-        token_share=float((version_gaps != 0).mean()) if len(version_gaps) else None,
-        mean=float(version_gaps.mean()) if len(version_gaps) else None,
-        max=int(version_gaps.max()) if len(version_gaps) else None,
-        logprob_drift_mean=step.logprob_drift / step.num_stale if step.num_stale else None,
-        logprob_drift_max=step.max_logprob_drift if step.num_stale else None,
-        weight_truncated_share=outside if importance.bound == "truncate" else none_outside,
-        weight_masked_share=outside if importance.bound == "mask" else none_outside,
-    )
+    known = len(version_gaps) > 0
+    return {
+        "staleness/token_share": float((version_gaps != 0).mean()) if known else None,
+        "staleness/mean": float(version_gaps.mean()) if known else None,
+        "staleness/max": int(version_gaps.max()) if known else None,
+        "staleness/logprob_drift_mean": mean_of(step.logprob_drift, step.num_stale),
+        "staleness/logprob_drift_max": step.max_logprob_drift if step.num_stale else None,
+        "staleness/weight_truncated_share": outside
+        if importance.bound == "truncate"
+        else none_outside,
+        "staleness/weight_masked_share": outside if importance.bound == "mask" else none_outside,
+    }
 
 
-def _parity_causes(step: MiniBatchSums) -> ParityCauses:
-    probed, fresh = step.num_probed, step.num_probed_fresh
-    return ParityCauses(
-        batch_shape_abs_mean=step.shape_difference / probed if probed else None,
-        batch_shape_abs_max=step.max_shape_difference if probed else None,
-        engine_abs_mean=step.engine_difference / fresh if fresh else None,
-        engine_abs_max=step.max_engine_difference if fresh else None,
-    )
-
-
-def _searched_bounds(bounds: Sequence[BapoBounds]) -> SearchedBounds:
+def _searched_bounds(bounds: Sequence[BapoBounds]) -> Metrics:
     def mean(values: Sequence[float]) -> float | None:
         known = [value for value in values if not math.isnan(value)]
-        return sum(known) / len(known) if known else None
+        return mean_of(sum(known), len(known))
 
     shares = [found.share for found in bounds]
-    return SearchedBounds(
-        clip_low=mean([found.low for found in bounds]),
-        clip_high=mean([found.high for found in bounds]),
-        share_before=mean([found.share_before for found in bounds]),
-        share=mean(shares),
-        share_min=min((share for share in shares if not math.isnan(share)), default=None),
-    )
+    return {
+        "bapo/clip_low": mean([found.low for found in bounds]),
+        "bapo/clip_high": mean([found.high for found in bounds]),
+        "bapo/share_before": mean([found.share_before for found in bounds]),
+        "bapo/share": mean(shares),
+        "bapo/share_min": min((share for share in shares if not math.isnan(share)), default=None),
+    }
+
+
+def mean_of(total: float, count: float) -> float | None:
+    """Return total / count; None if nothing was counted."""
+    return total / count if count else None
+
+
+def _measured(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _ratio(numerator: float, denominator: float) -> float:

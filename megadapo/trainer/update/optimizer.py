@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,15 +96,6 @@ def _for_schedule(functions: list[Callable[..., Any]]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-@dataclass(frozen=True)
-class OptimizerStep:
-    """Outcome of one update."""
-
-    grad_norm: float
-    """Global gradient norm before clipping; it may be non-finite if the update was skipped."""
-    applied: bool
-
-
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig
 ) -> MegatronOptimizer:
@@ -170,10 +160,11 @@ def take_one_pass(optimizer: torch.optim.AdamW) -> None:
 
 
 @record_function("megadapo::optimizer")
-def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | None) -> OptimizerStep:
-    """Apply one update, or skip it on every rank if the loss or the gradient norm is not finite.
+def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | None) -> float | None:
+    """Apply one update; return the global gradient norm before clipping, None if it was skipped.
 
-    A skipped update changes no bit of weights and moments.
+    Every rank skips it if the loss or the gradient norm is not finite. A skipped update changes no
+    bit of weights and moments.
 
     Args:
         loss: of the whole mini-batch, the same number on every rank.
@@ -183,11 +174,10 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | Non
     # the norm is reduced over all ranks, so all of them take the same branch
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return OptimizerStep(grad_norm, applied=False)
-    if lr is None:
-        return OptimizerStep(grad_norm, applied=True)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_mult"]
-    applied, _, _ = optimizer.step()
-    assert applied, "megatron-core refuses a finite update only with loss scaling"
-    return OptimizerStep(grad_norm, applied=True)
+        return None
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+        applied, _, _ = optimizer.step()
+        assert applied, "megatron-core refuses a finite update only with loss scaling"
+    return grad_norm

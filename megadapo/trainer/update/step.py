@@ -68,25 +68,28 @@ def compute_gradients(
         This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
         on the last pipeline stage.
     """
-    unused = OldPolicy(proximal=torch.empty(0), logprobs=torch.empty(0))
+    policies: Sequence[OldPolicy | None] = old or [None] * len(micro_batches)
     tasks = [
         HeadTask(micro_batch=micro_batch, old=policy)
-        for micro_batch, policy in zip(
-            micro_batches, old or [unused] * len(micro_batches), strict=True
-        )
+        for micro_batch, policy in zip(micro_batches, policies, strict=True)
     ]
-    pretraining_tasks = [_pretraining_task(micro_batch) for micro_batch in pretraining]
+    for micro_batch in pretraining:
+        # this loss has no ratio: old log-probs only have to be finite
+        unread = torch.zeros_like(micro_batch.loss_weights)
+        policy = OldPolicy(proximal=unread, logprobs=unread)
+        tasks.append(HeadTask(micro_batch=micro_batch, old=policy, is_pretraining=True))
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    outputs = run_schedule(chunks, head, [*tasks, *pretraining_tasks], forward_only=False)
+    outputs = run_schedule(chunks, head, tasks, forward_only=False)
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
-        sums.add(task, output, head.objective)
-    for micro_batch, output in zip(pretraining, outputs[len(tasks) :], strict=False):
-        sums.num_pretraining_tokens += len(micro_batch.rows)
-        logprobs = output.logprobs[micro_batch.rows]
-        sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
-    return sums, [output.logprobs for output in outputs[: len(tasks)]]
+        if task.is_pretraining:
+            logprobs = output.logprobs[task.micro_batch.rows]
+            sums.num_pretraining_tokens += len(logprobs)
+            sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
+        else:
+            sums.add(task, output, head.objective)
+    return sums, [output.logprobs for output in outputs[: len(micro_batches)]]
 
 
 def run_schedule(
@@ -120,24 +123,21 @@ def _forward_step(
     head: Callable[..., Any], tasks: Iterator[Task], chunk: DistributedDataParallel
 ) -> tuple[Any, Any]:
     task = next(tasks)
+    # routers balance neither padding nor pretraining data
+    uncounted = task.micro_batch.is_padding[None, :]
+    if isinstance(task, HeadTask) and task.is_pretraining:
+        uncounted = torch.ones_like(uncounted)
     output = chunk(
         input_ids=task.micro_batch.tokens,
         position_ids=None,
         attention_mask=None,
         packed_seq_params=task.micro_batch.packed,
-        padding_mask=_uncounted(task) if chunk.config.num_moe_experts else None,
+        padding_mask=uncounted if chunk.config.num_moe_experts else None,
         output_processor=head,
         output_processor_context=task,
     )
     report_progress()
     return output, _loss_and_data
-
-
-def _uncounted(task: Task) -> Tensor:
-    """Return [1, T] bool: padding and pretraining data, which routers do not balance."""
-    is_padding = task.micro_batch.is_padding[None, :]
-    is_pretraining = isinstance(task, HeadTask) and task.is_pretraining
-    return torch.ones_like(is_padding) if is_pretraining else is_padding
 
 
 def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
@@ -147,10 +147,3 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
         return output.sum(), num_tokens, output
     # its graph would keep the other stages' activations until the mini-batch is done
     return output.loss, num_tokens, replace(output, loss=output.loss.detach())
-
-
-def _pretraining_task(micro_batch: MicroBatch) -> HeadTask:
-    # this loss has no ratio: old log-probs only have to be finite
-    unread = torch.zeros_like(micro_batch.loss_weights)
-    old = OldPolicy(proximal=unread, logprobs=unread)
-    return HeadTask(micro_batch=micro_batch, old=old, is_pretraining=True)

@@ -142,9 +142,9 @@ def test_first_ratio_is_one_and_runs_repeat_to_the_bit(
     batch = random_batch(RAGGED, num_mini_batches=3)
     first, weights = ranks.run(4, train, settings, batch, 2)[0]
     again, same_weights = ranks.run(4, train, settings, batch, 2)[0]
-    assert [step["ratio_first_max_error"] for step in first] == [0.0, 0.0]
+    assert [step["policy/ratio_first_max_error"] for step in first] == [0.0, 0.0]
     # later mini-batches see other weights than the old log-probs: the ratio is really measured
-    assert all(abs(step["ratio_mean"] - 1.0) > 1e-6 for step in first)
+    assert all(abs(step["policy/ratio_mean"] - 1.0) > 1e-6 for step in first)
     assert first == again
     for name, weight in weights.items():
         assert weight.tobytes() == same_weights[name].tobytes(), name

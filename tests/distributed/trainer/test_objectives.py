@@ -18,6 +18,7 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
+from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch, random_texts
 from tests.support.trainer.definition import loss_and_gradients_of
 from tests.support.trainer.gradients import OVERLAP, assert_close_by_block, assert_same
@@ -179,12 +180,12 @@ def test_bounds_are_searched_over_all_ranks(
     layout = {"data": 2, "context": 2, "tokens_per_micro_batch": 64, **OVERLAP}
     split = steps(ranks, models, **layout, **options)
     for found, _ in [(alone, None), *split]:
-        bounds = found["searched_bounds"]
-        assert found["ratio_first_max_error"] == 0.0
+        bounds = area(found, "bapo")
+        assert found["policy/ratio_first_max_error"] == 0.0
         assert bounds["clip_high"] == pytest.approx((first + 1.15 + 1.15) / 3)
-        assert bounds["share_min"] == pytest.approx(alone["searched_bounds"]["share_min"], rel=1e-3)
-        assert bounds == split[0][0]["searched_bounds"] or found is alone
-    assert 0.0 < alone["searched_bounds"]["share_before"] < 0.9
+        assert bounds["share_min"] == pytest.approx(alone["bapo/share_min"], rel=1e-3)
+        assert bounds == area(split[0][0], "bapo") or found is alone
+    assert 0.0 < alone["bapo/share_before"] < 0.9
 
 
 def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks, models: Path) -> None:
@@ -194,25 +195,24 @@ def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks, models: Pat
         ranks.run(1, updates_with_texts, settings_for(folder), make_batch(3), texts, 3)[0]
         for texts in (None, many_texts(0.0), many_texts(5.0))
     )
-    nothing = {"loss": None, "tokens": None}
-    assert [found["pretraining"] for found, _ in plain] == [nothing] * 3
+    nothing = {"pretraining/loss": None, "pretraining/tokens": None}
     for (found, weights), (alone, own_weights) in zip(measured, plain, strict=True):
-        assert found | {"pretraining": nothing} == alone
-        assert found["pretraining"]["tokens"] == sum(TEXT_LENGTHS) + 25 - 9
+        assert found | nothing == alone == alone | nothing
+        assert found["pretraining/tokens"] == sum(TEXT_LENGTHS) + 25 - 9
         assert all((weights[name] == own_weights[name]).all() for name in own_weights)
     losses, untrained = (
-        [found["pretraining"]["loss"] for found, _ in steps] for steps in (mixed, measured)
+        [found["pretraining/loss"] for found, _ in steps] for steps in (mixed, measured)
     )
     assert losses[0] < untrained[0] and losses[2] < losses[1] < untrained[2]
-    assert mixed[0][0]["ratio_first_max_error"] == 0.0
+    assert mixed[0][0]["policy/ratio_first_max_error"] == 0.0
 
 
 def test_the_first_sequence_ratio_is_one(ranks: Ranks, models: Path) -> None:
     """Measured by the extra pass of the head, whose bits must be the loss's; later ones are not."""
     objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
     for found in steps(ranks, models, tensor=2, sequence=True, objective=objective)[0]:
-        assert found["ratio_first_max_error"] == 0.0
-        assert abs(found["ratio_mean"] - 1.0) > 1e-6
-        assert found["clip_low_fraction"] + found["clip_high_fraction"] > 0.0
-        assert set(found["searched_bounds"].values()) == {None}
-        assert np.isfinite(found["loss"])
+        assert found["policy/ratio_first_max_error"] == 0.0
+        assert abs(found["policy/ratio_mean"] - 1.0) > 1e-6
+        assert found["policy/clip_low_fraction"] + found["policy/clip_high_fraction"] > 0.0
+        assert set(area(found, "bapo").values()) == {None}
+        assert np.isfinite(found["policy/loss"])

@@ -15,6 +15,7 @@ import pytest
 
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.data.batch import PackedBatch
+from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
@@ -92,7 +93,7 @@ def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
     difference = np.abs(proximal - batch.logprobs_rollout[trained])
     ratios = np.exp(proximal - batch.logprobs_rollout[trained])[gaps > 0]
     found = step(ranks, models, batch, context=2, importance=CASES["token-truncate"])
-    staleness = found["staleness"]
+    staleness = area(found, "staleness")
     assert staleness["token_share"] == pytest.approx((gaps > 0).mean())
     assert (staleness["mean"], staleness["max"]) == (pytest.approx(gaps.mean()), 3)
     assert staleness["logprob_drift_mean"] == pytest.approx(difference[gaps > 0].mean(), rel=1e-4)
@@ -101,17 +102,17 @@ def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
     assert 0.0 < staleness["weight_truncated_share"] == pytest.approx(outside)
     assert staleness["weight_masked_share"] == 0.0
     # parity stays about what the present weights sampled
-    assert found["logprob_abs_max"] == pytest.approx(difference[gaps == 0].max(), rel=1e-4)
+    assert found["parity/logprob_abs_max"] == pytest.approx(difference[gaps == 0].max(), rel=1e-4)
     masked = step(ranks, models, batch, importance=CASES["token-mask"])
-    assert masked["staleness"]["weight_masked_share"] == staleness["weight_truncated_share"]
+    assert masked["staleness/weight_masked_share"] == staleness["weight_truncated_share"]
 
 
 @pytest.mark.parametrize("name", ["token-truncate", "rollout"])
 def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, models: Path, name: str) -> None:
     """Stale tokens against the rollout's log-probs are not at 1, and must not hide who is."""
     found = step(ranks, models, stale_batch(RAGGED, present=PRESENT), importance=CASES[name])
-    assert found["ratio_first_max_error"] == 0.0
-    assert (abs(found["ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
+    assert found["policy/ratio_first_max_error"] == 0.0
+    assert (abs(found["policy/ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
 
 
 def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks, models: Path) -> None:
@@ -120,8 +121,8 @@ def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks, models: Path) 
     _, expected = ranks.run(1, train, settings_for(folder), batch, 1)[0]
     settings = settings_for(folder, importance=CASES["sequence-mask"])
     (found,), weights = ranks.run(1, train, settings, batch, 1)[0]
-    assert found["staleness"]["token_share"] == 0.0
-    assert found["staleness"]["weight_masked_share"] is None
+    assert found["staleness/token_share"] == 0.0
+    assert found["staleness/weight_masked_share"] is None
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
@@ -133,24 +134,23 @@ def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks, models: Path
     expected = step(ranks, models, without)
     for name in ("loss", "tokens_trained", "grad_norm"):
         assert found[name] == expected[name], name
-    assert found["staleness"]["token_share"] > 0.3
-    assert found["staleness"]["logprob_drift_mean"] is None
+    assert found["staleness/token_share"] > 0.3
+    assert found["staleness/logprob_drift_mean"] is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dtype: str) -> None:
     """A trainer that rounds otherwise at another shape would be blamed on the engine."""
     batch = random_batch(RAGGED, policy_version=PRESENT)
-    whole = step(ranks, models, batch, dtype=dtype, tokens_per_micro_batch=4096)
-    causes = whole["parity_causes"]
+    causes = step(ranks, models, batch, dtype=dtype, tokens_per_micro_batch=4096)
     # the engine's log-probs are made up: nothing of their gap is the trainer's
-    assert causes["engine_abs_max"] > 1e-2
-    assert causes["batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
-    assert (causes["batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
+    assert causes["parity/engine_abs_max"] > 1e-2
+    assert causes["parity/batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
+    assert (causes["parity/batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
     stale = random_batch(RAGGED, policy_version=PRESENT - 1)
-    causes = step(ranks, models, stale, dtype=dtype, data=2, context=2)["parity_causes"]
-    assert causes["batch_shape_abs_max"] is not None and causes["engine_abs_max"] is None
+    causes = step(ranks, models, stale, dtype=dtype, data=2, context=2)
+    assert causes["parity/batch_shape_abs_max"] is not None
+    assert causes["parity/engine_abs_max"] is None
     # a sequence that is alone in its micro-batch has no other shape
-    alone = random_batch([30], policy_version=PRESENT)
-    causes = step(ranks, models, alone, dtype=dtype)["parity_causes"]
-    assert set(causes.values()) == {None}
+    causes = step(ranks, models, random_batch([30], policy_version=PRESENT), dtype=dtype)
+    assert causes["parity/batch_shape_abs_max"] is causes["parity/engine_abs_max"] is None

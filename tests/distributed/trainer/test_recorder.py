@@ -3,12 +3,12 @@ whose results change because it records."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.critics import DISCOUNT, GAE_LAMBDA, with_critic
 from tests.support.trainer.probes import logprobs, recorded_update
@@ -36,10 +36,11 @@ def test_update_records_tokens(ranks: Ranks, models: Path, layout: dict) -> None
     updates = ranks.run(num_ranks, recorded_update, settings, batch, SEQUENCES)
     silent = ranks.run(num_ranks, recorded_update, settings, batch, [])
 
-    assert [asdict(u.result) for u in updates] == [asdict(u.result) for u in silent]
-    parts = [u.recorded for u in updates if u.recorded is not None]
-    assert len(parts) == layout.get("data", 1) * layout.get("context", 1)
-    recorded = parts[0].merged(parts[1:])
+    assert updates == silent
+    num_parts = sum(update.recorded is not None for update in updates)
+    assert num_parts == layout.get("data", 1) * layout.get("context", 1)
+    whole = UpdateResult.joined(updates)
+    recorded = whole.recorded
     starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
     pieces = [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in SEQUENCES]
     places = np.concatenate(pieces)
@@ -59,8 +60,7 @@ def test_update_records_tokens(ranks: Ranks, models: Path, layout: dict) -> None
     assert np.abs(recorded.update[second] - recorded.old[second]).max() < 0.5
 
     replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
-    total = sum(update.share.num_tokens for update in updates)
-    assert total == replicas * len(batch.tokens)
+    assert sum(whole.rank_tokens) == replicas * len(batch.tokens)
 
 
 def test_advantages_of_ranks_are_returned(ranks: Ranks, models: Path) -> None:
@@ -70,7 +70,7 @@ def test_advantages_of_ranks_are_returned(ranks: Ranks, models: Path) -> None:
     layout = {"data": 2, "tokens_per_micro_batch": 64}
     settings = with_critic(settings_for(str(models / "qwen2-tied"), **layout))
     updates = ranks.run(2, recorded_update, settings, batch, SEQUENCES)
-    recorded = updates[0].recorded.merged([updates[1].recorded])
+    recorded = UpdateResult.joined(updates).recorded
     stops, starts = batch.cu_seqlens[1:], batch.cu_seqlens[:-1] + batch.prompt_lengths
     decay = DISCOUNT * GAE_LAMBDA
     raw = [

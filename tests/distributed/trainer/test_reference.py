@@ -20,6 +20,7 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
+from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
@@ -166,7 +167,7 @@ def test_update_uses_rewards_with_kl(ranks: Ranks, models: Path) -> None:
             # largest difference of a tensor
             assert np.sqrt(np.mean((step[1][name] - weight) ** 2)) < 2e-6, name
     first, second = one[1][0], one[2][0]
-    assert first["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.3} and second["kl"]["max"] > 0.0
+    assert area(first, "kl") == {"mean": 0.0, "max": 0.0, "coef": 0.3} and second["kl/max"] > 0.0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
@@ -177,12 +178,12 @@ def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, models: Path, dtyp
     seen = run(ranks, follow, folder, batch, 2, dtype=dtype, **layout)
     plain = settings_for(str(folder), dtype=dtype, **layout)
     (expected,), trained = ranks.run(4, train, plain, batch, 1)[0]
-    assert seen[1][0]["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.5}
-    assert seen[1][0] | {"kl": expected["kl"]} == expected
+    assert area(seen[1][0], "kl") == {"mean": 0.0, "max": 0.0, "coef": 0.5}
+    assert seen[1][0] | {name: None for name in expected if name.startswith("kl/")} == expected
     for name, weight in trained.items():
         assert seen[1][1][name].tobytes() == weight.tobytes(), name
-    assert 0.0 < seen[2][0]["kl"]["mean"] < seen[2][0]["kl"]["max"]
-    assert seen[2][0]["ratio_first_max_error"] == 0.0
+    assert 0.0 < seen[2][0]["kl/mean"] < seen[2][0]["kl/max"]
+    assert seen[2][0]["policy/ratio_first_max_error"] == 0.0
 
 
 def test_kinds_of_reference_after_some_steps(ranks: Ranks, models: Path) -> None:
@@ -199,7 +200,7 @@ def test_kinds_of_reference_after_some_steps(ranks: Ranks, models: Path) -> None
                     expected = policy[name].astype(np.float64)
                 np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-7)
         if reference.refresh_every is not None:
-            assert [result["kl"]["max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
+            assert [result["kl/max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
 
 
 def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks, models: Path) -> None:

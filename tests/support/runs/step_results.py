@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.trainer.types import Metrics, UpdateResult
 
-from megadapo.trainer.types import RankShare, UpdateResult
+AREAS = ("policy/", "parity/", "staleness/", "bapo/", "kl/", "pretraining/", "critic/", "experts/")
+"""Prefixes of the metrics that the trainer measures, beside tokens/trained."""
 
 UPDATE = UpdateResult(
-    loss=-0.1,
-    entropy=0.2,
-    ratio_mean=1.0,
-    ratio_first_max_error=0.0,
-    clip_low_fraction=0.01,
-    clip_high_fraction=0.02,
-    dual_clip_fraction=0.03,
-    token_probability_mean=0.9,
-    positive_gradient_share=0.45,
-    logprob_mean=-0.2,
-    grad_norm=1.0,
-    lr=1e-6,
-    skipped_updates=0,
+    metrics={
+        **{name: 0.25 for name in METRIC_NAMES if name.startswith(AREAS)},
+        "tokens/trained": 400,
+        "policy/skipped_updates": 0,
+        "parity/logprob_abs_max": None,
+    },
     num_dropped_tokens=0,
-    logprob_abs_mean=math.nan,
-    logprob_abs_max=math.nan,
-    tokens_trained=400,
-    shares=(
-        RankShare(num_tokens=210, logprobs_seconds=0.5, private_bytes=7 << 20),
-        RankShare(num_tokens=190, logprobs_seconds=0.75, private_bytes=9 << 20),
-    ),
+    rank_tokens=(210, 190),
+    rank_seconds=(0.5, 0.75),
+    rank_bytes=(7 << 20, 9 << 20),
 )
+
+
+def area(metrics: Metrics, name: str) -> Metrics:
+    """Metrics with the prefix, without it."""
+    return {key[len(name) + 1 :]: metrics[key] for key in metrics if key.startswith(f"{name}/")}

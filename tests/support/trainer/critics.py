@@ -15,6 +15,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import CriticConfig, CriticOptimizerConfig
 from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer import probes
+from tests.support.trainer.ranks import with_algorithm
 
 if TYPE_CHECKING:
     from megadapo.trainer.critic.critic import Critic
@@ -26,7 +27,8 @@ def with_critic(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
     """The same trainer with a critic."""
     optimizer = CriticOptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.01)
     critic = CriticConfig(**{"value_clip": VALUE_CLIP, "optimizer": optimizer, **keys})
-    return replace(settings, critic=critic, discount=DISCOUNT, gae_lambda=GAE_LAMBDA)
+    settings = with_algorithm(settings, discount=DISCOUNT, gae_lambda=GAE_LAMBDA)
+    return replace(settings, critic=critic)
 
 
 def head_weight(hidden_size: int) -> np.ndarray:
@@ -91,7 +93,8 @@ def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
             ]
             for pair in zip(split, old, strict=True)
         ]
-        step = CriticStep(rank.critic, split, with_kl, 1, kl_coef=settings.objective.kl_reward_coef)
+        kl_coef = settings.algorithm.objective.kl_reward_coef
+        step = CriticStep(rank.critic, split, with_kl, 1, kl_coef=kl_coef)
         for micro_batches, targets in zip(split, step.targets, strict=True):
             for micro_batch, target in zip(micro_batches, targets, strict=True):
                 difference[micro_batch.source] += sign * target.returns.double().numpy()

@@ -19,7 +19,7 @@ OVERLAP = {"overlap": True, "bucket": 3000}
 def measure(ranks: Ranks, folder: Path, batch: PackedBatch, **layout: Any) -> Gradients:
     """Return rank 0's loss and gradients of the first mini-batch under a layout."""
     settings = settings_for(str(folder), **layout)
-    cases = {"": settings.importance}
+    cases = {"": settings.algorithm.importance}
     return ranks.run(settings.trainer.num_ranks, gradients_by_case, settings, batch, cases)[0][""]
 
 

@@ -7,7 +7,7 @@ rank that `build` made of them; batches are `PackedBatch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.types import (
-    ExpertResult,
-    RankUpdate,
+    Metrics,
     Rendezvous,
     TrainerSettings,
     UpdateRequest,
@@ -49,7 +48,7 @@ class Gradients:
     grad_norm: float
     sizes: tuple[float, float]
     """Size of the policy term's gradient over the log-probs: positive tokens, and all."""
-    experts: ExpertResult = ExpertResult()
+    experts: Metrics = field(default_factory=dict)
 
 
 def build(
@@ -196,7 +195,7 @@ def old_policies(
         near = rank.logprobs_of(split)
     else:
         near = [shifted(*pair) for pair in zip(split, logprobs, strict=False)]
-    importance = importance or rank.settings.importance
+    importance = importance or rank.settings.algorithm.importance
     return [old_policy(*pair, importance) for pair in zip(split, near, strict=False)]
 
 
@@ -226,18 +225,18 @@ def steps_of(
     *,
     save: tuple[int, Path] | None = None,
     **how: Any,
-) -> Iterator[dict[str, Any]]:
-    """Yield the result of each step. `save`: after which step to save, and where."""
+) -> Iterator[Metrics]:
+    """Yield the metrics of each step. `save`: after which step to save, and where."""
     for step in steps:
-        yield asdict(update(rank, batch, step=step, **how))
+        yield update(rank, batch, step=step, **how).metrics
         if save is not None and step == save[0]:
             save_at(rank, save[1])
 
 
 def train(
     rendezvous, settings, batch, num_steps, *, load=None, save=None, first_step=1, **how
-) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Results of the steps and the full weights after them; on every rank."""
+) -> tuple[list[Metrics], dict[str, np.ndarray]]:
+    """Metrics of the steps and the full weights after them; on every rank."""
     rank = build(rendezvous, settings, load)
     results = list(steps_of(rank, batch, range(first_step, first_step + num_steps), **how))
     if save is not None:
@@ -275,15 +274,9 @@ def updates_with_texts(rendezvous, settings, batch, pretraining, num_steps):
     return [(result, gathered(rank)) for result in steps]
 
 
-def recorded_update(rendezvous, settings, batch, sequences: list[int]) -> RankUpdate:
-    """Return the recorded tokens of some sequences, on every rank."""
-    from megadapo.trainer.update.measure import UpdateRecorder
-
-    rank = build(rendezvous, settings)
-    recorder = UpdateRecorder(batch, sequences)
-    result = rank.update(UpdateRequest(batch=batch, policy_version=0, step=1), recorder)
-    tokens = recorder.tokens() if rank.has_results else None
-    return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
+def recorded_update(rendezvous, settings, batch, sequences: list[int]) -> UpdateResult:
+    """Return each rank's result with the recorded tokens of some sequences."""
+    return update(build(rendezvous, settings), replace(batch, recorded=sequences), step=1)
 
 
 def logprobs(rendezvous, settings, batch) -> np.ndarray | None:
@@ -356,8 +349,8 @@ def steps_with_losses(rendezvous, settings, batch, losses: list[float]):
     for loss in losses:
         compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
         before = state_bits(rank)
-        step = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
-        answers.append((asdict(step), state_bits(rank) != before))
+        norm = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
+        answers.append((norm, state_bits(rank) != before))
     return answers
 
 
@@ -375,9 +368,9 @@ def update_with_fault(rendezvous, settings, batch, where: str) -> dict[str, Any]
     unchanged = state_bits(rank) == before
     healthy = update(rank, batch, step=3)
     return {
-        "faulty": asdict(faulty),
+        "faulty": faulty.metrics,
         "unchanged": unchanged,
-        "healthy": asdict(healthy),
+        "healthy": healthy.metrics,
         "changed_after": state_bits(rank) != before,
         "finite": all(bool(torch.isfinite(p).all()) for p in rank.parameters.values()),
     }

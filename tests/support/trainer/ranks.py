@@ -10,16 +10,13 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
 
-from megadapo.algorithm.bapo import BapoConfig
-from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
-from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.processes.forked import fork_context
@@ -173,6 +170,11 @@ _SHORT = {
 """Short names of `TrainerConfig`'s fields in tests; the others keep theirs."""
 
 
+def with_algorithm(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
+    """The same trainer with other keys of `[algorithm]`."""
+    return replace(settings, algorithm=settings.algorithm.model_copy(update=keys))
+
+
 def settings_for(
     folder: str,
     *,
@@ -181,18 +183,14 @@ def settings_for(
     overlap: bool = False,
     lr: float = 1e-3,
     grad_clip: float = 1.0,
-    objective: PolicyObjective | None = None,
-    bapo: BapoConfig | None = None,
-    importance: ImportanceConfig | None = None,
-    reference: ReferenceConfig | None = None,
-    advantage: AdvantageRule = "grpo",
     temperature: float = 1.0,
     seed: int = 0,
-    **trainer: Any,
+    **keys: Any,
 ) -> TrainerSettings:
-    """Settings of a trainer over a tiny model."""
+    """Settings of a trainer over a tiny model; `keys`: of `[algorithm]` or `[trainer]`."""
+    algorithm = {name: keys.pop(name) for name in keys.keys() & AlgorithmConfig.model_fields}
     fields = {"tokens_per_micro_batch": 160}
-    fields |= {_SHORT.get(name, name): value for name, value in trainer.items()}
+    fields |= {_SHORT.get(name, name): value for name, value in keys.items()}
     optimizer = OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip)
     return TrainerSettings(
         model=ModelConfig(path=folder, dtype=dtype, init=init),
@@ -203,12 +201,8 @@ def settings_for(
             optimizer=optimizer,
             **fields,
         ),
-        objective=objective or PolicyObjective(),
-        bapo=bapo or BapoConfig(),
-        importance=importance or ImportanceConfig(),
-        reference=reference or ReferenceConfig(),
-        advantage=advantage,
-        normalize_by_std=True,
+        # unchecked: tests take a single rule without the keys that it needs in a run
+        algorithm=AlgorithmConfig().model_copy(update=algorithm),
         temperature=temperature,
         seed=seed,
     )

@@ -16,6 +16,7 @@ from tests.support.trainer.probes import (
     split_of,
     steps_of,
 )
+from tests.support.trainer.ranks import with_algorithm
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -52,7 +53,7 @@ def scaled(rendezvous, settings, batch, scale: float):
     old = [old_policies(rank, part, rank.logprobs_of(part)) for part in split]
 
     def with_kl(kl_reward_coef: float, **changes: Any) -> Any:
-        rank.reference.settings = replace(settings, **changes)
+        rank.reference.settings = with_algorithm(settings, **changes)
         added = rank.reference.add_logprobs(
             batch, trained, split, old, kl_reward_coef=kl_reward_coef
         )
@@ -66,7 +67,9 @@ def advantages_by_rule(rendezvous, settings, batch, rules: list[str], scale: flo
     _, with_kl = scaled(rendezvous, settings, batch, scale)
     found = {}
     for rule in rules:
-        pairs = zip(*with_kl(settings.objective.kl_reward_coef, advantage=rule), strict=True)
+        pairs = zip(
+            *with_kl(settings.algorithm.objective.kl_reward_coef, advantage=rule), strict=True
+        )
         values = np.full(len(batch.tokens), np.nan)
         for micro_batches, policies in pairs:
             for micro_batch, policy in zip(micro_batches, policies, strict=False):

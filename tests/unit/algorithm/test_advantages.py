@@ -18,12 +18,6 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 
-def test_grpo_standardises_rewards():
-    """Worked by hand: mean 0, unbiased std sqrt(4 / 3)."""
-    expected = np.array([1, -1, 1, -1]) / np.sqrt(4 / 3)
-    np.testing.assert_allclose(group_advantages([1, -1, 1, -1]), expected, rtol=1e-15)
-
-
 def test_grpo_without_std_centres_rewards():
     """The std of these rewards is not 1."""
     np.testing.assert_allclose(
@@ -75,10 +69,10 @@ def test_rules_on_one_group(rule, rewards, expected):
     np.testing.assert_allclose(group_advantages(rewards, rule=rule), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["rloo", "maxrl", "reinforce++-baseline"])
-@pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 4, [0.0, 0.0]])
-def test_equal_rewards_are_zero_for_rules_with_baseline(rule, rewards):
-    """Includes a group of one (RLOO has no others) and a mean of 0 (MaxRL's divisor)."""
+@pytest.mark.parametrize("rule", ["grpo", "rloo", "maxrl", "reinforce++-baseline"])
+@pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.0, 0.0]])
+def test_equal_rewards_have_zero_advantages(rule, rewards):
+    """Catches NaN: of a group of one (RLOO has no others), or a mean of 0 (MaxRL's divisor)."""
     assert (group_advantages(rewards, rule=rule) == 0.0).all()
 
 
@@ -116,12 +110,6 @@ def test_whitening_of_equal_or_no_values_is_zero(num_tokens):
     assert (whitened(np.array([0.3, 0.3]), np.array(num_tokens)) == 0.0).all()
 
 
-@pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.1 + 0.2] * 3])
-def test_equal_rewards_have_zero_advantages(rewards):
-    """Catches NaN from 0 / 0, and a huge advantage from rounding of the mean."""
-    assert (group_advantages(rewards) == 0.0).all()
-
-
 def test_nearly_constant_group_keeps_unit_scale():
     """An epsilon under the fraction would shrink the advantages of small differences."""
     values = group_advantages([0.0, 1e-7, 0.0, 1e-7])
@@ -140,10 +128,7 @@ def test_bad_rewards_are_rejected(rewards):
 )
 def test_overlong_penalty_at_the_papers_lengths(length, penalty):
     assert overlong_penalty(length, max_length=20480, buffer=4096) == pytest.approx(penalty)
-
-
-def test_no_buffer_means_no_penalty():
-    assert overlong_penalty(10**9, max_length=10, buffer=0) == 0.0
+    assert overlong_penalty(length, max_length=10, buffer=0) == 0.0
 
 
 def test_penalty_is_added_to_reward():
@@ -167,5 +152,7 @@ def test_rounding_does_not_make_rewards_different(rule: str) -> None:
     rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.3])
     found = response_advantages(rewards, [4], np.full(4, 5), rule=rule, normalize_by_std=True)
     assert rewards[0] != rewards[1] and found.tolist() == [0.0] * 4
+    # the mean of equal numbers may be another one
+    assert (group_advantages([0.1 + 0.2] * 3, rule=rule) == 0.0).all()
     near = np.array([0.3 + 1e-9, 0.3, 0.3, 0.3])
     assert response_advantages(near, [4], np.full(4, 5), rule=rule, normalize_by_std=True).any()

@@ -116,12 +116,15 @@ def test_extreme_log_ratios_give_finite_weights(level: str) -> None:
         assert ratios[0].item() == pytest.approx(math.exp(-20 * sign), rel=1e-6)
 
 
-def test_equal_logprobs_have_weight_one() -> None:
+def test_equal_or_no_logprobs_have_weight_one() -> None:
     """On-policy tokens under scope = "all" must train as they would without weights."""
     proximal, _, sequences = log_probs()
     for level in ("token", "sequence"):
         ratios = importance_ratios(proximal, proximal, sequences, num_sequences=5, level=level)
         assert (bounded_weights(ratios, ImportanceConfig(bound="mask")) == 1.0).all()
+        nothing = proximal[:0]
+        ratios = importance_ratios(nothing, nothing, sequences[:0], num_sequences=3, level=level)
+        assert len(bounded_weights(ratios, ImportanceConfig())) == 0
 
 
 def test_nan_logprob_gives_nan_weight() -> None:
@@ -131,17 +134,8 @@ def test_nan_logprob_gives_nan_weight() -> None:
         ratios = importance_ratios(
             broken, torch.zeros(2), torch.arange(2), num_sequences=2, level="token"
         )
-        assert bounded_weights(ratios, ImportanceConfig(bound=bound)).isnan().tolist() == [
-            True,
-            False,
-        ]
-
-
-def test_empty_input() -> None:
-    nothing = torch.empty(0)
-    for level in ("token", "sequence"):
-        ratios = importance_ratios(nothing, nothing, nothing.long(), num_sequences=3, level=level)
-        assert len(bounded_weights(ratios, ImportanceConfig())) == 0
+        weights = bounded_weights(ratios, ImportanceConfig(bound=bound))
+        assert weights.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("values", [{"low": 1.1}, {"high": 0.9}, {"high": 0.0}, {"low": -0.1}])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megadapo.models.description import describe_model
+from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, update
 from tests.support.trainer.ranks import Ranks, settings_for
@@ -111,16 +114,15 @@ def test_what_is_to_be_recomputed_is(
 def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     import torch
 
-    from megadapo.trainer.batch.micro_batch import MicroBatchBuilder, trained_tokens
-    from megadapo.trainer.batch.mini_batch import MicroBatchSplitter
+    from megadapo.trainer.batch import mini_batch
+    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.model.parallel import join_groups
 
     join_groups(rendezvous, settings.trainer, None, seed=0)
+    model = describe_model(read_hf_config(Path(settings.model.path)))
     # where a model turns queries and keys by itself
-    builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
-    splitter = MicroBatchSplitter(
-        builder, settings.trainer, hidden_size=8, device=torch.device("meta")
-    )
+    with mock.patch.object(mini_batch, "rotary_of_own_layers", lambda model: None):
+        splitter = mini_batch.MicroBatchSplitter(model, settings.trainer, torch.device("meta"))
     split = splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     assert len(split) > 1
     waiting = [micro_batch for part in split for micro_batch in part._waiting]

@@ -67,7 +67,7 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     """Three steps with engines' turns between them, a save and a load; what came of them."""
     rank = build(rendezvous, settings)
     sizes = {"built": held(rank)}
-    results = [repr(update(rank, BATCH, policy_version=0, step=1))]
+    results = [update(rank, BATCH, policy_version=0, step=1)]
     sizes["updated"] = held(rank)
     sums = [rank.weight_sender.fingerprint(), sent(rank)]
     rank.leave_to_engines()
@@ -77,9 +77,9 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     logprobs = rank.logprobs(BATCH)
     save_at(rank, folder / "saved")
     sizes["saved"] = held(rank)
-    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
+    results.append(update(rank, BATCH, policy_version=0, step=2))
     rank.load(folder / "saved")
-    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
+    results.append(update(rank, BATCH, policy_version=0, step=2))
     rank.leave_to_engines()
     rank.offload.load(*KINDS)
     sizes["brought"] = held(rank)

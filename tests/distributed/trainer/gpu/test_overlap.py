@@ -37,9 +37,9 @@ def test_overlap_changes_no_bit_of_weights_and_metrics(
     expected, expected_weights = ranks.run(num_ranks, train, plain, batch, 2)[0]
     for results, weights in ranks.run(num_ranks, train, overlapped, batch, 2):
         for step, truth in zip(results, expected, strict=True):
-            assert step["ratio_first_max_error"] == 0.0
-            assert step["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-6)
-            assert step | {"grad_norm": 0.0} == truth | {"grad_norm": 0.0}
+            assert step["policy/ratio_first_max_error"] == 0.0
+            assert step["policy/grad_norm"] == pytest.approx(truth["policy/grad_norm"], rel=1e-6)
+            assert step | {"policy/grad_norm": 0.0} == truth | {"policy/grad_norm": 0.0}
         for name, weight in expected_weights.items():
             assert weights[name].tobytes() == weight.tobytes(), name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_trace_has_layers_and_head_passes_of_all_ranks(
     settings = settings_for(str(models / model), tokens_per_micro_batch=10_000, **layout)
     plain = [results for (results,), _ in ranks.run(2, train, settings, batch, 1)]
     profiled = ranks.run(2, profiled_update, settings, batch, tmp_path)
-    assert [asdict(one) for one in profiled] == plain
+    assert [one.metrics for one in profiled] == plain
 
     parts = [TracePart(name=f"rank {r}", file=tmp_path / f"rank-{r}.json") for r in range(2)]
     merge_traces(parts, tmp_path / "both.json")

@@ -18,7 +18,7 @@ from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
-from megadapo.trainer.types import ParityCauses, Staleness, UpdateResult
+from megadapo.trainer.types import UpdateResult
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.step_results import UPDATE
 
@@ -131,19 +131,9 @@ def test_tool_metrics_need_a_tool():
     assert found(CONFIG, **values) == [None, None, None, None]
 
 
-def test_parity_without_fresh_tokens_is_null():
-    assert metrics()["parity/logprob_abs_max"] is None
-
-
-def test_staleness_and_parity_causes_have_names():
-    causes = ParityCauses(batch_shape_abs_mean=1e-7, engine_abs_max=0.5)
-    stale = Staleness(token_share=0.25, max=3, weight_truncated_share=0.5)
-    update = replace(UPDATE, parity_causes=causes, staleness=stale)
-    found = step_metrics(3, SAMPLED, update, policy_version=7, config=CONFIG)
-    assert (found["parity/batch_shape_abs_mean"], found["parity/engine_abs_max"]) == (1e-7, 0.5)
-    assert (found["staleness/token_share"], found["staleness/max"]) == (0.25, 3)
-    assert found["staleness/weight_truncated_share"] == 0.5
-    assert found["staleness/weight_masked_share"] is None
+def test_metrics_of_the_trainer_are_in_the_record():
+    found = metrics()
+    assert {name: found[name] for name in UPDATE.metrics} == UPDATE.metrics
 
 
 def test_policy_version_is_the_engines():
@@ -220,7 +210,8 @@ def test_each_omission_is_a_warning_with_its_count():
     assert "5 of 8 groups of the batch are saved" in notes(5, num_tokens=None)
     assert "5 groups dropped: the reserve is full" in notes(num_dropped=5)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
-    assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))
+    skipped = replace(UPDATE, metrics=UPDATE.metrics | {"policy/skipped_updates": 2})
+    assert "2 updates skipped" in notes(update=skipped)
 
 
 @pytest.mark.parametrize("num_tokens", [500, None])

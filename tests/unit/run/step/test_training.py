@@ -14,7 +14,6 @@ from megadapo.config import load_config
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
 from megadapo.run.step.training import StepTrainer
-from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.runs.step_results import UPDATE
 from tests.support.trainer.batches import random_batch
@@ -22,8 +21,10 @@ from tests.support.trainer.batches import random_batch
 
 def test_critic_warmup_keeps_kl_coefficient() -> None:
     """Observing a divergence of 0 while the policy does not change would lower it."""
-    kl = ReferenceKl(mean=0.0)
-    results = [replace(UPDATE, lr=lr, kl=kl) for lr in (0.0, 0.0, 1e-6)]
+    results = [
+        replace(UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "kl/mean": 0.0})
+        for lr in (0.0, 0.0, 1e-6)
+    ]
     controller = KlController(KlControlConfig(target=0.1, horizon=100), 0.02)
     ranks: Any = SimpleNamespace(update=lambda *_, **__: results.pop(0))
     trainer = StepTrainer(

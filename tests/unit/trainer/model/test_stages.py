@@ -60,33 +60,25 @@ def test_chunks_go_round_the_stages() -> None:
     assert chunks_of(8, trainer)[1] == [range(2, 4), range(6, 8)]
 
 
-def test_the_ends_may_have_fewer_or_more_layers() -> None:
-    trainer = TrainerConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=1)
-    assert [len(stage) for stage in layers_of_stages(9, trainer)] == [2, 3, 3, 1]
-    trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=12)
-    assert [len(stage) for stage in layers_of_stages(28, trainer)] == [16, 12]
-    trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2, last_stage_layers=2)
-    assert layers_of_stages(6, trainer) == [(0, 1, 3, 4), (2, 5)]
-
-
-def test_one_stage_holds_every_layer() -> None:
-    """The only stage is the first and the last: a size looked up for a second one would fail."""
-    assert layers_of_stages(3, TrainerConfig()) == [(0, 1, 2)]
-
-
-def test_one_middle_stage_takes_the_remaining_layers() -> None:
-    """A single stage between the ends, or beside one, takes any remaining layers."""
-    trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=2)
-    assert layers_of_stages(5, trainer) == [(0, 1, 2), (3, 4)]
-    trainer = TrainerConfig(pipeline_parallel=3, first_stage_layers=1, last_stage_layers=1)
-    assert layers_of_stages(5, trainer) == [(0,), (1, 2, 3), (4,)]
-
-
-def test_two_stage_sizes_may_be_given_unless_interleaved() -> None:
-    """Refused with virtual stages only, which is what megatron-core cannot divide."""
-    ends = {"pipeline_parallel": 2, "first_stage_layers": 2, "last_stage_layers": 4}
-    assert layers_of_stages(6, TrainerConfig(**ends)) == [(0, 1), (2, 3, 4, 5)]
-    assert stage_problems(6, TrainerConfig(**ends, virtual_pipeline=2))
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        # the only stage is the first and the last
+        ((1, 1, 0, 0), [3]),
+        ((4, 1, 2, 1), [2, 3, 3, 1]),
+        ((2, 1, 0, 12), [16, 12]),
+        ((2, 2, 0, 2), [4, 2]),
+        # a single stage between the ends, or beside one, takes any remaining layers
+        ((2, 1, 0, 2), [3, 2]),
+        ((3, 1, 1, 1), [1, 3, 1]),
+        # refused with virtual stages only, which is what megatron-core cannot divide
+        ((2, 1, 2, 4), [2, 4]),
+    ],
+)
+def test_the_ends_may_have_fewer_or_more_layers(split: tuple[int, ...], expected: list) -> None:
+    names = ("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
+    trainer = TrainerConfig(**dict(zip(names, split, strict=True)))
+    assert [len(stage) for stage in layers_of_stages(sum(expected), trainer)] == expected
 
 
 def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
@@ -133,17 +125,10 @@ def test_megatron_builds_every_accepted_split_alike(num_layers: int) -> None:
 @pytest.mark.parametrize(
     ("num_layers", "split", "parts"),
     [
-        (28, {"pipeline_parallel": 3}, ["trainer.pipeline_parallel = 3", "= 28", "2, 4, 7, 14"]),
-        (28, {"pipeline_parallel": 3}, ["trainer.first_stage_layers, trainer.last_stage_layers"]),
         (
             28,
             {"pipeline_parallel": 4, "virtual_pipeline": 2},
             ["trainer.virtual_pipeline = 2", "the 7 layers of a pipeline stage", "stage: 1, 7"],
-        ),
-        (
-            28,
-            {"pipeline_parallel": 4, "first_stage_layers": 6},
-            ["trainer.first_stage_layers = 6 of num_hidden_layers = 28", "22 layers", "3 other"],
         ),
         (
             28,
@@ -172,7 +157,7 @@ def test_impossible_split_names_its_keys(
         assert part in message
 
 
-def test_a_problem_is_told_word_for_word() -> None:
+def test_problem_names_keys_and_sizes_that_fit() -> None:
     assert stage_problems(28, TrainerConfig(pipeline_parallel=3)) == [
         "trainer.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 28; sizes "
         "that fit this model: 1, 2, 4, 7, 14, 28 (or give the ends fewer layers: "
