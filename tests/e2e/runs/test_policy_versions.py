@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import ray
 import torch
 
-from megadapo.data.group import Response
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import OpenGroup, SamplingSettings
+from megadapo.rollout.types import SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
-from tests.support.rollout.engine_checks import (
-    Reference,
-    all_finished,
-    make_requests,
-)
+from tests.support.rollout.engine_checks import Reference, all_finished, make_requests
 from tests.support.rollout.engine_specs import engine_spec
 from tests.support.weights.actors import start_senders
 
@@ -43,27 +36,15 @@ class KeepingEngine(RolloutEngine):
         """Keep all cached prefixes."""
 
 
-class Started(NamedTuple):
-    engines: Engines
-    publisher: Publisher
-    sender: ray.actor.ActorHandle
-    folders: list[Path]
-
-    def publish(self, model: int, version: int) -> None:
-        ray.get(self.sender.load.remote(self.folders[model]))
-        self.publisher.publish(version)
-
-
-@pytest.fixture(scope="module")
-def started(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """An engine, and a trainer rank with the weights of the first of three models."""
-    root = tmp_path_factory.mktemp("versions")
-    folders = [make_engine_model(root / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
+def test_token_logprobs_match_their_version(local_ray: None, tmp_path: Path) -> None:
+    """A response must not continue with cached keys of earlier weights; versions that are off by a
+    token, and misplaced log-probs of a continuation, show as well."""
+    folders = [make_engine_model(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
     spec = engine_spec(
         model=str(folders[0]),
         max_model_len=200 + MAX_RESPONSE_TOKENS,
         config=CONFIG,
-        log_file=root / "engine.log",
+        log_file=tmp_path / "engine.log",
     )
     engines = Engines([EngineHandle(spec, {"num_cpus": 0}, KeepingEngine)])
     engines.wait_until_ready()
@@ -71,56 +52,31 @@ def started(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     publisher = Publisher(
         [sender], engines, WeightsConfig(), tensor_parallel=1, dtype=torch.float32
     )
-    yield Started(engines, publisher, sender, folders)
-    engines.shutdown()
-
-
-def stopped_after(count: int, engines: Engines, groups: list[OpenGroup]) -> list[OpenGroup]:
-    """Return the groups that were unfinished when enough others had finished."""
-    engines.submit(groups)
-    while count > 0:
-        count -= len(engines.finished())
-    return list(engines.stop(keep=True).unfinished)
-
-
-def test_token_logprobs_match_their_version(started: Started) -> None:
-    """A response must not continue with cached keys of earlier weights; versions that are off by a
-    token, and misplaced log-probs of a continuation, show as well."""
-    engines = started.engines
     groups = [replace(group, settings=SETTINGS) for group in make_requests(48, 1)]
-    for model, version in ((0, 1), (1, 2)):
-        started.publish(model, version)
-        groups = stopped_after(8, engines, groups)
-    started.publish(2, 3)
-    prompts = {group.key: group.prompt_ids for group in groups}
-    engines.submit(groups)
+    for version, folder in enumerate(folders, start=1):
+        ray.get(sender.load.remote(folder))
+        publisher.publish(version)
+        engines.submit(groups)
+        if version < 3:
+            finished = 0
+            while finished < 8:
+                finished += len(engines.finished())
+            groups = engines.stop(keep=True).unfinished
     answers = [
-        (prompts[one.key], response) for one in all_finished(engines) for response in one.responses
+        (group.prompt_ids, response)
+        for group in all_finished(engines)
+        for response in group.responses
     ]
+    engines.shutdown()
     assert all((np.diff(response.policy_versions) >= 0).all() for _, response in answers)
     of_three = [one for one in answers if set(one[1].policy_versions) == {1, 2, 3}]
     assert len(of_three) >= 8
-    references = {v: Reference(started.folders[v - 1]) for v in (1, 2, 3)}
+    references = [Reference(folder) for folder in folders]
     for prompt, response in answers:
-        own, others = errors(references, prompt, response)
-        assert own < 1e-5
-        assert len(set(response.policy_versions)) == 1 or others > 1e-2
-
-
-def errors(
-    references: dict[int, Reference], prompt: tuple[int, ...], response: Response
-) -> tuple[float, float]:
-    """Largest error of a response's log-probs against each token's own version; and against the
-    version that follows, so that a wrong one would show."""
-    tables = {
-        version: reference.logprobs(prompt, response.token_ids.tolist())
-        for version, reference in references.items()
-    }
-    places = np.arange(len(response.token_ids))
-    table = np.stack([tables[version] for version in (1, 2, 3)])
-    own = table[response.policy_versions - 1, places]
-    other = table[response.policy_versions % 3, places]
-    return (
-        float(np.abs(response.logprobs - own).max()),
-        float(np.abs(response.logprobs - other).max()),
-    )
+        tables = [one.logprobs(prompt, response.token_ids.tolist()) for one in references]
+        table, places = np.stack(tables), np.arange(len(response.token_ids))
+        versions = response.policy_versions
+        own, following = (table[index, places] for index in (versions - 1, versions % 3))
+        assert np.abs(response.logprobs - own).max() < 1e-5
+        # else a token of the version before or after would not show
+        assert len(set(versions)) == 1 or np.abs(response.logprobs - following).max() > 1e-2
