@@ -42,10 +42,6 @@ class PackedBatch:
     def num_sequences(self) -> int:
         return len(self.prompt_lengths)
 
-    @property
-    def num_response_tokens(self) -> int:
-        return int(len(self.tokens) - self.prompt_lengths.sum())
-
 
 def pack(
     groups: Sequence[Group],

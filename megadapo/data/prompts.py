@@ -49,19 +49,6 @@ class Prompt:
         return cls(**{**entry, "messages": messages})
 
 
-@dataclass(frozen=True)
-class LoadCounts:
-    """Numbers of rows read and dropped from a source."""
-
-    num_rows: int
-    num_duplicates: int
-    """Rows that repeat a prompt and its gold (DAPO-Math-17k has each about 100 times)."""
-    num_conflicting: int
-    """Prompts dropped because their rows have different gold answers."""
-    num_overlong: int
-    """Prompts dropped because of their length."""
-
-
 def load_prompts(
     source: str,
     *,
@@ -70,8 +57,8 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
-) -> tuple[list[Prompt], LoadCounts]:
-    """Load the prompts of a source in order, and return and log how many rows were dropped.
+) -> list[Prompt]:
+    """Load the prompts of a source in order, and log how many rows were dropped.
 
     Args:
         source: a parquet or JSONL file or a folder of them, a Hub dataset
@@ -94,14 +81,13 @@ def load_prompts(
         prompts = _fitting(agreed, tokenizer, max_prompt_tokens, overlong_prompts)
     if not prompts:
         raise DataError(f"{source} has no usable prompt; {found.num_rows} rows were read")
-    counts = LoadCounts(
-        num_rows=found.num_rows,
-        num_duplicates=found.num_duplicates,
-        num_conflicting=len(found.conflicts),
-        num_overlong=len(agreed) - len(prompts),
+    logger.info(
+        "%s: %d prompts of %d rows; left out: %d repeated rows, %d prompts with different gold "
+        "answers, %d that are too long",
+        *(source, len(prompts), found.num_rows, found.num_duplicates, len(found.conflicts)),
+        len(agreed) - len(prompts),
     )
-    logger.info("%s: %d prompts; %s", source, len(prompts), counts)
-    return prompts, counts
+    return prompts
 
 
 def render(
@@ -212,6 +198,7 @@ class _Collection:
     ) -> None:
         self.num_rows = 0
         self.num_duplicates = 0
+        """Rows that repeat a prompt and its gold (DAPO-Math-17k has each about 100 times)."""
         self.conflicts: dict[Messages, str] = {}
         self._source = source
         self._check_gold = check_gold

@@ -11,7 +11,7 @@ import math
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,16 +37,6 @@ take longer, the rest is skipped and counted."""
 SYMBOLIC_MEMORY_BYTES = 1 << 30
 """Address space of one symbolic process."""
 NO_CROSS_CHECK = "answers are not compared symbolically; rewards stay the same: "
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """An answer that only one of the two comparisons accepts."""
-
-    answer: str
-    """Verbatim answer of the response."""
-    ground_truth: str
-    rule_correct: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +77,6 @@ class Verifier:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         """Fields of `VerifierCounts`."""
-        self._disagreements: deque[Disagreement] = deque(maxlen=100)
         self._num_asked = self._num_lost = 0
         self._scored: dict[Pair, list[bool]] = {}
         """Rule's results by answer and gold, not yet submitted to the cross-check."""
@@ -118,11 +107,6 @@ class Verifier:
         """Number of responses so far on which the two comparisons differ."""
         return self.counts.num_disagreements
 
-    @property
-    def recent_disagreements(self) -> list[Disagreement]:
-        """Latest answers that only one comparison accepts, oldest first."""
-        return list(self._disagreements)
-
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         """Score each response against its gold answer.
 
@@ -152,7 +136,7 @@ class Verifier:
             symbolic = None
             if pair is not None:
                 symbolic = equal.get(pair)
-                self._count_disagreement(pair, by_rule.correct, symbolic)
+                self._count_disagreement(by_rule.correct, symbolic)
             correct = by_rule.correct if symbolic is None else symbolic
             decided.append(Score(1.0 if correct else -1.0, correct, by_rule.answer, symbolic))
         return decided
@@ -242,7 +226,7 @@ class Verifier:
         with self._lock:
             by_rule = self._submitted.pop(pair, [])
         for correct in by_rule:
-            self._count_disagreement(pair, correct, result)
+            self._count_disagreement(correct, result)
         self._watch_losses(len(by_rule))
 
     def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
@@ -264,13 +248,11 @@ class Verifier:
                 counts,
             )
 
-    def _count_disagreement(self, pair: Pair, by_rule: bool, symbolic: bool | None) -> None:
+    def _count_disagreement(self, by_rule: bool, symbolic: bool | None) -> None:
         """Count a response if the two comparisons differ on it."""
-        if symbolic is None or symbolic == by_rule:
-            return
-        with self._lock:
-            self._disagreements.append(Disagreement(*pair, by_rule))
-            self._counts["num_only_rule" if by_rule else "num_only_symbolic"] += 1
+        if symbolic is not None and symbolic != by_rule:
+            with self._lock:
+                self._counts["num_only_rule" if by_rule else "num_only_symbolic"] += 1
 
 
 def _pair(response: str, gold: str) -> Pair | None:

@@ -201,7 +201,7 @@ def load_training_prompts(config: RunConfig) -> list[Prompt]:
 def _load_prompts(
     config: RunConfig, source: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    prompts, _ = load_prompts(
+    return load_prompts(
         source,
         check_gold=config.reward.check_gold,
         with_extra_info=config.reward.reads_extra_info,
@@ -209,4 +209,3 @@ def _load_prompts(
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,
     )
-    return prompts

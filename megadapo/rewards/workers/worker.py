@@ -56,21 +56,17 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
     _send(replies, {"ready": True})
     for line in sys.stdin.buffer:
         message = json.loads(line)
-        _limit_cpu(message["cpu_s"])
+        # the system ends this process if the request takes longer, even without a parent
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = math.ceil(usage.ru_utime + usage.ru_stime) + message["cpu_s"]
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
         _send(replies, handler(message["request"]))
 
 
 def limit_written(num_bytes: int) -> None:
     """Limit the size of any one file that this process writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-
-
-def _limit_cpu(seconds: int) -> None:
-    """Let the system end this process if the next request takes longer, even without a parent."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    used = math.ceil(usage.ru_utime + usage.ru_stime)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, hard))
 
 
 def _take_stdout(output_bytes: int) -> BinaryIO:

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 class EngineActivity:
     """Activity of one engine in an interval."""
 
-    num_tokens: int
+    num_tokens: int = 0
     """Number of generated response tokens."""
-    seconds: float
+    seconds: float = 0.0
     """Length of the interval."""
-    busy_seconds: float
+    busy_seconds: float = 0.0
     """Time in which at least one response was running."""
-    mean_running: float
+    mean_running: float = 0.0
     """Mean number of running responses while busy, as a share of max_num_seqs."""
-    max_waiting: int
+    max_waiting: int = 0
     """Largest number of waiting responses."""
-    num_preemptions: int
+    num_preemptions: int = 0
     """Number of responses that lost their key-value cache and were computed again; counted only
     with rollout.prefix_caching."""
-    max_kv_use: float
+    max_kv_use: float = 0.0
     """Largest share of the key-value cache in use."""
     private_bytes: int = 0
     """Private memory of the engine's processes at the end of the interval; 0: not measured."""
@@ -40,14 +40,7 @@ class ActivityCounter:
         self._busy_s = self._running_s = self._max_kv_use = 0.0
 
     def step(self, *, running: int, waiting: int, kv_use: float, num_preemptions: int) -> None:
-        """Count a step.
-
-        Args:
-            running: number of running responses after the step.
-            waiting: number of waiting responses after the step.
-            kv_use: share of the key-value cache in use.
-            num_preemptions: number of responses that must be computed again.
-        """
+        """Count a step, with the responses that run and wait after it."""
         self._pass_time()
         self._running = running
         self._num_preemptions += num_preemptions

@@ -40,15 +40,6 @@ def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int)
     return total / len(bounds) / math.log(vocab_size)
 
 
-def branch_probability(entropy_rise: float, config: BranchingConfig) -> float:
-    """Return alpha + beta dH.
-
-    Args:
-        entropy_rise: dH, the rise of the normalized entropy from the start to the call.
-    """
-    return config.alpha + config.beta * entropy_rise
-
-
 def choose_branches(
     responses: Sequence[Response],
     seeds: Sequence[int],
@@ -82,8 +73,8 @@ def choose_branches(
 
 
 def _has_branch(rise: float, seed: int, end: int, config: BranchingConfig) -> bool:
-    # if an entropy was not measured, this is NaN and no comparison holds
-    probability = branch_probability(rise, config)
+    # alpha + beta dH; if an entropy was not measured, this is NaN and no comparison holds
+    probability = config.alpha + config.beta * rise
     if config.decision == "threshold":
         return probability > config.threshold
     digest = hashlib.sha256(f"{seed}/branch/{end}".encode()).digest()

@@ -71,9 +71,24 @@ class Journal:
         if self._path.exists():
             self._open()
 
+    def find(self, digest: bytes) -> dict[str, Any] | None:
+        """Return the entry of a group or whole step with this digest, or None."""
+        offset = self._offsets.get(digest)
+        if offset is None or self._log is None:
+            return None
+        try:
+            payload = self._log.read(offset)
+        except OSError:
+            payload = None
+        if payload is None:
+            self._warn(f"cannot read the record at byte {offset}: its prompt is requested again")
+            return None
+        entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
+        return entry
+
     def find_group(self, digest: bytes) -> Group | None:
         """Return the group of the request with this digest, or None."""
-        entry = self._find(digest)
+        entry = self.find(digest)
         if entry is None:
             return None
         try:
@@ -86,18 +101,18 @@ class Journal:
         """Write a group; a disk error adds a warning and ends the journal of these weights."""
         self._append(digest, {"group": encode_group(group), "seconds": group.seconds})
 
-    def find_step(self, digest: bytes) -> dict[str, Any] | None:
-        """Return the entry of the step that started from the position with this digest."""
-        return self._find(digest)
-
     def append_step(self, digest: bytes, entry: Mapping[str, Any]) -> None:
         """Write a whole step, as JSON values."""
         self._append(digest, entry)
-        self._sync()
+        self.sync()
 
-    def end_step(self) -> None:
-        """Force the groups of a complete batch to disk."""
-        self._sync()
+    def sync(self) -> None:
+        """Force all entries to disk."""
+        try:
+            if self._writes and self._log is not None:
+                self._log.sync()
+        except OSError as error:
+            self._give_up(error)
 
     def drain_warnings(self) -> list[str]:
         """Return the warnings since the last call."""
@@ -138,20 +153,6 @@ class Journal:
         except OSError as error:
             self._give_up(error)
 
-    def _find(self, digest: bytes) -> dict[str, Any] | None:
-        offset = self._offsets.get(digest)
-        if offset is None or self._log is None:
-            return None
-        try:
-            payload = self._log.read(offset)
-        except OSError:
-            payload = None
-        if payload is None:
-            self._warn(f"cannot read the record at byte {offset}: its prompt is requested again")
-            return None
-        entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
-        return entry
-
     def _append(self, digest: bytes, entry: Mapping[str, Any]) -> None:
         if not self._writes:
             return
@@ -160,13 +161,6 @@ class Journal:
         try:
             if self._writes and self._log is not None:
                 self._offsets[digest] = self._log.append(digest + json.dumps(entry).encode())
-        except OSError as error:
-            self._give_up(error)
-
-    def _sync(self) -> None:
-        try:
-            if self._writes and self._log is not None:
-                self._log.sync()
         except OSError as error:
             self._give_up(error)
 

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
 SHUTDOWN_TIMEOUT_S = 30.0
 
-IDLE = EngineActivity(
-    num_tokens=0,
-    seconds=0.0,
-    busy_seconds=0.0,
-    mean_running=0.0,
-    max_waiting=0,
-    num_preemptions=0,
-    max_kv_use=0.0,
-)
-
 
 class EnginePool:
     """All engine processes of a run; a dead one is started again and gets the current weights.
@@ -173,7 +163,7 @@ class EnginePool:
     def activity(self) -> list[EngineActivity]:
         """Return the activity of each engine since the last call, by number."""
         activities = self.call_all("activity", self._config.engine_progress_timeout_s)
-        return [activities.get(index, IDLE) for index in self._handles]
+        return [activities.get(index, EngineActivity()) for index in self._handles]
 
     def drain_warnings(self) -> list[str]:
         """Return one line for every engine that died since the last call."""

@@ -98,7 +98,7 @@ class Sampler:
         if self._journal is None or not self._config.follows_speed:
             return self._sample()
         digest = self._position_digest()
-        known = self._journal.find_step(digest)
+        known = self._journal.find(digest)
         if known is not None:
             self.load_state_dict(known["state"])
             batch = decode_batch(known["batch"])
@@ -156,7 +156,7 @@ class Sampler:
             stopped = step.stop(keep=partial)
             self._unfinished |= {group.key: group.responses for group in stopped}
         if self._journal is not None:
-            self._journal.end_step()
+            self._journal.sync()
         counters.reward_seconds = pool.reward_seconds
         counters.engines = self._engines.activity()
         return self._finish(step, [] if partial else reserved)

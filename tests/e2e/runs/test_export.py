@@ -37,7 +37,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     what they say are from transformers'."""
     config = load_config(run_folder)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems, _ = load_prompts(
+    problems = load_prompts(
         config.data.held_out,
         check_gold=config.reward.check_gold,
         tokenizer=tokenizer,

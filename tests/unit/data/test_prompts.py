@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +15,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megadapo.data.arithmetic import generate
-from megadapo.data.prompts import LoadCounts, Prompt, load_prompts, render
+from megadapo.data.prompts import Prompt, load_prompts, render
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from tests.support.parquet import write_parquet
@@ -43,8 +45,15 @@ def write_jsonl(path: Path, rows: list[object]) -> str:
     return str(path)
 
 
-def read(source: str, **options) -> tuple[list[Prompt], LoadCounts]:
+def read(source: str, **options) -> list[Prompt]:
     return load_prompts(source, check_gold=check_gold, **options)
+
+
+@pytest.fixture
+def counts(caplog) -> Callable[[], list[int]]:
+    """Return the logged numbers of prompts, rows, repeated, contradictory and too long ones."""
+    caplog.set_level(logging.INFO)
+    return lambda: [int(number) for number in re.findall(r" (\d+) ", caplog.messages[-1])]
 
 
 @pytest.fixture(scope="module")
@@ -56,31 +65,31 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
-def test_parquet_and_jsonl_give_the_same_prompts(tmp_path) -> None:
+def test_parquet_and_jsonl_give_the_same_prompts(tmp_path, counts) -> None:
     problems = generate("train", 50, seed=0)
     write_parquet(tmp_path / "a.parquet", problems)
     jsonl = write_jsonl(tmp_path / "a.jsonl", [problem.row() for problem in problems])
-    from_parquet, counts = read(str(tmp_path / "a.parquet"))
-    assert counts == LoadCounts(50, 0, 0, 0)
-    assert from_parquet == read(jsonl)[0] == read("arithmetic:train:50")[0]
+    from_parquet = read(str(tmp_path / "a.parquet"))
+    assert counts() == [50, 50, 0, 0, 0]
+    assert from_parquet == read(jsonl) == read("arithmetic:train:50")
     assert from_parquet[0] == Prompt(
         from_parquet[0].id, (("user", problems[0].text),), str(problems[0].answer), "arithmetic"
     )
 
 
-def test_duplicates_are_dropped_in_order(tmp_path) -> None:
+def test_duplicates_are_dropped_in_order(tmp_path, counts) -> None:
     rows = [row(f"question {i}") for i in (3, 1, 2)] * 100
-    prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    prompts = read(write_jsonl(tmp_path / "a.jsonl", rows))
     assert [p.messages[0][1] for p in prompts] == ["question 3", "question 1", "question 2"]
-    assert counts == LoadCounts(300, 297, 0, 0)
+    assert counts() == [3, 300, 297, 0, 0]
 
 
 def test_ids_are_distinct_and_independent_of_the_file(tmp_path) -> None:
     rows = [row("a"), row("b"), row("ab"), row("c", "7"), row("d", source="other")]
     rows.append(row("a") | {"prompt": [{"role": "system", "content": "a"}]})
-    first = read(write_jsonl(tmp_path / "a.jsonl", rows))[0]
+    first = read(write_jsonl(tmp_path / "a.jsonl", rows))
     assert len({prompt.id for prompt in first}) == 6
-    again = read(write_jsonl(tmp_path / "b.jsonl", rows[::-1]))[0]
+    again = read(write_jsonl(tmp_path / "b.jsonl", rows[::-1]))
     assert {(p.id, p.messages) for p in first} == {(p.id, p.messages) for p in again}
     assert {len(prompt.id) for prompt in first} == {16}
 
@@ -92,29 +101,21 @@ def test_prompts_survive_json_exactly() -> None:
     assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
 
 
-def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog) -> None:
+def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog, counts) -> None:
     bad = [("bad", "1"), ("bad", "2"), ("bad", "1"), ("bad", "3"), ("x", "1"), ("x", "2")]
     rows = [row("good"), *(row(*one) for one in bad)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    prompts, counts = read(source)
-    assert [p.messages[0][1] for p in prompts] == ["good"]
-    assert counts == LoadCounts(7, 1, 2, 0)
-    assert caplog.messages == [
+    assert [p.messages[0][1] for p in read(source)] == ["good"]
+    assert counts() == [1, 7, 1, 2, 0]
+    assert caplog.messages[0] == (
         f"{source}: prompts with two gold answers dropped:\n"
         f"{source}, line 3: '2', and before '1'\n{source}, line 7: '2', and before '1'"
-    ]
-
-
-def test_counts_are_logged(tmp_path, caplog) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("a")])
-    with caplog.at_level(logging.INFO):
-        assert len(read(source)[0]) == 1
-    assert caplog.messages == [f"{source}: 1 prompts; {LoadCounts(2, 1, 0, 0)}"]
+    )
 
 
 def test_limit_needs_tokenizer_and_length(tmp_path, tokenizer) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("xxxx")])
-    assert len(read(source, max_prompt_tokens=1)[0]) == len(read(source, tokenizer=tokenizer)[0])
+    assert len(read(source, max_prompt_tokens=1)) == len(read(source, tokenizer=tokenizer)) == 1
 
 
 @pytest.mark.parametrize("num_bad, last", [(5, "line 5"), (6, "... and 1 more")])
@@ -140,7 +141,7 @@ def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
 
 
 def test_integer_gold_is_accepted(tmp_path) -> None:
-    assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0][0].ground_truth == "-7"
+    assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0].ground_truth == "-7"
     for gold in (7.0, True, ["7"], {}):
         with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
             read(write_jsonl(tmp_path / "a.jsonl", [row("a", gold)]))
@@ -165,12 +166,12 @@ def test_malformed_row_is_reported(tmp_path, damage: dict, message: str) -> None
         read(write_jsonl(tmp_path / "a.jsonl", [row("fine"), row("other") | damage]))
 
 
-def test_overlong_prompts_are_errors_or_dropped(tmp_path, tokenizer) -> None:
+def test_overlong_prompts_are_errors_or_dropped(tmp_path, tokenizer, counts) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("x" * n) for n in (3, 10, 11, 12)])
     limit = {"tokenizer": tokenizer, "max_prompt_tokens": 10}
-    prompts, counts = read(source, overlong_prompts="drop", **limit)
+    prompts = read(source, overlong_prompts="drop", **limit)
     assert [len(p.messages[0][1]) for p in prompts] == [3, 10]
-    assert counts.num_overlong == 2
+    assert counts() == [2, 4, 0, 0, 2]
     with pytest.raises(DataError) as error:
         read(source, **limit)
     first, second, advice = str(error.value).splitlines()

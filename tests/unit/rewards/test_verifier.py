@@ -15,8 +15,8 @@ import ray
 from megadapo.data.group import Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.cross_check import CHUNK
-from megadapo.rewards.verifier import Disagreement, Verifier
+from megadapo.rewards.cross_check import CHUNK, CrossCheck
+from megadapo.rewards.verifier import Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5
@@ -44,7 +44,14 @@ def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
     assert verifier.cross_checks(RESPONSES, "42") == [True, True, True, False, None]
 
 
-def test_disagreements_are_counted_and_kept() -> None:
+def test_disagreements_are_counted(monkeypatch) -> None:
+    compared, ask = [], CrossCheck.ask
+
+    def watched(self, pairs):
+        compared.extend(pairs)
+        return ask(self, pairs)
+
+    monkeypatch.setattr(CrossCheck, "ask", watched)
     with Verifier(RewardConfig(symbolic_workers=1), symbolic_timeout_s=30.0) as verifier:
         verifier.score_batch(RESPONSES, GOLDS)
         # the rule removes "cm", the symbolic comparison does not know it
@@ -55,8 +62,8 @@ def test_disagreements_are_counted_and_kept() -> None:
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert verifier.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
         assert counts.num_only_symbolic == 3
-        # this pair is compared first, and counts for both of its responses
-        assert verifier.recent_disagreements[:2] == [Disagreement("42.", "42", False)] * 2
+        # of the scored pairs only, and once for both of its responses
+        assert compared[0] == ("42.", "42") and len(compared) == len(set(compared)) == 4
         # seven responses: two pairs of them are equal, and one has no answer
         assert counts.symbolic.num_checked == 4
         # a known answer is counted again, but not compared again
