@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
@@ -28,7 +27,7 @@ BOUNDED_PHASES = ("train", "evaluate")
 
 
 class Run:
-    """One training run on disk and on screen. Use as a context manager."""
+    """One training run on disk and on screen."""
 
     def __init__(self, config: RunConfig, lease: Lease, *, keeps_samples: bool) -> None:
         """`keeps_samples`: whether groups in the checkpoint still match the configuration."""
@@ -42,11 +41,13 @@ class Run:
         self._lease = lease
         self._stop = StopSignal(grace_s=config.run.grace_s)
         self._is_stepping = False
-        self._open = ExitStack()
 
     @classmethod
-    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Self:
-        """Lease the run's folder and bring it to the checkpoint that the run resumes from.
+    @contextmanager
+    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Iterator[Self]:
+        """Lease the run's folder, and bring it to the checkpoint that the run resumes from.
+
+        On exit, wait for checkpoints and exports, and write to status.json how the run ended.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
@@ -54,40 +55,39 @@ class Run:
             ConfigError: `run.folder` cannot be made, another driver holds it, or its run would
                 learn something else and `accept_changes` is not set.
         """
+        folder = config.run.folder
         try:
-            config.run.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"run.folder = {config.run.folder} cannot be made: {error.strerror}"
-            ) from error
-        with ExitStack() as failed:
-            lease = Lease.take(config.run.folder)
-            failed.callback(lease.close)
+            raise ConfigError(f"run.folder = {folder} cannot be made: {error.strerror}") from error
+        with ExitStack() as stack:
+            lease = stack.enter_context(closing(Lease.take(folder)))
             point, diff = find_resume_point(config), ConfigDiff()
             if point.checkpoint is not None:
                 path = point.checkpoint.path
                 diff = check_config_diff(config, path, accept_changes=accept_changes)
             run = cls(config, lease, keeps_samples=diff.keeps_samples)
-            with run._failure_in_status():
-                text = json.dumps(to_dict(config), indent=2) + "\n"
-                replace_text(run.folder / RESOLVED_FILE, text)
-                checkpoint_store(config).remove_unfinished()
-                run.checkpoints.resume_from(point)
-                run._restore_step()
-                run.log.show(*diff.lines)
-                if not diff.keeps_samples:
-                    run.log.show("reserved groups are dropped: the old configuration sampled them")
-            failed.pop_all()
-        return run
+            stack.push(run._end)
+            replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+            checkpoint_store(config).remove_unfinished()
+            run.checkpoints.resume_from(point)
+            run._restore_step()
+            run.log.show(*diff.lines)
+            if not diff.keeps_samples:
+                run.log.show("reserved groups are dropped: the old configuration sampled them")
+            run._stop.install()
+            stack.callback(run._stop.uninstall)
+            stack.enter_context(run.log.opened())
+            if not run.finished:
+                run.log.metrics.open_writers()
+            stack.enter_context(run.checkpoints.opened())
+            try:
+                yield run
+            finally:
+                run._stop.uninstall()
 
-    @contextmanager
-    def _failure_in_status(self) -> Iterator[None]:
-        """Mark the run as failed in status.json if start-up raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.log.end(error)
-            raise
+    def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.log.end(error)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
         """Resume from the checkpoint before the current one, which proved to be damaged.
@@ -104,38 +104,6 @@ class Run:
         checkpoint = self.checkpoints.current
         self.step = 0 if checkpoint is None else checkpoint.step
         self._state = {} if checkpoint is None else checkpoint.state
-
-    def __enter__(self) -> Self:
-        with ExitStack() as opened, self._failure_in_status():
-            opened.callback(self._lease.close)
-            self._stop.install()
-            opened.callback(self._stop.uninstall)
-            opened.enter_context(self.log.opened())
-            if not self.finished:
-                self.log.metrics.open_writers()
-            opened.enter_context(self.checkpoints.opened())
-            self._open = opened.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.uninstall()
-        with self._open:
-            try:
-                if error is None:
-                    self.checkpoints.settle(last=True)
-                    self.checkpoints.finish_exports()
-                else:
-                    self.checkpoints.settle_after_failure()
-            except BaseException as failed:
-                error = failed
-                raise
-            finally:
-                self.log.end(error)
 
     @property
     def finished(self) -> bool:
@@ -212,6 +180,5 @@ class Run:
 
     def finish(self) -> RunSummary:
         """Plot a run that has done all its steps, print its table and return it."""
-        self._open.close()
         plot_run(self.folder)
         return print_report(self.folder)

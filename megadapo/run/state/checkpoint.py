@@ -151,22 +151,6 @@ class CheckpointStore:
             stack.pop_all()
         return OpenCheckpoint(step, final, temporary, wait)
 
-    def save(
-        self,
-        step: int,
-        *,
-        write_trainer: WriteTrainer,
-        state: Mapping[str, Any],
-        in_use: Collection[int] = (),
-    ) -> Checkpoint:
-        """Write and commit the checkpoint of `step`, then prune old ones.
-
-        `in_use`: steps whose checkpoints are being read and must stay.
-        """
-        checkpoint = self.begin(step, write_trainer).commit(state, {})
-        self.prune(in_use)
-        return checkpoint
-
     def _check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes * HEADROOM:

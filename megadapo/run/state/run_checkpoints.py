@@ -70,12 +70,24 @@ class RunCheckpoints:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow saves and exports within this block, and end them on exit."""
+        """Allow saves and exports within this block, and complete them on exit.
+
+        After an error only the pending save is completed, and its own failure is only shown.
+        """
         with self._exports:
             try:
                 # a stopped run has ended the export of the checkpoint it resumes from
                 self._start_export()
                 yield
+            except BaseException:
+                try:
+                    self.settle(last=True)
+                except MegadapoError as error:
+                    self._log.show(str(error))
+                raise
+            else:
+                self.settle(last=True)
+                self._finish_exports()
             finally:
                 self._executor.shutdown()
 
@@ -184,19 +196,12 @@ class RunCheckpoints:
         forget_before(self._folder, self.current.step)
         self._start_export()
 
-    def settle_after_failure(self) -> None:
-        """Wait for the pending save; show its error instead of raising it."""
-        try:
-            self.settle(last=True)
-        except MegadapoError as error:
-            self._log.show(str(error))
-
     def join(self) -> None:
         """Wait for the pending save, which needs the trainer; `settle` reports its result."""
         if self._pending is not None:
             wait_for([self._pending])
 
-    def finish_exports(self) -> None:
+    def _finish_exports(self) -> None:
         """Wait for pending exports, then delete checkpoints that only they needed."""
         if self._exports.steps:
             with self._phase("export"):

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from megadapo.run.state.checkpoint import WriteTrainer
+from megadapo.run.state.checkpoint import Checkpoint, CheckpointStore, WriteTrainer
 from megadapo.weights.disk.files import Files, entry_of
+
+
+def save_checkpoint(
+    store: CheckpointStore,
+    step: int,
+    write_trainer: WriteTrainer,
+    state: Mapping[str, Any],
+    in_use: Collection[int] = (),
+) -> Checkpoint:
+    """Write and commit the checkpoint of a step, then prune old ones, as a run does."""
+    checkpoint = store.begin(step, write_trainer).commit(state, {})
+    store.prune(in_use)
+    return checkpoint
 
 
 def written_by(write: Callable[[Path], object]) -> WriteTrainer:

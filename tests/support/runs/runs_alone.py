@@ -22,6 +22,11 @@ def config_of(folder: Path, **run: object) -> RunConfig:
     )
 
 
+def open_and_close(config: RunConfig) -> None:
+    with Run.open(config):
+        pass
+
+
 def advance(run: Run, num_steps: int) -> None:
     """Do steps as the loop does them, with nothing behind them."""
     for step in run.steps():

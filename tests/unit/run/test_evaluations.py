@@ -22,7 +22,7 @@ from tests.support.rollout.scripted_engines import (
     ScriptedEngines,
     make_prompts,
 )
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import save_checkpoint, written_by
 
 NUM_PROBLEMS = 6
 
@@ -208,7 +208,8 @@ def saved_run(folder: Path, **state: int):
     """Write checkpoints of steps 2 and 3; `state` is the newer one's."""
     store = CheckpointStore(folder / "checkpoints", keep=2)
     for step in (2, 3):
-        store.save(
+        save_checkpoint(
+            store,
             step,
             write_trainer=written_by(lambda path: (path / "shard").write_text("x")),
             state=state if step == 3 else {},

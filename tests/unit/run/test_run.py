@@ -19,7 +19,7 @@ from megadapo.run.run import Run
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import written_by
 from tests.support.runs.recorded_runs import evaluation_record
-from tests.support.runs.runs_alone import advance, config_of, saved_steps
+from tests.support.runs.runs_alone import advance, config_of, open_and_close, saved_steps
 
 
 def test_fresh_run_starts_at_step_one(tmp_path):
@@ -58,7 +58,7 @@ def test_resume_never_refuses_existing_run(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
     with pytest.raises(CheckpointError, match="run.folder"):
-        Run.open(config_of(tmp_path, resume="never"))
+        open_and_close(config_of(tmp_path, resume="never"))
 
 
 def test_resume_from_path_abandons_later_steps(tmp_path):
@@ -76,12 +76,12 @@ def test_resume_from_path_abandons_later_steps(tmp_path):
     ("start", "evaluated"), [(0, [0, 2, 4, 5]), (2, [4, 5]), (3, [4, 5]), (5, [])]
 )
 def test_each_due_step_is_evaluated_once(tmp_path, start, evaluated):
-    run = Run.open(config_of(tmp_path))
-    run.step = start
-    if start:
-        run.log.record_evaluation(evaluation_record(start))
-    steps = [start, *range(start + 1, 6)]
-    assert [step for step in steps if run.evaluates(step)] == evaluated
+    with Run.open(config_of(tmp_path)) as run:
+        run.step = start
+        if start:
+            run.log.record_evaluation(evaluation_record(start))
+        steps = [start, *range(start + 1, 6)]
+        assert [step for step in steps if run.evaluates(step)] == evaluated
 
 
 def test_interrupted_evaluation_is_repeated(tmp_path):
@@ -96,14 +96,14 @@ def test_evaluation_can_be_off(tmp_path):
     config = config_of(tmp_path)
     evaluation = config.evaluation.model_copy(update={"every": 0})
     off = config.model_copy(update={"evaluation": evaluation})
-    run = Run.open(off)
-    assert not any(run.evaluates(step) for step in range(6))
+    with Run.open(off) as run:
+        assert not any(run.evaluates(step) for step in range(6))
 
 
 def test_impossible_folder_is_one_message(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be made"):
-        Run.open(config_of(tmp_path / "file" / "run"))
+        open_and_close(config_of(tmp_path / "file" / "run"))
 
 
 def test_second_driver_changes_nothing(tmp_path):
@@ -112,20 +112,19 @@ def test_second_driver_changes_nothing(tmp_path):
         advance(run, 2)
         before = (tmp_path / "metrics.jsonl").read_bytes()
         with pytest.raises(ConfigError, match="is driven by process"):
-            Run.open(config_of(tmp_path))
+            open_and_close(config_of(tmp_path))
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
     with pytest.raises(CheckpointError):
-        Run.open(config_of(tmp_path, resume="never"))
-    with Run.open(config_of(tmp_path)):
-        pass
+        open_and_close(config_of(tmp_path, resume="never"))
+    open_and_close(config_of(tmp_path))
 
 
 def test_failed_start_is_not_left_running(tmp_path):
     """Neither a "running" status nor a lease may remain."""
 
     def states(error: type[Exception]) -> tuple[str, list[Path]]:
-        with pytest.raises(error), Run.open(config_of(tmp_path)):
-            pass
+        with pytest.raises(error):
+            open_and_close(config_of(tmp_path))
         return read_status(tmp_path).state, list(tmp_path.glob("lease*"))
 
     (tmp_path / "config.json").mkdir()
@@ -147,7 +146,7 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
     changed = config_of(tmp_path)
     changed = changed.model_copy(update={"reward": RewardConfig(rule="boxed")})
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
-        Run.open(changed)
+        open_and_close(changed)
     with Run.open(changed, accept_changes=True) as run:
         assert run.checkpoints.current.state == {
             "sampler": {"drawing": 7, "reserve": [], "unfinished": [], "waiting": None},

@@ -16,7 +16,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
 from megadapo.run.export.export import export_checkpoint, find_source
 from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk.torch_checkpoint import read_metadata
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run
 
 
@@ -207,7 +207,8 @@ def _with_metadata(run: Path, content: bytes) -> None:
     (trainer / ".metadata").write_bytes(content)
     copy = Path(shutil.copytree(trainer, run / "copy"))
     shutil.rmtree(folder / "step-3")
-    CheckpointStore(folder, keep=9).save(
+    save_checkpoint(
+        CheckpointStore(folder, keep=9),
         3,
         write_trainer=written_by(lambda path: shutil.copytree(copy, path, dirs_exist_ok=True)),
         state={},

@@ -19,7 +19,7 @@ from megadapo.run.state import checkpoint as checkpoint_module
 from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
 from megadapo.weights.disk.files import Files, check_files
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import save_checkpoint, written_by
 
 STATE = {"step": 3, "policy_version": 3, "reserve": []}
 
@@ -33,7 +33,7 @@ def write_shards(folder: Path) -> None:
 def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     store = CheckpointStore(folder, keep=keep)
     for step in steps:
-        store.save(step, write_trainer=written_by(write_shards), state=STATE)
+        save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
     return store
 
 
@@ -117,7 +117,7 @@ def test_changed_step_in_manifest_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])
 def test_file_of_another_step_is_found(tmp_path, name):
     store = saved(tmp_path, 1)
-    store.save(2, write_trainer=written_by(write_shards), state={"step": 2})
+    save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"step": 2})
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-2" / name)
     checkpoint, skipped = store.newest()
     assert checkpoint is not None and checkpoint.step == 1
@@ -128,7 +128,7 @@ def test_next_commit_deletes_damaged_checkpoint(tmp_path):
     store = saved(tmp_path, 1, 2)
     assert len(store.set_aside_after(1, damaged=True)) == 1
     assert len(list(tmp_path.iterdir())) == 2
-    store.save(2, write_trainer=written_by(write_shards), state=STATE)
+    save_checkpoint(store, 2, write_trainer=written_by(write_shards), state=STATE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
@@ -141,7 +141,7 @@ def test_pruning_follows_the_commit(tmp_path):
 
     for writes in (fails, lambda folder: fails):
         with pytest.raises(CheckpointError, match="No space left"):
-            store.save(4, write_trainer=writes, state=STATE)
+            save_checkpoint(store, 4, write_trainer=writes, state=STATE)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
 
 
@@ -150,7 +150,7 @@ def test_keep_every_stays_and_unfinished_is_removed(tmp_path):
     store = CheckpointStore(tmp_path, keep=2, keep_every=3)
     store.remove_unfinished()
     for step in range(2, 8):
-        store.save(step, write_trainer=written_by(write_shards), state=STATE)
+        save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
 
 
@@ -170,7 +170,7 @@ def test_unreported_files_prevent_the_commit(tmp_path, change):
         return lambda: report
 
     with pytest.raises(CheckpointError, match="stranger" if change == "foreign" else "shard-0"):
-        CheckpointStore(tmp_path, keep=2).save(1, write_trainer=begin, state=STATE)
+        save_checkpoint(CheckpointStore(tmp_path, keep=2), 1, begin, STATE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,7 +199,7 @@ def test_committed_step_is_never_overwritten(tmp_path):
     store = saved(tmp_path, 1)
     before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
     with pytest.raises(CheckpointError, match="not overwritten"):
-        store.save(1, write_trainer=written_by(write_shards), state=STATE)
+        save_checkpoint(store, 1, write_trainer=written_by(write_shards), state=STATE)
     assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
 
 
@@ -207,7 +207,7 @@ def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
     """Otherwise a later resume would jump back onto the abandoned branch."""
     store = saved(tmp_path, 1, 2, 3)
     assert len(store.set_aside_after(1)) == 2
-    store.save(2, write_trainer=written_by(write_shards), state={"branch": "new"})
+    save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"branch": "new"})
     checkpoint, _ = store.newest()
     assert checkpoint is not None and checkpoint.state == {"branch": "new"}
 
@@ -216,7 +216,7 @@ SAVER = """
 import os, sys
 from pathlib import Path
 from megadapo.run.state.checkpoint import CheckpointStore
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import save_checkpoint, written_by
 
 @written_by
 def shards(folder):
@@ -225,7 +225,7 @@ def shards(folder):
 
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 for step in range(1, 10_000):
-    store.save(step, write_trainer=shards, state={"step": step})
+    save_checkpoint(store, step, write_trainer=shards, state={"step": step})
     print(step, flush=True)
 """
 
@@ -266,7 +266,7 @@ POINTS = {
 def test_sigkill_at_each_point_of_a_save(tmp_path, point):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
-        store.save(step, write_trainer=written_by(write_shards), state={"step": step})
+        save_checkpoint(store, step, write_trainer=written_by(write_shards), state={"step": step})
     pid = os.fork()
     if pid == 0:
         name, file = POINTS[point]
@@ -279,7 +279,7 @@ def test_sigkill_at_each_point_of_a_save(tmp_path, point):
             return original(*args, **options)
 
         setattr(owner, name, killed)
-        store.save(3, write_trainer=written_by(write_shards), state={"step": 3})
+        save_checkpoint(store, 3, write_trainer=written_by(write_shards), state={"step": 3})
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     checkpoint, _ = store.newest()
@@ -287,5 +287,5 @@ def test_sigkill_at_each_point_of_a_save(tmp_path, point):
     assert checkpoint.step == (3 if point in ("renamed", "pruning") else 2)
     assert checkpoint.state == {"step": checkpoint.step}
     store.remove_unfinished()
-    store.save(4, write_trainer=written_by(write_shards), state={"step": 4})
+    save_checkpoint(store, 4, write_trainer=written_by(write_shards), state={"step": 4})
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{checkpoint.step}", "step-4"]

@@ -14,6 +14,7 @@ from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.run import Run
 from tests.support.processes.small_disk import fill, mount, on_a_small_disk
 from tests.support.runs.checkpoints import written_by
+from tests.support.runs.runs_alone import open_and_close
 
 pytestmark = pytest.mark.fault
 
@@ -123,11 +124,11 @@ def test_full_disk_at_start_changes_nothing(tmp_path):
         before = (folder / "config.json").read_bytes()
         filler = fill(disk)
         with pytest.raises(InfraError, match=r"lease\.json cannot be written: No space left"):
-            Run.open(config_of(folder))
+            open_and_close(config_of(folder))
         filler.unlink()
         filler = fill(disk, leave=4096)
         with pytest.raises(InfraError, match=r"config\.json cannot be written: No space left"):
-            Run.open(config_of(folder, num_steps=8))
+            open_and_close(config_of(folder, num_steps=8))
         assert (folder / "config.json").read_bytes() == before
         assert not list(folder.glob("lease*"))
         filler.unlink()
@@ -151,7 +152,7 @@ def test_read_only_folder_loses_nothing(tmp_path):
                 run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
             record(run, 2)
         with pytest.raises(InfraError, match="cannot be written.*: Read-only"):
-            Run.open(config_of(folder))
+            open_and_close(config_of(folder))
         mount(disk, read_only=False)
         # as if that driver's process had ended
         (folder / "lease.json").unlink()

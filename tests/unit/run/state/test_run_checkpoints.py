@@ -26,7 +26,13 @@ from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import written_by
-from tests.support.runs.runs_alone import advance, config_of, record_step, saved_steps
+from tests.support.runs.runs_alone import (
+    advance,
+    config_of,
+    open_and_close,
+    record_step,
+    saved_steps,
+)
 
 
 def test_damaged_newest_checkpoint_is_skipped(tmp_path):
@@ -79,8 +85,9 @@ def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
 def test_run_ends_if_every_checkpoint_is_damaged(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
-    with pytest.raises(CheckpointError, match="no checkpoint of this run can be used"):
-        found_damaged(Run.open(config_of(tmp_path)))
+    unusable = pytest.raises(CheckpointError, match="no checkpoint of this run can be used")
+    with unusable, Run.open(config_of(tmp_path)) as run:
+        found_damaged(run)
 
 
 def test_requeued_command_resumes_from_newer_checkpoint(tmp_path):
@@ -131,7 +138,7 @@ def test_target_of_another_run_is_used_once(tmp_path):
 def test_missing_target_is_one_message(tmp_path, name):
     (tmp_path / "a-file").touch()
     with pytest.raises(CheckpointError, match=rf"run\.resume = .*{name}: there is no such"):
-        Run.open(config_of(tmp_path / "run", resume=str(tmp_path / name)))
+        open_and_close(config_of(tmp_path / "run", resume=str(tmp_path / name)))
 
 
 def test_checkpoint_under_evaluation_is_kept(tmp_path):
