@@ -41,11 +41,12 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     from rich.console import Console
 
     from megadapo.run.launch import start_workers
-    from megadapo.run.state.resume import find_checkpoint
+    from megadapo.run.state.resume import checkpoint_store, find_checkpoint
 
     console = Console()
     wants_base = config.run.resume == "never"
-    checkpoint, messages = (None, []) if wants_base else find_checkpoint(config)
+    store = checkpoint_store(config)
+    checkpoint, messages = (None, []) if wants_base else find_checkpoint(config, store)
     if checkpoint is None:
         messages.append(f"evaluating {config.model.path}, not a checkpoint")
     for message in messages:

@@ -46,19 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
         source = find_source(arguments.source, arguments.step)
     for line in source.skipped:
         print(f"megadapo: skipped: {line}", file=sys.stderr)
-    export = export_checkpoint(
+    folder = arguments.destination
+    export_checkpoint(
         source,
-        arguments.destination,
+        folder,
         model=arguments.model,
         quantize=arguments.quantize,
         critic=arguments.critic,
     )
     loader = "SequenceClassification" if arguments.critic else "CausalLM"
-    serve = "" if arguments.critic else f"  vllm serve {export.folder}\n"
-    files = "file" if export.num_files == 1 else "files"
+    serve = "" if arguments.critic else f"  vllm serve {folder}\n"
+    size = decimal(sum(path.stat().st_size for path in folder.iterdir()))
+    num_files = len(list(folder.glob("*.safetensors")))
+    files = "file" if num_files == 1 else "files"
     print(
-        f"step {export.step}: {decimal(export.num_bytes)} in {export.num_files} weight {files}, "
-        f"{export.folder}\n{serve}"
-        f'  transformers.AutoModelFor{loader}.from_pretrained("{export.folder}", dtype="auto")'
+        f"step {source.checkpoint.step}: {size} in {num_files} weight {files}, {folder}\n{serve}"
+        f'  transformers.AutoModelFor{loader}.from_pretrained("{folder}", dtype="auto")'
     )
     return 0

@@ -91,7 +91,11 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         return from_dict(_with_texts(table, texts))
     except ConfigError as error:
         source = f"{path} with its overrides" if overrides else str(path)
-        raise ConfigError(_with_source(str(error), source)) from None
+        problems = str(error).splitlines()
+        if len(problems) == 1:
+            raise ConfigError(f"{source}: {problems[0]}") from None
+        count = f"{source}: {len(problems)} problems"
+        raise ConfigError("\n  ".join([count, *problems])) from None
 
 
 def from_dict(table: Mapping[str, Any]) -> RunConfig:
@@ -136,13 +140,6 @@ def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> 
             if keys not in refused_keys(RunConfig, as_text):
                 table = as_text
     return table
-
-
-def _with_source(problems: str, source: str) -> str:
-    lines = problems.splitlines()
-    if len(lines) == 1:
-        return f"{source}: {lines[0]}"
-    return "\n".join([f"{source}: {len(lines)} problems", *(f"  {line}" for line in lines)])
 
 
 AUTO = "auto"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     runs = [PlottedRun.read(folder) for folder in folders]
     with matplotlib.rc_context(STYLE):
@@ -68,9 +69,14 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
                 draw(panel, run, colour)
         for panel in panels:
             finish(panel)
-        figure.suptitle(_title(runs), fontsize=13)
+        last = runs[0].records[-1]["step"]
+        title = f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
         if len(runs) > 1:
-            _name_runs(figure, runs)
+            title = f"{len(runs)} runs"
+            colours = itertools.cycle(COLOURS)
+            names = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
+            figure.legend(handles=names, loc="outside lower center", ncols=min(len(runs), 5))
+        figure.suptitle(title, fontsize=13)
         save(figure, output)
     return output
 
@@ -93,21 +99,6 @@ def finish(axes: Axes) -> None:
         axes.legend(reversed(once.values()), reversed(once.keys()), loc="best")
     elif not once:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
-
-
-def _title(runs: Sequence[PlottedRun]) -> str:
-    if len(runs) > 1:
-        return f"{len(runs)} runs"
-    last = runs[0].records[-1]["step"]
-    return f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
-
-
-def _name_runs(figure: Figure, runs: Sequence[PlottedRun]) -> None:
-    from matplotlib.lines import Line2D
-
-    colours = itertools.cycle(COLOURS)
-    handles = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 5))
 
 
 def save(figure: Figure, output: Path) -> None:
@@ -206,29 +197,19 @@ def _length(axes: Axes, run: PlottedRun, colour: str) -> None:
     _tail(axes, run, "response_length/{}", colour, "longest")
 
 
-def _entropy(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Entropy (nats per token)")
-    _line(axes, run, "policy/entropy", colour, "entropy")
-
-
-def _reward(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Reward")
-    _line(axes, run, "reward/mean", colour, "mean")
-
-
-def _clip(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Clipped tokens (fraction)")
-    _line(axes, run, "policy/clip_high_fraction", colour, "above 1 + clip_high")
-    _line(axes, run, "policy/clip_low_fraction", colour, "below 1 - clip_low", linestyle="--")
+def _lines(title: str, labels: Mapping[str, str], axes: Axes, run: PlottedRun, colour: str) -> None:
+    """Draw one or two metrics, given with their labels; the second line is dashed."""
+    axes.set_title(title)
+    for (name, label), style in zip(labels.items(), ("-", "--"), strict=False):
+        _line(axes, run, name, colour, label, linestyle=style)
 
 
 def _parity(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Trainer vs engine |log-prob gap| (nats)")
     if any(value > 0 for value in run.series("parity/logprob_abs_max")[1]):
         # Exact agreement is 0, which a logarithmic axis leaves out: a gap in the line shows it.
         axes.set_yscale("log")
-    _line(axes, run, "parity/logprob_abs_max", colour, "largest")
-    _line(axes, run, "parity/logprob_abs_mean", colour, "mean", linestyle="--")
+    labels = {"parity/logprob_abs_max": "largest", "parity/logprob_abs_mean": "mean"}
+    _lines("Trainer vs engine |log-prob gap| (nats)", labels, axes, run, colour)
 
 
 def _group_time(axes: Axes, run: PlottedRun, colour: str) -> None:
@@ -250,11 +231,12 @@ def _use(axes: Axes, run: PlottedRun, colour: str) -> None:
 
 
 def _watched(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Tokens trained on")
     axes.set_ylim(-0.02, 1.02)
-    _line(axes, run, "policy/token_probability_mean", colour, "mean probability")
-    label = "gradient share of positive tokens"
-    _line(axes, run, "policy/positive_gradient_share", colour, label, linestyle="--")
+    labels = {
+        "policy/token_probability_mean": "mean probability",
+        "policy/positive_gradient_share": "gradient share of positive tokens",
+    }
+    _lines("Tokens trained on", labels, axes, run, colour)
 
 
 def _reflection(axes: Axes, run: PlottedRun, colour: str) -> None:
@@ -283,8 +265,19 @@ def _by_accuracy(axes: Axes, run: PlottedRun, colour: str, *, name: str, title: 
 
 
 PANELS: tuple[Callable[[Axes, PlottedRun, str], None], ...] = (
-    *(_accuracy, _length, _entropy, _group_time),
-    *(_reward, _clip, _parity, _use),
+    *(_accuracy, _length),
+    partial(_lines, "Entropy (nats per token)", {"policy/entropy": "entropy"}),
+    _group_time,
+    partial(_lines, "Reward", {"reward/mean": "mean"}),
+    partial(
+        _lines,
+        "Clipped tokens (fraction)",
+        {
+            "policy/clip_high_fraction": "above 1 + clip_high",
+            "policy/clip_low_fraction": "below 1 - clip_low",
+        },
+    ),
+    *(_parity, _use),
     partial(_by_accuracy, name="response_length/mean", title="Length (tokens)"),
     partial(_by_accuracy, name="policy/entropy", title="Entropy (nats)"),
     *(_watched, _reflection),

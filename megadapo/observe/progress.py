@@ -133,11 +133,6 @@ class RunDisplay:
             self._live = None
         _LOGGER.removeHandler(self._handler)
 
-    @property
-    def records(self) -> list[MetricRecord]:
-        """The steps of the whole run so far, oldest first."""
-        return self._records
-
     def restore(
         self, records: Iterable[MetricRecord], evaluations: Iterable[EvaluationRecord]
     ) -> None:
@@ -195,13 +190,12 @@ class RunDisplay:
         times = [t for t in recent if t is not None]
         if not times:
             return None
-        return sum(times) / len(times) * (self._num_steps - self._num_done())
-
-    def _num_done(self) -> int:
-        return int(self._records[-1]["step"] or 0) if self._records else 0
+        return sum(times) / len(times) * (self._num_steps - (self._records[-1]["step"] or 0))
 
     def _render(self) -> Panel:
-        done = self._num_done()
+        newest = self._records[-1] if self._records else {"step": 0, "tokens_per_s": None}
+        done, speed = newest["step"] or 0, newest["tokens_per_s"]
+        tokens = f"{'-' if speed is None else format(speed, ',.0f')} tokens/s"
         bar = Table.grid(expand=True, padding=(0, 2))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -210,13 +204,9 @@ class RunDisplay:
         bar.add_row(
             Text(f"step {done}/{self._num_steps}", style="bold"),
             ProgressBar(total=self._num_steps, completed=done),
-            Text(f"{self._phase} {since:.0f} s   {self._speed()}   ETA {_clock(self.eta_s())}"),
+            Text(f"{self._phase} {since:.0f} s   {tokens}   ETA {_clock(self.eta_s())}"),
         )
         return Panel(Group(bar, self._curves()), title=self._title, border_style="cyan")
-
-    def _speed(self) -> str:
-        speed = self._records[-1]["tokens_per_s"] if self._records else None
-        return "- tokens/s" if speed is None else f"{speed:,.0f} tokens/s"
 
     def _curves(self) -> Table:
         table = Table.grid(padding=(0, 2))

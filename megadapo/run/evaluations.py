@@ -16,7 +16,6 @@ from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 from megadapo.rollout.journal.journal import EvaluationJournal, evaluation_journal_path
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import (
-    Evaluation,
     EvaluationInProgress,
     HeldOut,
     InterleavedEngines,
@@ -183,7 +182,16 @@ class Evaluations:
                 running.poll(WAIT_S)
                 reserved.watch.check(without=self.check)
             result = running.finish()
-        self._finished.append(_record(self._step, running.policy_version, result))
+        record = EvaluationRecord(
+            step=self._step,
+            policy_version=running.policy_version,
+            accuracy=result.accuracy,
+            standard_error=result.standard_error,
+            num_problems=result.num_problems,
+            samples_per_problem=result.samples_per_problem,
+            response_length=result.response_length_mean,
+        )
+        self._finished.append(record)
 
     def check(self) -> None:
         """Check the reserved engine and score its new answers; any thread may call this.
@@ -230,15 +238,3 @@ class Evaluations:
         reward = self._config.reward
         scored = f"{self._fingerprint()} {reward.rule} {reward.decide}"
         return EvaluationJournal(evaluation_journal_path(self._folder, step), scored)
-
-
-def _record(step: int, policy_version: int, result: Evaluation) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=policy_version,
-        accuracy=result.accuracy,
-        standard_error=result.standard_error,
-        num_problems=result.num_problems,
-        samples_per_problem=result.samples_per_problem,
-        response_length=result.response_length_mean,
-    )

@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megadapo.algorithm.kl_control import KlController
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
-from megadapo.data.pretraining import PretrainingStream
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.ahead import AheadSampler
@@ -145,7 +143,8 @@ def _start_live(
         gpus=gpus,
         journal=journal,
     )
-    return _workers(config, trainer, gpus, rollouts, inputs.tokenizer, pretraining_data)
+    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data)
+    return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=inputs.tokenizer)
 
 
 def _start_replay(
@@ -162,25 +161,8 @@ def _start_replay(
     watch = Watch()
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)
     watch.add(cluster.daemons.check, _progress(on_progress, trainer))
-    return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, pretraining_data)
-
-
-def _workers(
-    config: RunConfig,
-    trainer: Trainer,
-    gpus: GpuSharing,
-    rollouts: Rollouts,
-    tokenizer: PreTrainedTokenizerBase,
-    pretraining_data: PretrainingStream | None,
-) -> Workers:
-    algorithm = config.algorithm
-    step_trainer = StepTrainer(
-        trainer,
-        gpus,
-        kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
-        pretraining=algorithm.pretraining,
-        pretraining_data=pretraining_data,
-    )
+    gpus = GpuSharing(trainer)
+    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data)
     return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=tokenizer)
 
 

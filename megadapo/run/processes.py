@@ -47,16 +47,14 @@ def start_processes(
             stack,
             numbers=range(first),
             returns_experts=config.trainer.router_replay,
-            wait=one_by_one,
             watch=watch,
             **options,
         )
         reserved = None
         if last > first:
-            reserved = _start_engines(
-                config, cluster, stack, numbers=range(first, last), wait=False, **options
-            )
+            reserved = _start_engines(config, cluster, stack, numbers=range(first, last), **options)
         if one_by_one:
+            engines.wait_until_ready()
             engines.sleep()
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)
     with phases.phase("wait for engines"):
@@ -80,7 +78,7 @@ def start_engines_alone(
         config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
     )
     with phases.phase("start engines"):
-        return _start_engines(
+        engines = _start_engines(
             config,
             cluster,
             stack,
@@ -89,6 +87,8 @@ def start_engines_alone(
             shares_gpus=False,
             returns_experts=config.trainer.router_replay,
         )
+        engines.wait_until_ready()
+    return engines
 
 
 def _start_engines(

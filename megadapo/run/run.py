@@ -62,14 +62,15 @@ class Run:
             raise ConfigError(f"run.folder = {folder} cannot be made: {error.strerror}") from error
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
-            point, diff = find_resume_point(config), ConfigDiff()
+            store = checkpoint_store(config)
+            point, diff = find_resume_point(config, store), ConfigDiff()
             if point.checkpoint is not None:
                 path = point.checkpoint.path
                 diff = check_config_diff(config, path, accept_changes=accept_changes)
             run = cls(config, lease, keeps_samples=diff.keeps_samples)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
-            checkpoint_store(config).remove_unfinished()
+            store.remove_unfinished()
             run.checkpoints.resume_from(point)
             run._restore_step()
             run.log.show(*diff.lines)
@@ -147,7 +148,7 @@ class Run:
         """Count the step as completed; `state` goes into its checkpoint."""
         self.step = step
         self._state = state
-        self.log.status.completed(step)
+        self.log.status.update(step=step)
 
     def evaluates(self, step: int) -> bool:
         """Return whether the weights after `step` are due for evaluation and not evaluated yet."""

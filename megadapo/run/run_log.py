@@ -62,7 +62,7 @@ class RunLog:
     def phase(self, name: str) -> Iterator[None]:
         """Show and time a phase; a nested phase does not count in the outer one."""
         self._display.phase(name)
-        self.status.phase(name)
+        self.status.update(phase=name)
         start, counted = time.perf_counter(), sum(self._seconds.values())
         with profiled_range(f"megadapo::{name}"):
             yield

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megadapo.observe.metrics.records import MetricRecord
 
@@ -139,10 +140,6 @@ def _thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, f
         if not finite:
             kept.append(stretch[0])
             continue
-        ends = {min(finite, key=_value), max(finite, key=_value)}
+        ends = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
         kept.extend(sorted(ends))
     return kept
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]

@@ -85,11 +85,12 @@ def _read_run(folder: Path, name: str) -> RunView:
         for key, value in config.items()
         if key.startswith("oracles.")
     }
-    last_step = int(records[-1]["step"] or 0)
+    last_step, wanted = int(records[-1]["step"] or 0), config.get("run.num_steps")
+    of_all = "" if wanted is None else f" of {wanted}"
     return RunView(
         name=name,
         folder=str(folder),
-        title=" \u00b7 ".join([_progress(last_step, config), *_dates(folder)]),
+        title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(folder)]),
         facts=_facts(config),
         first_step=int(summary.first["step"] or 0),
         last_step=last_step,
@@ -134,11 +135,6 @@ def _flatten(section: dict[str, object], prefix: str) -> Flat:
         else:
             flat[prefix + key] = json.dumps(value)
     return flat
-
-
-def _progress(last_step: int, config: Flat) -> str:
-    wanted = config.get("run.num_steps")
-    return f"{last_step} steps" if wanted is None else f"{last_step} of {wanted} steps"
 
 
 def _dates(folder: Path) -> list[str]:
@@ -211,7 +207,8 @@ def _judge_metric(
     records: Sequence[MetricRecord], bound: float | None, key: str, metric: str, meaning: str
 ) -> Verdict:
     measured = [r for r in records if r.get(metric) is not None]
-    worst = max(measured, key=lambda r: _badness(r[metric]), default=None)
+    # a value that is not a number is worse than any
+    worst = max(measured, key=lambda r: (math.isnan(r[metric] or 0.0), r[metric]), default=None)
     states = [
         -1 if bound is None or r.get(metric) is None else int(is_within(r, metric, bound))
         for r in records
@@ -226,12 +223,6 @@ def _judge_metric(
         cells=_cells(states),
         meaning=meaning,
     )
-
-
-def _badness(value: float | None) -> tuple[bool, float]:
-    """Order values so that one that is not a number is worse than any."""
-    assert value is not None
-    return (True, 0.0) if math.isnan(value) else (False, value)
 
 
 def _judge_skipped(records: Sequence[MetricRecord], limit: float | None) -> Verdict:

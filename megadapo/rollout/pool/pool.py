@@ -60,10 +60,9 @@ class EnginePool:
         shares_gpus: bool = True,
         returns_experts: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
-        wait: bool = True,
         watch: Watch | None = None,
     ) -> Self:
-        """Start engines.
+        """Start engines; `wait_until_ready` waits for them.
 
         Args:
             model: Hugging Face folder or Hub name.
@@ -73,11 +72,7 @@ class EnginePool:
             weights_from: "trainer" leaves the weights random until they are published.
             shares_gpus: whether a trainer works on the same GPUs.
             returns_experts: whether responses come with the experts of each token.
-            wait: False returns at once; call `wait_until_ready` later.
             watch: checks of the run's other processes.
-
-        Raises:
-            InfraError: an engine did not start in time or at all; no process is left running.
         """
         specs = [
             EngineSpec(
@@ -96,16 +91,13 @@ class EnginePool:
             for index in (range(config.num_engines) if numbers is None else numbers)
         ]
         handles = [EngineHandle(spec, cluster.engine_options(spec.index)) for spec in specs]
-        engines = cls(handles, watch)
-        if wait:
-            engines.wait_until_ready()
-        return engines
+        return cls(handles, watch)
 
     def wait_until_ready(self) -> None:
         """Wait until each engine has answered a request.
 
         Raises:
-            InfraError: as for `start`.
+            InfraError: one did not start in time or at all; no process is left running.
         """
         engines = list(self._handles.values())
         try:

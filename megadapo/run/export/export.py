@@ -42,18 +42,6 @@ class ExportSource:
         return {} if self.run_folder is None else read_json(self.run_folder / RESOLVED_FILE)
 
 
-@dataclass(frozen=True)
-class Export:
-    """An exported folder."""
-
-    folder: Path
-    step: int
-    num_files: int
-    """Number of weight files."""
-    num_bytes: int
-    """Size of all files in the folder."""
-
-
 def find_source(path: Path, step: int | None = None) -> ExportSource:
     """Return the checkpoint at `path`, or a run's checkpoint of `step` or its newest one.
 
@@ -65,8 +53,12 @@ def find_source(path: Path, step: int | None = None) -> ExportSource:
     if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
         if step is not None:
             raise ConfigError(f"--step {step}: {path} is a checkpoint; name the run's folder")
+        if not path.is_dir():
+            there = CheckpointStore(path.parent, keep=1).steps()
+            listed = ", ".join(f"step-{step}" for step in there) or "none"
+            raise CheckpointError(f"there is no checkpoint {path}; in that folder: {listed}")
         run = path.parent.parent
-        return ExportSource(_load(path), run if (run / RESOLVED_FILE).is_file() else None)
+        return ExportSource(load(path), run if (run / RESOLVED_FILE).is_file() else None)
     store = CheckpointStore(path / CHECKPOINTS, keep=1)
     steps = store.steps()
     if not steps:
@@ -89,7 +81,7 @@ def export_checkpoint(
     model: str | None = None,
     quantize: str | None = None,
     critic: bool = False,
-) -> Export:
+) -> None:
     """Write a checkpoint as a Hugging Face folder with tokenizer, generation config and card.
 
     Needs memory for one output file and one weight; with `quantize` for the whole model. The folder
@@ -130,15 +122,6 @@ def export_checkpoint(
     (written / CARD_FILE).write_text(card, encoding="utf-8")
     written.rename(destination)
     shutil.rmtree(partial)
-    return _measure(destination, source.checkpoint.step)
-
-
-def _load(path: Path) -> Checkpoint:
-    if not path.is_dir():
-        there = CheckpointStore(path.parent, keep=1).steps()
-        listed = ", ".join(f"step-{step}" for step in there) or "none"
-        raise CheckpointError(f"there is no checkpoint {path}; in that folder: {listed}")
-    return load(path)
 
 
 def _open_weights(
@@ -206,12 +189,3 @@ def _complete_generation_config(folder: Path) -> None:
     config = read_json(folder / "config.json")
     tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
     path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
-
-
-def _measure(folder: Path, step: int) -> Export:
-    return Export(
-        folder=folder,
-        step=step,
-        num_files=len(list(folder.glob("*.safetensors"))),
-        num_bytes=sum(path.stat().st_size for path in folder.iterdir()),
-    )

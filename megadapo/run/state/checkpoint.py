@@ -122,6 +122,8 @@ class CheckpointStore:
             keep_every: steps that are a multiple of it are never deleted; 0 turns this off.
         """
         self.folder = folder
+        self.damaged: dict[Path, str] = {}
+        """Reason why each checkpoint that its readers found unusable is unusable."""
         self._keep = keep
         self._keep_every = keep_every
 
@@ -175,20 +177,16 @@ class CheckpointStore:
             with suppress(OSError):
                 remove_folder(path)
 
-    def newest(
-        self, *, hashes: bool = True, damaged: Mapping[Path, str] | None = None
-    ) -> tuple[Checkpoint | None, list[str]]:
+    def newest(self, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint that verifies, and one line for each newer one skipped.
 
-        Args:
-            hashes: whether to hash the trainer's files; otherwise their reader must do it.
-            damaged: reason why each checkpoint that is known to be unusable is unusable.
+        `hashes`: whether to hash the trainer's files; otherwise their reader must do it.
 
         Raises:
             CheckpointError: there are checkpoints, but no usable one. A start from step 0 would
                 lose the run.
         """
-        found, skipped = _first_sound(self._committed(), hashes=hashes, damaged=damaged)
+        found, skipped = self._first_sound(self._committed(), hashes=hashes)
         if found is not None:
             return found, skipped
         if skipped:
@@ -199,15 +197,28 @@ class CheckpointStore:
             )
         return None, [f"{path.name} was never completed" for path in self._unfinished()]
 
-    def newest_after(
-        self, step: int, *, damaged: Mapping[Path, str] | None = None
-    ) -> tuple[Checkpoint | None, list[str]]:
+    def newest_after(self, step: int) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest usable checkpoint after `step`, and one line for each unusable one.
 
         The trainer's files are not hashed.
         """
         later = [path for path in self._committed() if step_of(path) > step]
-        return _first_sound(later, hashes=False, damaged=damaged)
+        return self._first_sound(later, hashes=False)
+
+    def _first_sound(
+        self, paths: Iterable[Path], *, hashes: bool
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """Return the first checkpoint that verifies, and one line for each one before it."""
+        skipped: list[str] = []
+        for path in paths:
+            if path in self.damaged:
+                skipped.append(self.damaged[path])
+                continue
+            try:
+                return load(path, hashes=hashes), skipped
+            except CheckpointError as error:
+                skipped.append(str(error))
+        return None, skipped
 
     def steps(self) -> list[int]:
         """Return the steps of all committed checkpoints, damaged ones included, oldest first."""
@@ -241,22 +252,6 @@ def _delete(path: Path) -> None:
         remove_folder(path)
     except OSError as error:
         _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
-
-
-def _first_sound(
-    paths: Iterable[Path], *, hashes: bool, damaged: Mapping[Path, str] | None
-) -> tuple[Checkpoint | None, list[str]]:
-    """Return the first checkpoint that verifies, and one line for each one before it."""
-    skipped: list[str] = []
-    for path in paths:
-        if damaged and path in damaged:
-            skipped.append(damaged[path])
-            continue
-        try:
-            return load(path, hashes=hashes), skipped
-        except CheckpointError as error:
-            skipped.append(str(error))
-    return None, skipped
 
 
 def step_folders(folder: Path) -> list[Path]:

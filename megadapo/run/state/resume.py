@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,25 +68,20 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
     return CheckpointStore(folder, keep=section.keep, keep_every=section.keep_every)
 
 
-def find_resume_point(
-    config: RunConfig, *, damaged: Mapping[Path, str] | None = None
-) -> ResumePoint:
-    """Return the point that `run.resume` asks for.
+def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:
+    """Return the point in the run's store that `run.resume` asks for.
 
     A path is used once: as soon as the run has a newer checkpoint, the path means the newest.
-
-    Args:
-        damaged: reason why each unusable checkpoint is unusable.
 
     Raises:
         CheckpointError: there is none, or "never" would mix two runs in one folder.
     """
     if config.run.resume in ("auto", "never"):
-        return ResumePoint(*find_checkpoint(config, damaged=damaged))
+        return ResumePoint(*find_checkpoint(config, store))
     target = ResumeTarget.read(config.run.folder)
     path = str(Path(config.run.resume).resolve())
     if target is not None and target.path == path:
-        later, skipped = checkpoint_store(config).newest_after(target.step, damaged=damaged)
+        later, skipped = store.newest_after(target.step)
         messages = [f"skipped: {line}" for line in skipped]
         if later is not None:
             messages.append(
@@ -96,27 +90,23 @@ def find_resume_point(
                 f"{config.run.folder / RESUME_TARGET_FILE}"
             )
             return ResumePoint(later, messages)
-    checkpoint, messages = find_checkpoint(config)
+    checkpoint, messages = find_checkpoint(config, store)
     assert checkpoint is not None, "a path is a checkpoint or an error"
     return ResumePoint(checkpoint, messages, ResumeTarget(path, checkpoint.step))
 
 
 def find_checkpoint(
-    config: RunConfig, *, damaged: Mapping[Path, str] | None = None
+    config: RunConfig, store: CheckpointStore
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that `run.resume` asks for, and messages for the user.
 
     The trainer's files are not hashed here: the ranks that load them do that.
 
-    Args:
-        damaged: reason why each unusable checkpoint is unusable.
-
     Raises:
         CheckpointError: there is none, or "never" would mix two runs in one folder.
     """
-    store = checkpoint_store(config)
     if config.run.resume == "auto":
-        checkpoint, skipped = store.newest(hashes=False, damaged=damaged)
+        checkpoint, skipped = store.newest(hashes=False)
         messages = [f"skipped: {line}" for line in skipped]
     elif config.run.resume == "never":
         if store.steps():

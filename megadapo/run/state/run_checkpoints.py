@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megadapo.config import RunConfig, to_dict
@@ -56,8 +55,6 @@ class RunCheckpoints:
         self._keeps_samples = keeps_samples
         self._store = checkpoint_store(config)
         self._exports = BackgroundExports(self._folder, log.show)
-        self._damaged: dict[Path, str] = {}
-        """Reason why each unusable checkpoint is unusable."""
         self._target: ResumeTarget | None = None
         """Checkpoint that the user chose, if the run resumed from it."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -99,7 +96,7 @@ class RunCheckpoints:
         self.current = checkpoint
         step = 0 if checkpoint is None else checkpoint.step
         self._saved_step = step
-        self._log.status.resumed(step)
+        self._log.status.update(step=step, checkpoint_step=step, resumed_from=step)
         aside = self._store.set_aside_after(step, damaged=point.target is None)
         self._target = point.target
         if point.target is not None:
@@ -118,8 +115,8 @@ class RunCheckpoints:
         """
         if self.current is None or self._target is not None:
             raise error
-        self._damaged[self.current.path] = str(error)
-        point = find_resume_point(self._config, damaged=self._damaged)
+        self._store.damaged[self.current.path] = str(error)
+        point = find_resume_point(self._config, self._store)
         self._exports.end()
         self.resume_from(point)
         self._log.metrics.open_writers()
@@ -192,7 +189,7 @@ class RunCheckpoints:
                 self._log.show(f"{error}; it is tried again after the next step")
                 return
         self._has_failed = False
-        self._log.status.saved(self.current.step)
+        self._log.status.update(checkpoint_step=self.current.step)
         forget_before(self._folder, self.current.step)
         self._start_export()
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megadapo.errors import DataError, InfraError, RunInterruptedError
 from megadapo.observe.files import replace_text
@@ -72,18 +72,12 @@ class StatusFile:
         )
         self._write()
 
-    def resumed(self, step: int) -> None:
-        """Set the step from which this driver resumes."""
-        self._set(replace(self._status, step=step, checkpoint_step=step, resumed_from=step))
-
-    def phase(self, name: str) -> None:
-        self._set(replace(self._status, phase=name))
-
-    def completed(self, step: int) -> None:
-        self._set(replace(self._status, step=step))
-
-    def saved(self, step: int) -> None:
-        self._set(replace(self._status, checkpoint_step=step))
+    def update(self, **changes: Any) -> None:
+        """Change fields of the status, and write it if one differs."""
+        status = replace(self._status, **changes)
+        if status != self._status:
+            self._status = replace(status, updated=_now(), progress=_now())
+            self._write()
 
     def report_progress(self, micro_batches: int, tokens: int) -> None:
         """Update the progress counters; write them at most every `PROGRESS_S` seconds."""
@@ -95,18 +89,16 @@ class StatusFile:
 
     def end(self, error: BaseException | None) -> str:
         """Write how the run ended, and return a line about it for the log."""
-        status = self._status
         if error is None:
-            done = status.step >= status.num_steps
-            status = replace(status, state="finished" if done else "stopped")
+            done = self._status.step >= self._status.num_steps
+            self.update(state="finished" if done else "stopped")
         else:
             text = " ".join(str(error).split())
-            status = replace(
-                status,
+            self.update(
                 state="stopped" if isinstance(error, RunInterruptedError) else "failed",
                 reason=f"{type(error).__name__}: {text}" if text else type(error).__name__,
             )
-        self._set(status)
+        status = self._status
         line = f"end: state={status.state} step={status.step}/{status.num_steps}"
         line += f" checkpoint={status.checkpoint_step}"
         if status.reason is not None:
@@ -114,11 +106,6 @@ class StatusFile:
         if status.state == "finished":
             return line
         return f'{line} resume="megadapo train {self._path.parent}"'
-
-    def _set(self, status: Status) -> None:
-        if status != self._status:
-            self._status = replace(status, updated=_now(), progress=_now())
-            self._write()
 
     def _write(self) -> None:
         self._written_at, self._has_news = time.monotonic(), False

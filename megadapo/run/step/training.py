@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.algorithm.advantages import Advantages, advantages, response_rewards
-from megadapo.algorithm.config import PretrainingConfig
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.kl_control import KlController
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
@@ -53,17 +53,15 @@ class StepTrainer:
         self,
         trainer: Trainer,
         gpus: GpuSharing,
-        *,
-        kl_controller: KlController,
-        pretraining: PretrainingConfig,
+        algorithm: AlgorithmConfig,
         pretraining_data: PretrainingStream | None = None,
     ) -> None:
         self.ranks = trainer
         self.step: int | None = 0
         """Step that produced the trainer's weights; None in the middle of an update."""
         self.gpus = gpus
-        self._kl_controller = kl_controller
-        self._pretraining = pretraining
+        self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
+        self._pretraining = algorithm.pretraining
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:

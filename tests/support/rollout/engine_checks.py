@@ -65,6 +65,7 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
     try:
         engines = start_engines(model, log_folder, cluster, weights_from="folder", **config)
         try:
+            engines.wait_until_ready()
             yield engines
         finally:
             engines.shutdown()

@@ -17,7 +17,7 @@ from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.sources import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.recorded_runs import evaluation_record
 
 PADDED_ROWS = 64
@@ -48,7 +48,8 @@ def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = Non
     store = CheckpointStore(folder / "checkpoints", keep=len(steps))
     for step in steps:
         state = tensors or trainer_tensors(model, step)
-        store.save(
+        save_checkpoint(
+            store,
             step,
             write_trainer=written_by(
                 lambda path, state=state: dcp.save(state, checkpoint_id=path, no_dist=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.filesize import decimal
 from safetensors.torch import load_file
 
 from megadapo.cli import main
@@ -75,12 +76,16 @@ def test_transformers_computes_the_trained_weights(
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoints/step-2"])
 def test_step_is_chosen_by_number_or_folder(
-    finished: Path, tiny_model: Path, tmp_path: Path, name: str
+    finished: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    step = 2 if name == "run" else None
-    export = export_checkpoint(find_source(finished.parent / name, step), tmp_path / "out")
-    assert (export.step, export.num_files) == (2, 1)
-    assert export.num_bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+    chosen = ["--step", "2"] if name == "run" else []
+    assert main(["export", str(finished.parent / name), str(tmp_path / "out"), *chosen]) == 0
+    size = decimal(sum(p.stat().st_size for p in (tmp_path / "out").iterdir()))
+    assert f"step 2: {size} in 1 weight file, {tmp_path}" in capsys.readouterr().out
     assert is_times(tmp_path / "out", tiny_model, 2)
 
 

@@ -14,16 +14,16 @@ from megadapo.run.state.status import STATUS_FILE, StatusFile, read_status
 
 def test_status_follows_the_run(tmp_path):
     status = StatusFile(tmp_path, num_steps=9)
-    status.resumed(2)
-    status.phase("train")
-    status.completed(3)
-    status.saved(3)
-    status.completed(4)
+    status.update(step=2, checkpoint_step=2, resumed_from=2)
+    status.update(phase="train")
+    status.update(step=3)
+    status.update(checkpoint_step=3)
+    status.update(step=4)
     read = read_status(tmp_path)
     assert (read.phase, read.step, read.num_steps) == ("train", 4, 9)
     assert (read.checkpoint_step, read.resumed_from, read.restarts) == (3, 2, 0)
     status = StatusFile(tmp_path, num_steps=9)
-    status.resumed(3)
+    status.update(step=3, checkpoint_step=3, resumed_from=3)
     assert read_status(tmp_path).restarts == 1
 
 
@@ -32,7 +32,7 @@ def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
     status = StatusFile(tmp_path, num_steps=9)
-    status.phase("rollout")
+    status.update(phase="rollout")
     for _ in range(12):
         now[0] += 1.0
         status.report_progress(0, int(now[0]))
@@ -61,9 +61,9 @@ def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
 )
 def test_last_line_has_reason_and_resume_command(tmp_path, step, error, state, reason):
     status = StatusFile(tmp_path, num_steps=9)
-    status.resumed(0)
-    status.saved(6)
-    status.completed(step)
+    status.update(step=0, checkpoint_step=0, resumed_from=0)
+    status.update(checkpoint_step=6)
+    status.update(step=step)
     line = status.end(error)
     assert line.startswith(f"end: state={state} step={step}/9 checkpoint=6")
     assert (f"megadapo train {tmp_path}" in line) == (state != "finished")
@@ -77,10 +77,10 @@ def test_unwritable_status_is_a_warning(tmp_path, caplog):
     folder = tmp_path / "gone"
     folder.mkdir()
     status = StatusFile(folder, num_steps=9)
-    status.resumed(0)
+    status.update(step=0, checkpoint_step=0, resumed_from=0)
     (folder / STATUS_FILE).unlink()
     folder.rmdir()
-    status.phase("train")
+    status.update(phase="train")
     assert "was not written" in caplog.text
 
 
@@ -90,7 +90,7 @@ def test_invalid_status_is_refused(tmp_path, text):
     with pytest.raises(DataError, match=STATUS_FILE):
         read_status(tmp_path)
     status = StatusFile(tmp_path, num_steps=9)
-    status.resumed(0)
+    status.update(step=0, checkpoint_step=0, resumed_from=0)
     assert read_status(tmp_path).restarts == 0
 
 
@@ -99,8 +99,8 @@ def test_command_tells_living_from_dead_driver(tmp_path, capsys):
     assert "not a run's folder" in capsys.readouterr().err
     lease = Lease.take(tmp_path)
     status = StatusFile(tmp_path, num_steps=9)
-    status.resumed(2)
-    status.phase("rollout")
+    status.update(step=2, checkpoint_step=2, resumed_from=2)
+    status.update(phase="rollout")
     assert main(["status", str(tmp_path)]) == 0
     assert "rollout" in capsys.readouterr().out
     lease.close()

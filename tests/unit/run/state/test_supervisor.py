@@ -58,8 +58,8 @@ def test_failures_preemption_and_kills_are_restarted(tmp_path):
         tmp_path,
         """
         status = StatusFile(folder, num_steps=9)
-        status.resumed(num - 1)
-        status.completed(num)
+        status.update(step=num - 1, checkpoint_step=num - 1, resumed_from=num - 1)
+        status.update(step=num)
         if num == 1: sys.exit(5)
         if num == 2: sys.exit(75)
         if num == 3: os.kill(os.getpid(), signal.SIGKILL)
@@ -117,8 +117,8 @@ def test_number_of_restarts_is_limited_despite_progress(tmp_path):
         tmp_path,
         """
         status = StatusFile(folder, num_steps=9)
-        status.resumed(num - 1)
-        status.completed(num)
+        status.update(step=num - 1, checkpoint_step=num - 1, resumed_from=num - 1)
+        status.update(step=num)
         sys.exit(5)
         """,
         restarts=MAX_FRUITLESS + 2,
@@ -134,9 +134,9 @@ def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
         tmp_path,
         """
         status = StatusFile(folder, num_steps=9)
-        status.resumed(4)
-        status.completed(5)
-        if num >= 2: status.saved(5)
+        status.update(step=4, checkpoint_step=4, resumed_from=4)
+        status.update(step=5)
+        if num >= 2: status.update(checkpoint_step=5)
         sys.exit(5 if num < 4 else 0)
         """,
     )

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from megadapo.algorithm.config import PretrainingConfig
-from megadapo.algorithm.kl_control import KlControlConfig, KlController
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.kl_control import KlControlConfig
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.config import load_config
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
 from megadapo.run.step.training import StepTrainer
+from megadapo.trainer.types import UpdateRequest, UpdateResult
 from tests.support import REPOSITORY
 from tests.support.runs.step_results import UPDATE
 from tests.support.trainer.batches import random_batch
@@ -23,19 +25,25 @@ def test_critic_warmup_keeps_kl_coefficient() -> None:
     """Observing a divergence of 0 while the policy does not change would lower it."""
     results = [
         replace(UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "kl/mean": 0.0})
-        for lr in (0.0, 0.0, 1e-6)
+        for lr in (0.0, 0.0, 1e-6, 1e-6)
     ]
-    controller = KlController(KlControlConfig(target=0.1, horizon=100), 0.02)
-    ranks: Any = SimpleNamespace(update=lambda *_, **__: results.pop(0))
-    trainer = StepTrainer(
-        ranks, GpuSharing(ranks), kl_controller=controller, pretraining=PretrainingConfig()
-    )
-    batch = random_batch([5] * 10)
     coefs = []
-    for step in (1, 2, 3):
+
+    def update(request: UpdateRequest) -> UpdateResult:
+        coefs.append(request.kl_reward_coef)
+        return results.pop(0)
+
+    algorithm = AlgorithmConfig(
+        objective=PolicyObjective(kl_coef=0.02, kl_in="reward", kl_value="k1"),
+        kl_control=KlControlConfig(target=0.1, horizon=100),
+        normalize_by_std=False,
+    )
+    ranks: Any = SimpleNamespace(update=update)
+    trainer = StepTrainer(ranks, GpuSharing(ranks), algorithm)
+    batch = random_batch([5] * 10)
+    for step in (1, 2, 3, 4):
         trainer.update(batch, step)
-        coefs.append(controller.coef)
-    assert coefs == [0.02, 0.02, pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
+    assert coefs == [0.02] * 3 + [pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
 
 
 def test_model_path_is_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
