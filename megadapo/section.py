@@ -66,9 +66,9 @@ class Section(BaseModel):
         """Read "none" and lists as None and tuples, which TOML and JSON do not have."""
         if isinstance(value, list):
             return tuple(value)
-        if isinstance(value, str) and value == NONE_TEXT and _allows_none(cls, info.field_name):
-            return None
-        return value
+        assert info.field_name is not None
+        allowed = get_args(cls.model_fields[info.field_name].annotation)
+        return None if value == NONE_TEXT and type(None) in allowed else value
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
@@ -87,11 +87,6 @@ class Section(BaseModel):
             if info.context == COLLECT:
                 raise
             raise ConfigError("\n".join(_lines(cls, error))) from None
-
-
-def _allows_none(section: type[Section], field_name: str | None) -> bool:
-    assert field_name is not None
-    return type(None) in get_args(section.model_fields[field_name].annotation)
 
 
 def _lines(section: type[Section], error: ValidationError) -> Iterator[str]:

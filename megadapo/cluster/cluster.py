@@ -184,17 +184,12 @@ def _locate(group: PlacementGroup, num_slots: int, *, uses_cuda: bool) -> list[S
     """Return the slot of each bundle; only a task on the node can tell the GPU."""
     import ray
     from ray.util.placement_group import placement_group_table
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     if not uses_cuda:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = placement_group_table(group)["bundles_to_node_id"]
         return [Slot(bundle, addresses[nodes[bundle]], None) for bundle in range(num_slots)]
-    return _locate_gpus(group, num_slots)
-
-
-def _locate_gpus(group: PlacementGroup, num_slots: int) -> list[Slot]:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
     def locate() -> tuple[str, str]:
@@ -238,20 +233,16 @@ def check_nodes(
     Raises:
         InfraError: one would, and its all-reduces of every layer would cross the network.
     """
-    for index, slots in enumerate(engines):
-        _check_one_node(
-            slots, f"engine {index}", "rollout.tensor_parallel x rollout.pipeline_parallel"
-        )
+    keys = "rollout.tensor_parallel x rollout.pipeline_parallel"
+    groups = [(f"engine {index}", slots, keys) for index, slots in enumerate(engines)]
     for first in range(0, len(trainer), tensor_parallel):
         slots = trainer[first : first + tensor_parallel]
         ranks = f"trainer ranks {first} to {first + len(slots) - 1}, a tensor-parallel group,"
-        _check_one_node(slots, ranks, "trainer.tensor_parallel")
-
-
-def _check_one_node(slots: Sequence[Slot], processes: str, keys: str) -> None:
-    nodes = sorted({slot.node for slot in slots})
-    if len(nodes) > 1:
-        raise InfraError(
-            f"{processes} would span the nodes {', '.join(nodes)}: choose {keys} so that it "
-            "divides the GPUs of a node"
-        )
+        groups.append((ranks, slots, "trainer.tensor_parallel"))
+    for processes, slots, keys in groups:
+        nodes = sorted({slot.node for slot in slots})
+        if len(nodes) > 1:
+            raise InfraError(
+                f"{processes} would span the nodes {', '.join(nodes)}: choose {keys} so that it "
+                "divides the GPUs of a node"
+            )

@@ -56,7 +56,7 @@ def check_needs(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str
     """
     import ray
 
-    task: Any = ray.remote(max_retries=0)(_answer_here)
+    task: Any = ray.remote(max_retries=0)(answer_for)
     with question_file(needs.shared) as question:
         calls: list[ObjectRef[Any]] = [
             task.options(**entry).remote(question, dict(needs.present))
@@ -106,24 +106,18 @@ def question_file(folder: Path) -> Iterator[Path]:
 
 def answer_to(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
     """Answer a question file once it is visible here; return whether it is."""
-    if not _appears(question, wait_s):
-        return False
-    _answer_file(question, answer).touch()
-    return True
-
-
-def is_answered(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Return whether an answer becomes visible here."""
-    return _appears(_answer_file(question, answer), wait_s)
+    if is_visible := _appears(question, wait_s):
+        _answer_file(question, answer).touch()
+    return is_visible
 
 
 def answer_for(
-    question: Path, present: Mapping[str, Path], node: str, *, wait_s: float = VISIBLE_S
+    question: Path, present: Mapping[str, Path], node: str = "", *, wait_s: float = VISIBLE_S
 ) -> NodeAnswer:
-    """Check this node, whose name is `node`."""
+    """Check this node; its name is its address by default."""
     return NodeAnswer(
         num_cores=len(os.sched_getaffinity(0)),
-        saw_question=answer_to(question, node, wait_s=wait_s),
+        saw_question=answer_to(question, node or node_address(), wait_s=wait_s),
         lacks=tuple(key for key, folder in present.items() if not folder.exists()),
     )
 
@@ -132,7 +126,7 @@ def problems_of(
     node: str, answer: NodeAnswer, needs: Needs, question: Path, *, wait_s: float = VISIBLE_S
 ) -> Iterator[str]:
     """Yield a message for each thing that a node lacks."""
-    if not (answer.saw_question and is_answered(question, node, wait_s=wait_s)):
+    if not (answer.saw_question and _appears(_answer_file(question, node), wait_s)):
         yield (
             f"node {node}: it and the driver do not see each other's files in {needs.shared} "
             "(run.folder): choose a folder on storage that all nodes share, or mount it there"
@@ -162,7 +156,3 @@ def _appears(path: Path, wait_s: float) -> bool:
 
 def _answer_file(question: Path, answer: str) -> Path:
     return question.with_name(f"{question.name}-{answer}")
-
-
-def _answer_here(question: Path, present: dict[str, Path]) -> NodeAnswer:
-    return answer_for(question, present, node_address())

@@ -53,17 +53,17 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from megadapo.observe.tables import TextTable
-    from megadapo.run.rollout_only import RolloutOnly, rollout_folder
+    from megadapo.run.rollout_only import rollout_folder, start_rollouts
 
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[RolloutStep] = []
     with (
-        RolloutOnly.start(config, Spinner(console)) as rollouts,
+        start_rollouts(config, Spinner(console)) as sample,
         Progress(*columns, console=console, transient=True) as progress,
     ):
         for step in progress.track(range(1, num_steps + 1)):
-            done.append(rollouts.sample(step))
+            done.append(sample(step))
             line = _line(done[-1])
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
     title = "groups, and the responses of all groups sampled"

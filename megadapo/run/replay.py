@@ -77,7 +77,8 @@ class ReplayedRollouts(Rollouts):
         path = step_file(self._folder, step)
         saved = list(read_rollouts(path))
         for entry in saved:
-            self._check(entry, step, path)
+            for problem in self._problems(entry, step):
+                raise DataError(f"{path}: group {entry.prompt_index} {problem}")
         trained = [s for s in saved if s.disposition == "trained"]
         trained.sort(key=lambda s: s.prompt_index)
         if not trained:
@@ -108,11 +109,9 @@ class ReplayedRollouts(Rollouts):
         )
 
     def publish(self, policy_version: int) -> None:
-        """Count the policy version."""
         self.policy_version = policy_version
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
-        """Return the saved verdicts."""
         return [score.symbolic_correct for score in group.scores]
 
     def _is_fresh(self, saved: SavedGroup) -> bool:
@@ -121,10 +120,6 @@ class ReplayedRollouts(Rollouts):
         return not saved.from_reserve and any(
             (one.response.policy_versions == current).any() for one in saved.responses
         )
-
-    def _check(self, saved: SavedGroup, step: int, path: Path) -> None:
-        for problem in self._problems(saved, step):
-            raise DataError(f"{path}: group {saved.prompt_index} {problem}")
 
     def _problems(self, saved: SavedGroup, step: int) -> Iterator[str]:
         """Yield the reasons why a group does not fit the configuration."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megadapo.cluster.process_log import LOGS_FOLDER
@@ -36,68 +37,48 @@ class RolloutStep:
     """Number of responses on which the rule and the symbolic comparison differ."""
 
 
-class RolloutOnly:
-    """Engines with the weights of model.path, and the sampler of a run's first steps."""
+@contextmanager
+def start_rollouts(config: RunConfig, phases: Phases) -> Iterator[Callable[[int], RolloutStep]]:
+    """Start scorer and engines with the weights of model.path; end them on exit.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        sampler: Sampler,
-        inputs: SamplingInputs,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._sampler = sampler
-        self._inputs = inputs
+    Returns:
+        A function that samples and scores the batch of a step, and saves its groups.
 
-    @classmethod
-    @contextmanager
-    def start(cls, config: RunConfig, phases: Phases) -> Iterator[RolloutOnly]:
-        """Start scorer and engines; end them on exit.
+    Raises:
+        ConfigError: there are no weights to sample from, or the folder holds a run.
+        DataError: prompts, gold answers or the tokenizer cannot be used.
+        InfraError: a process did not start.
+    """
+    folder = _prepare_folder(config)
+    with ExitStack() as stack:
+        inputs = SamplingInputs.start(config, phases, stack)
+        engines = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
+        yield partial(_sample, config, folder, inputs.sampler(config, engines), inputs)
 
-        Raises:
-            ConfigError: there are no weights to sample from, or the folder holds a run.
-            DataError: prompts, gold answers or the tokenizer cannot be used.
-            InfraError: a process did not start.
-        """
-        folder = _prepare_folder(config)
-        with ExitStack() as stack:
-            inputs = SamplingInputs.start(config, phases, stack)
-            engines = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
-            sampler = inputs.sampler(config, engines)
-            yield cls(config, folder, sampler, inputs)
 
-    def sample(self, step: int) -> RolloutStep:
-        """Sample and score the batch of a step, and save its groups.
-
-        Raises:
-            SamplingError: too few groups are mixed.
-            InfraError: an engine failed, or the disk is full.
-        """
-        config, verifier = self._config, self._inputs.verifier
-        before = verifier.num_disagreements
-        sampled = self._sampler.next_batch()
-        self._inputs.start_cross_check(sampled)
-        # without an update there is no idle time for the cross-check
-        verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
-        if sampled.saved:
-            _, advantages = make_batch(sampled, config)
-            saved = saved_groups(
-                step,
-                sampled,
-                advantages,
-                None,
-                config,
-                self._inputs.tokenizer,
-                self._inputs.cross_checks,
-            )
-            write_rollouts(rollouts_path(self._folder, step), saved)
-        return RolloutStep(
-            step=step,
-            sampled=sampled,
-            num_disagreements=verifier.num_disagreements - before,
+def _sample(
+    config: RunConfig, folder: Path, sampler: Sampler, inputs: SamplingInputs, step: int
+) -> RolloutStep:
+    verifier = inputs.verifier
+    before = verifier.num_disagreements
+    sampled = sampler.next_batch()
+    inputs.start_cross_check(sampled)
+    # without an update there is no idle time for the cross-check
+    verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
+    if sampled.saved:
+        _, advantages = make_batch(sampled, config)
+        saved = saved_groups(
+            step,
+            sampled,
+            advantages,
+            None,
+            config,
+            inputs.tokenizer,
+            inputs.cross_checks,
         )
+        write_rollouts(rollouts_path(folder, step), saved)
+    num_disagreements = verifier.num_disagreements - before
+    return RolloutStep(step=step, sampled=sampled, num_disagreements=num_disagreements)
 
 
 def rollout_folder(config: RunConfig) -> Path:

@@ -125,6 +125,12 @@ def start_cluster(
     Raises:
         InfraError: the cluster has not enough slots in time.
     """
+    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
+    models = {key: Path(path).absolute() for key, path in paths.items() if path}
+    needs = Needs(
+        shared=(folder or config.run.folder).absolute(),
+        present={key: path for key, path in models.items() if path.is_dir()},
+    )
     with phases.phase("start Ray"):
         cluster = Cluster.start(
             config.cluster,
@@ -132,22 +138,12 @@ def start_cluster(
             num_engines=num_engines,
             engine_ranks=config.rollout.ranks_per_engine,
             tensor_parallel=config.trainer.tensor_parallel,
-            needs=_needs(config, folder or config.run.folder),
+            needs=needs,
         )
         stack.callback(cluster.shutdown)
         # processes that start later have ended when this looks for lost nodes
         stack.enter_context(cluster.naming_lost_nodes())
     return cluster
-
-
-def _needs(config: RunConfig, folder: Path) -> Needs:
-    """Return the folders that every node must see: the shared one, and local models."""
-    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
-    models = {key: Path(path).absolute() for key, path in paths.items() if path}
-    return Needs(
-        shared=folder.absolute(),
-        present={key: path for key, path in models.items() if path.is_dir()},
-    )
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -74,10 +74,18 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
     Raises:
         InfraError: the disk is full or refuses; the error names the file.
     """
+    import pyarrow
+
     temporary = path.with_name(_TEMPORARY + path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _compress(groups, temporary)
+        with (
+            temporary.open("wb") as file,
+            pyarrow.CompressedOutputStream(file, "zstd") as compressed,
+        ):
+            for group in groups:
+                line = json.dumps(encode_saved(group), allow_nan=False)
+                compressed.write(line.encode() + b"\n")
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -129,14 +137,6 @@ class RolloutLog:
         except InfraError as error:
             logger.warning("%s", error)
         self._executor.shutdown()
-
-
-def _compress(groups: Iterable[SavedGroup], path: Path) -> None:
-    import pyarrow
-
-    with path.open("wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as compressed:
-        for group in groups:
-            compressed.write(json.dumps(encode_saved(group), allow_nan=False).encode() + b"\n")
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ def check_permissions(folder: Path) -> None:
     Raises:
         CheckpointError: another user may have written it, or a part of it is a link.
     """
-    for path in _everything(folder):
+    for path in (folder, *folder.rglob("*")):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
             raise CheckpointError(f"{path} is a link: a checkpoint may not contain links")
@@ -31,12 +31,6 @@ def check_permissions(folder: Path) -> None:
             raise _not_loaded(folder, f"{path} is writable by everyone")
         if stat.S_ISDIR(status.st_mode) and status.st_uid not in _own_users(folder.parent):
             raise _not_loaded(folder, f"{path} belongs to user {status.st_uid}")
-
-
-def _everything(folder: Path) -> Iterator[Path]:
-    yield folder
-    for parent, folders, files in os.walk(folder):
-        yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def _own_users(beside: Path) -> Iterator[int]:

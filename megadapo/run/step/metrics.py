@@ -26,19 +26,16 @@ def step_metrics(
     sampled: SampledBatch,
     update: UpdateResult,
     *,
-    policy_version: int,
     config: RunConfig,
     published: PublishReport | None = None,
 ) -> dict[str, int | float | None]:
     """Return a step's metrics, except the ones that `RunLog.record` adds.
 
-    Args:
-        policy_version: version of the step's weights in the engines.
-        published: report of their publication; None without engines.
+    `published`: report on the publication of the step's weights; None without engines.
     """
     return {
         "step": step,
-        "policy_version": policy_version,
+        "policy_version": step,
         "time/reward_s": sampled.reward_seconds,
         **_responses(sampled, config),
         **reflection_shares(

@@ -87,9 +87,7 @@ class StepWriter:
         self._run.log.save_rollouts(step, saved)
         with self._run.phase("rollout"):
             self._rollouts.wait()
-        metrics = partial(
-            step_metrics, step, sampled, update, policy_version=step, config=self._config
-        )
+        metrics = partial(step_metrics, step, sampled, update, config=self._config)
         self._updated = _UpdatedStep(step, self._state_dict(), metrics)
 
     def finish_step(
@@ -107,9 +105,7 @@ class StepWriter:
         """
         run, config = self._run, self._config
         self.evaluate(step)
-        metrics = step_metrics(
-            step, sampled, update, policy_version=step, config=config, published=published
-        )
+        metrics = step_metrics(step, sampled, update, config=config, published=published)
         record = run.log.record(metrics)
         run.log.show(*step_warnings(step, sampled, update, config))
         run.log.show(*self._rollouts.drain_warnings())

@@ -89,7 +89,7 @@ ADDED_BY_THE_RUN = {
 
 
 def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
-    return step_metrics(3, sampled, UPDATE, policy_version=7, config=CONFIG)
+    return step_metrics(3, sampled, UPDATE, config=CONFIG)
 
 
 def test_every_metric_name_is_given():
@@ -118,9 +118,7 @@ def test_tool_metrics_need_a_tool():
     names = ("calls_per_response", "token_share", "branches_per_group", "entropy_rise")
 
     def found(config, **values):
-        record = step_metrics(
-            3, replace(SAMPLED, **values), UPDATE, policy_version=7, config=config
-        )
+        record = step_metrics(3, replace(SAMPLED, **values), UPDATE, config=config)
         return [record[f"tools/{name}"] for name in names]
 
     values = {"calls_per_response": 1.5, "output_token_share": 0.0, "branches_per_group": 2.0}
@@ -136,8 +134,8 @@ def test_metrics_of_the_trainer_are_in_the_record():
     assert {name: found[name] for name in UPDATE.metrics} == UPDATE.metrics
 
 
-def test_policy_version_is_the_engines():
-    assert (metrics()["step"], metrics()["policy_version"]) == (3, 7)
+def test_policy_version_is_the_step():
+    assert (metrics()["step"], metrics()["policy_version"]) == (3, 3)
 
 
 def test_overlong_penalty_covers_all_responses():
