@@ -111,6 +111,11 @@ def answer_to(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool
     return is_visible
 
 
+def is_answered(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
+    """Return whether an answer becomes visible here."""
+    return _appears(_answer_file(question, answer), wait_s)
+
+
 def answer_for(
     question: Path, present: Mapping[str, Path], node: str = "", *, wait_s: float = VISIBLE_S
 ) -> NodeAnswer:
@@ -126,7 +131,7 @@ def problems_of(
     node: str, answer: NodeAnswer, needs: Needs, question: Path, *, wait_s: float = VISIBLE_S
 ) -> Iterator[str]:
     """Yield a message for each thing that a node lacks."""
-    if not (answer.saw_question and _appears(_answer_file(question, node), wait_s)):
+    if not (answer.saw_question and is_answered(question, node, wait_s=wait_s)):
         yield (
             f"node {node}: it and the driver do not see each other's files in {needs.shared} "
             "(run.folder): choose a folder on storage that all nodes share, or mount it there"

@@ -80,8 +80,8 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            temporary.open("wb") as file,
-            pyarrow.CompressedOutputStream(file, "zstd") as compressed,
+            temporary.open("wb") as output,
+            pyarrow.CompressedOutputStream(output, "zstd") as compressed,
         ):
             for group in groups:
                 line = json.dumps(encode_saved(group), allow_nan=False)
