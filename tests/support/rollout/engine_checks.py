@@ -47,7 +47,7 @@ def start_engines(
     **config: Any,
 ) -> Engines:
     """Start engines for a model, with or without its weights."""
-    return Engines.start(
+    engines = Engines.start(
         RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config}),
         cluster or start_cluster(**config),
         model=str(model),
@@ -56,6 +56,8 @@ def start_engines(
         log_folder=log_folder,
         weights_from=weights_from,
     )
+    engines.wait_until_ready()
+    return engines
 
 
 @contextmanager
@@ -65,7 +67,6 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
     try:
         engines = start_engines(model, log_folder, cluster, weights_from="folder", **config)
         try:
-            engines.wait_until_ready()
             yield engines
         finally:
             engines.shutdown()

@@ -35,3 +35,7 @@ def written_by(write: Callable[[Path], object]) -> WriteTrainer:
         }
 
     return begin
+
+
+write_shard = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+"""Writes one file, named shard."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megadapo.config import RunConfig, from_dict
 from megadapo.run.run import Run
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import write_shard
 
 
 def config_of(folder: Path, **run: object) -> RunConfig:
@@ -32,7 +32,7 @@ def advance(run: Run, num_steps: int) -> None:
     for step in run.steps():
         record_step(run, step)
         if run.checkpoints.is_due(step):
-            run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+            run.save(write_shard)
         if step == num_steps:
             return
 

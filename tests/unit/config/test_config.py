@@ -181,18 +181,3 @@ def test_an_unknown_section_is_not_followed_by_what_only_its_absence_breaks(reci
     message = refused(recipe, "--rollout.max_response_tokens=48", "--algoritm.overlong_buffer=16")
     assert message.endswith("algoritm: unknown section; did you mean algorithm?")
     assert len(message.splitlines()) == 1
-
-
-def test_missing_keys_have_defaults(tmp_path: Path) -> None:
-    """A run's folder may be older than a key."""
-    table = {
-        "run": {"folder": "runs/x", "num_steps": 30, "seed": 1, "resume": "auto"},
-        "model": {"path": "m", "init": "pretrained", "dtype": "float32"},
-        "data": {"train": "arithmetic:train:64", "held_out": None, "max_prompt_tokens": 16},
-        "algorithm": {"overlong_buffer": 16, "objective": {"dual_clip": None}},
-        "cluster": {"placement": "colocated", "device": "auto", "address": None},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(table))
-    config = load_config(tmp_path)
-    assert (config.run.folder, config.data.held_out) == (Path("runs/x"), None)
-    assert (config.checkpoint.keep, config.algorithm.overlong_buffer) == (2, 16)

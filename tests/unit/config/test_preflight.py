@@ -15,52 +15,39 @@ from megadapo.models.description import critic_config
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (["--rollout.pipeline_parallel=5"], "rollout.pipeline_parallel = 5 .*num_hidden_layers"),
-        (["--rollout.tensor_parallel=3"], "rollout.tensor_parallel = 3 .*num_attention_heads"),
-        (
-            ["--rollout.tensor_parallel=2", "--rollout.expert_parallel=true"],
-            "rollout.expert_parallel = true needs a model with experts",
-        ),
-        (
-            [
-                "--rollout.quantization=fp8",
-                "--algorithm.importance.scope=all",
-                "--model.dtype=bfloat16",
-            ],
-            "rollout.quantization = .fp8. needs GPUs",
-        ),
-        (
-            ["--model.dtype=bfloat16", "--trainer.optimizer.cpu_offload_fraction=0.5"],
-            "trainer.optimizer.cpu_offload_fraction needs GPUs",
-        ),
-        (["--trainer.router_aux_loss_coef=0.1"], "router_aux_loss_coef is for models with experts"),
-        (["--trainer.router_replay=true"], "router_replay is for models with experts"),
-        (
-            [
-                "--model.path=configs/experts-base",
-                "--trainer.data_parallel=4",
-                "--trainer.expert_parallel=2",
-                "--trainer.expert_tensor_parallel=2",
-            ],
-            "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs",
-        ),
-        (
-            ["--rollout.tensor_parallel=3", "--trainer.tensor_parallel=3"],
-            "trainer.tensor_parallel = 3 .*\n(.*\n)*rollout.tensor_parallel = 3",
-        ),
-        (
-            ["--rollout.num_engines=2", "--cluster.device=cuda", "--cluster.address=auto"],
-            "rollout.num_engines x .* = 2 engine ranks .* 1 trainer ranks",
-        ),
-    ],
-)
-def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
-    """Catches an engine that starts and then stops with an error of vLLM's."""
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes name their models by paths in the repository."""
     monkeypatch.chdir(REPOSITORY)
-    config = load_config("configs/quickstart.toml", overrides)
+
+
+IMPOSSIBLE = """
+rollout.pipeline_parallel=5 -> rollout.pipeline_parallel = 5 .*num_hidden_layers
+rollout.tensor_parallel=3 -> rollout.tensor_parallel = 3 .*num_attention_heads
+rollout.tensor_parallel=2 rollout.expert_parallel=true
+    -> rollout.expert_parallel = true needs a model with experts
+rollout.quantization=fp8 algorithm.importance.scope=all model.dtype=bfloat16
+    -> rollout.quantization = .fp8. needs GPUs
+model.dtype=bfloat16 trainer.optimizer.cpu_offload_fraction=0.5
+    -> trainer.optimizer.cpu_offload_fraction needs GPUs
+trainer.router_aux_loss_coef=0.1 -> router_aux_loss_coef is for models with experts
+trainer.router_replay=true -> router_replay is for models with experts
+model.path=configs/experts-base trainer.data_parallel=4 trainer.expert_parallel=2
+    trainer.expert_tensor_parallel=2
+    -> trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs
+rollout.tensor_parallel=3 trainer.tensor_parallel=3
+    -> trainer.tensor_parallel = 3 .*\\n(.*\\n)*rollout.tensor_parallel = 3
+rollout.num_engines=2 cluster.device=cuda cluster.address=auto
+    -> rollout.num_engines x .* = 2 engine ranks .* 1 trainer ranks
+"""
+"""Overrides of the quickstart, and the message."""
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE.strip().replace("\n    ", " ").split("\n"))
+def test_a_split_that_the_model_does_not_allow(case):
+    """Catches an engine that starts and then stops with an error of vLLM's."""
+    overrides, problem = case.split(" -> ")
+    config = load_config("configs/quickstart.toml", overrides.split())
     with pytest.raises(ConfigError, match=problem):
         check_run(config)
 
@@ -77,9 +64,8 @@ def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
         ({"data": "README.md", "max_text_tokens": 64}, DataError, "README.md is neither a"),
     ],
 )
-def test_texts_that_no_update_could_take(monkeypatch, pretraining, kind, problem):
+def test_texts_that_no_update_could_take(pretraining, kind, problem):
     """Catches a run that fails in its first update, after engines and trainer have started."""
-    monkeypatch.chdir(REPOSITORY)
     pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in pretraining.items())
     override = f"--algorithm.pretraining={{{pairs}}}"
     config = load_config("configs/quickstart.toml", [override])
@@ -96,11 +82,8 @@ def test_texts_that_no_update_could_take(monkeypatch, pretraining, kind, problem
         (None, None, None),
     ],
 )
-def test_a_critic_that_cannot_read_the_policys_micro_batches(
-    monkeypatch, tmp_path, key, value, problem
-):
+def test_a_critic_that_cannot_read_the_policys_micro_batches(tmp_path, key, value, problem):
     """Catches a run that fails, or reads tokens by another table, after engines have started."""
-    monkeypatch.chdir(REPOSITORY)
     model = json.loads((REPOSITORY / "configs/quickstart-base/config.json").read_text())
     if key is not None:
         model[key] = value
@@ -113,8 +96,7 @@ def test_a_critic_that_cannot_read_the_policys_micro_batches(
         check_run(config)
 
 
-def test_a_critic_that_is_not_there(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_a_critic_that_is_not_there():
     config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
     with pytest.raises(DataError, match="critic.path = /no/such/folder"):
         check_run(config)
@@ -128,8 +110,7 @@ def test_a_critic_that_is_not_there(monkeypatch):
         ["--trainer.data_parallel=2", "--rollout.num_engines=2", "--cluster.device=cuda"],
     ],
 )
-def test_engines_with_a_place_of_their_own_pass(monkeypatch, overrides):
+def test_engines_with_a_place_of_their_own_pass(overrides):
     """On the CPU there may be more engines than trainer ranks; so may there be apart from it."""
-    monkeypatch.chdir(REPOSITORY)
     config = load_config("configs/quickstart.toml", [*overrides, "--cluster.address=auto"])
     check_run(config)

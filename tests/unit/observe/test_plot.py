@@ -13,7 +13,7 @@ from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.plot import COLOURS, plot_run, plot_runs
-from tests.support.runs.recorded_runs import forget, record_run
+from tests.support.runs.recorded_runs import record_run
 
 
 def panels_with_colour(png: Path, colour: str) -> int:
@@ -59,15 +59,6 @@ def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_pa
                 | {"accuracy/mean": value, "parity/logprob_abs_mean": value}
             )
     assert plot_run(tmp_path).stat().st_size > 0
-
-
-def test_a_run_recorded_without_the_tail_is_drawn_without_it(tmp_path: Path) -> None:
-    """Records of older runs lack the names, others have gaps in them."""
-    run = record_run(tmp_path / "run", num_steps=4)
-    forget(run, "time/group_", "rollout/", "response_length/p50", "response_length/max")
-    assert panels_with_colour(plot_run(run), COLOURS[0]) == 11
-    forget(run, "response_length/", "tokens/")
-    assert panels_with_colour(plot_run(run), COLOURS[0]) == 8
 
 
 def test_run_without_steps_is_a_clear_error(

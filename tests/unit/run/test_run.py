@@ -17,7 +17,7 @@ from megadapo.observe.metrics.records import read_evaluations, read_metrics
 from megadapo.rewards.config import RewardConfig
 from megadapo.run.run import Run
 from megadapo.run.state.status import read_status
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import write_shard
 from tests.support.runs.recorded_runs import evaluation_record
 from tests.support.runs.runs_alone import advance, config_of, open_and_close, saved_steps
 
@@ -142,7 +142,7 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 1)
         run.complete(2, {"sampler": waiting, "kl": 0.5})
-        run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+        run.save(write_shard)
     changed = config_of(tmp_path)
     changed = changed.model_copy(update={"reward": RewardConfig(rule="boxed")})
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):

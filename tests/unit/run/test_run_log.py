@@ -16,7 +16,7 @@ from megadapo.observe.rollouts import files as rollouts
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.run import Run
 from tests.support.rollout.saved_groups import saved_group
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import write_shard, written_by
 from tests.support.runs.recorded_runs import evaluation_record
 from tests.support.runs.runs_alone import advance, config_of, record_step
 
@@ -129,7 +129,7 @@ def test_saved_rollouts_precede_record_and_are_rewound(tmp_path):
             assert rollouts.saved_steps(tmp_path) == list(range(1, step + 1))
             run.complete(step, {})
             if run.checkpoints.is_due(step):
-                run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+                run.save(write_shard)
             if step == 3:
                 break
     with Run.open(config_of(tmp_path)):

@@ -86,16 +86,6 @@ def test_run_in_new_folder_may_differ(tmp_path):
     assert diff.lines == ('changed: reward.rule: "answer" -> "boxed"',)
 
 
-def test_missing_keys_have_their_defaults(tmp_path):
-    """A new key with its default is no change."""
-    config = config_of(tmp_path)
-    path = checkpoint_of(config)
-    table = to_dict(config)
-    del table["algorithm"]["shared_prefix"]
-    (tmp_path / "config.json").write_text(json.dumps(table))
-    assert check_config_diff(config, path, accept_changes=False).lines == ()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
 def test_unreadable_configuration_is_reported(tmp_path, text):
     config = config_of(tmp_path)

@@ -17,7 +17,7 @@ from megadapo.errors import CheckpointError, WeightError
 from megadapo.run.state.checkpoint import CheckpointStore, load
 from megadapo.weights.disk.export import carry_along, new_folder
 from megadapo.weights.disk.files import files_within
-from tests.support.runs.checkpoints import save_checkpoint, written_by
+from tests.support.runs.checkpoints import save_checkpoint, write_shard
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
@@ -26,8 +26,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to 
 def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     store = CheckpointStore(folder, keep=keep)
     for step in steps:
-        write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
-        save_checkpoint(store, step, write_trainer=write, state={"step": step})
+        save_checkpoint(store, step, write_trainer=write_shard, state={"step": step})
     return store
 
 

@@ -25,7 +25,7 @@ from megadapo.rollout.journal.journal import JOURNAL_FOLDER
 from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
 from megadapo.run.state.status import read_status
-from tests.support.runs.checkpoints import written_by
+from tests.support.runs.checkpoints import write_shard, written_by
 from tests.support.runs.runs_alone import (
     advance,
     config_of,
@@ -63,8 +63,7 @@ def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
         for step in (1, 2, 3):
             record_step(run, step)
             run.complete(step, {"sampler": {"reserve": ["a group"], "step": step}})
-            write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
-            run.save(write, wait=True)
+            run.save(write_shard, wait=True)
     changed = config.model_copy(update={"reward": RewardConfig(rule="boxed")})
     with Run.open(changed, accept_changes=True) as run:
         found_damaged(run)
@@ -149,8 +148,7 @@ def test_checkpoint_under_evaluation_is_kept(tmp_path):
         for step in run.steps():
             record_step(run, step)
             run.complete(step, {EVALUATING: 2} if step in (3, 4) else {})
-            write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
-            run.save(write, wait=True)
+            run.save(write_shard, wait=True)
             others = {step - 1, 2} if step in (3, 4) else {step - 1} - {0}
             assert saved_steps(tmp_path) == [f"step-{one}" for one in sorted(others | {step})]
 
@@ -165,7 +163,7 @@ def test_journal_is_kept_until_the_next_commit(tmp_path):
         save_with(run, 2, fails)
         run.checkpoints.settle()
         assert len(list(journal.iterdir())) == 4
-        save_with(run, 3, written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+        save_with(run, 3, write_shard)
         run.checkpoints.settle()
         assert [path.name for path in journal.iterdir()] == ["version-3.log"]
 
@@ -184,10 +182,9 @@ def save_with(run: Run, step: int, write: WriteTrainer) -> None:
 
 def test_failed_save_is_repeated(tmp_path):
     """A file server may fail for a minute; the run must not stay unsaved for days."""
-    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():
-            save_with(run, step, fails if step == 2 else good)
+            save_with(run, step, fails if step == 2 else write_shard)
             if step == 3:
                 break
     log = (tmp_path / "log.txt").read_text()
@@ -196,13 +193,12 @@ def test_failed_save_is_repeated(tmp_path):
 
 
 def test_second_failed_save_ends_the_run(tmp_path):
-    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
     with (
         pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
         Run.open(config_of(tmp_path, num_steps=9)) as run,
     ):
         for step in run.steps():
-            save_with(run, step, good if step < 3 else fails)
+            save_with(run, step, write_shard if step < 3 else fails)
     assert run.step == 5
     assert saved_steps(tmp_path) == ["step-2"]
 
@@ -212,7 +208,7 @@ def test_training_continues_during_a_save(tmp_path):
     written = threading.Event()
 
     def slow(folder: Path) -> Any:
-        files = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))(folder)
+        files = write_shard(folder)
         return lambda: files() if written.wait(20) else {}
 
     with Run.open(config_of(tmp_path)) as run:
@@ -232,7 +228,6 @@ def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
     """A preempted run of long steps must not lose completed steps."""
     config = config_of(tmp_path, grace_s=0.2)
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=100)})
-    write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
     with pytest.raises(RunInterruptedError, match="s more, and"), Run.open(config) as run:
         for step in run.steps():
             with run.phase("train"):
@@ -242,7 +237,7 @@ def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
                     time.sleep(20)
             record_step(run, step)
             if run.checkpoints.is_due(step):
-                run.save(write)
+                run.save(write_shard)
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
 
 

@@ -24,6 +24,11 @@ folder = Path(sys.argv[1])
 starts = folder / "starts"
 starts.open("a").write(" ".join(sys.argv[2:]) + "\\n")
 num = len(starts.read_text().splitlines())
+def resume_and_complete(step):
+    status = StatusFile(folder, num_steps=9)
+    status.update(step=step - 1, checkpoint_step=step - 1, resumed_from=step - 1)
+    status.update(step=step)
+    return status
 """
 SUPERVISOR = """
 import sys
@@ -57,9 +62,7 @@ def test_failures_preemption_and_kills_are_restarted(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9)
-        status.update(step=num - 1, checkpoint_step=num - 1, resumed_from=num - 1)
-        status.update(step=num)
+        resume_and_complete(num)
         if num == 1: sys.exit(5)
         if num == 2: sys.exit(75)
         if num == 3: os.kill(os.getpid(), signal.SIGKILL)
@@ -116,9 +119,7 @@ def test_number_of_restarts_is_limited_despite_progress(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9)
-        status.update(step=num - 1, checkpoint_step=num - 1, resumed_from=num - 1)
-        status.update(step=num)
+        resume_and_complete(num)
         sys.exit(5)
         """,
         restarts=MAX_FRUITLESS + 2,
@@ -133,9 +134,7 @@ def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
     _, _, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9)
-        status.update(step=4, checkpoint_step=4, resumed_from=4)
-        status.update(step=5)
+        status = resume_and_complete(5)
         if num >= 2: status.update(checkpoint_step=5)
         sys.exit(5 if num < 4 else 0)
         """,
@@ -186,19 +185,8 @@ def test_signal_reaches_driver_once_and_ends_supervision(tmp_path):
 
 def test_driver_that_died_early_made_no_progress(tmp_path):
     """The status of an earlier driver is not its own."""
-    (tmp_path / "status.json").write_text(
-        json.dumps(
-            {
-                "num_steps": 9,
-                "step": 5,
-                "checkpoint_step": 5,
-                "resumed_from": 0,
-                "host": "h",
-                "pid": os.getpid(),
-                "started": "t",
-                "updated": "t",
-            }
-        )
-    )
+    status = {"num_steps": 9, "step": 5, "checkpoint_step": 5, "resumed_from": 0}
+    process = {"host": "h", "pid": os.getpid(), "started": "t", "updated": "t"}
+    (tmp_path / "status.json").write_text(json.dumps(status | process))
     code, _, starts = supervise(tmp_path, "sys.exit(5)", restarts=50)
     assert (code, starts) == (5, [""] * (1 + MAX_FRUITLESS))
