@@ -8,7 +8,6 @@ from pathlib import Path
 from megadapo.config import RunConfig
 from megadapo.errors import CorruptCheckpointError
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.summary import RunSummary
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.launch import Workers, start_workers
 from megadapo.run.replay import check_replay
@@ -17,9 +16,7 @@ from megadapo.run.step.training import make_batch
 from megadapo.run.step.writer import StepWriter
 
 
-def train(
-    config: RunConfig, *, replay: Path | None = None, accept_changes: bool = False
-) -> RunSummary:
+def train(config: RunConfig, *, replay: Path | None = None, accept_changes: bool = False) -> None:
     """Start or resume the run that `config` describes, and train to its last step.
 
     Args:
@@ -41,7 +38,7 @@ def train(
                 _train_from_checkpoint(config, run, replay)
             except CorruptCheckpointError as error:
                 run.fall_back(error)
-    return run.finish()
+    run.finish()
 
 
 def _train_from_checkpoint(config: RunConfig, run: Run, replay: Path | None) -> None:

@@ -13,7 +13,7 @@ from megadapo.errors import ConfigError, CorruptCheckpointError
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.plot import plot_run
-from megadapo.observe.summary import RunSummary, print_report
+from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.config_diff import ConfigDiff, check_config_diff
@@ -179,7 +179,7 @@ class Run:
         if wait:
             self.checkpoints.settle(last=True)
 
-    def finish(self) -> RunSummary:
-        """Plot a run that has done all its steps, print its table and return it."""
+    def finish(self) -> None:
+        """Plot a run that has done all its steps, and print its table."""
         plot_run(self.folder)
-        return print_report(self.folder)
+        print_report(self.folder)

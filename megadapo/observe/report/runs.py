@@ -15,12 +15,11 @@ from megadapo.observe.metrics.records import (
     EvaluationRecord,
     MetricRecord,
     read_evaluations,
-    read_metrics,
 )
 from megadapo.observe.oracles import BOUNDED, is_within
 from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.report.curves import Series, read_series
-from megadapo.observe.summary import before_after, costs, summarise
+from megadapo.observe.summary import before_after, costs, read_steps
 
 CONFIG_FILE = "config.json"
 
@@ -77,8 +76,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def _read_run(folder: Path, name: str) -> RunView:
-    summary = summarise(folder)
-    records = read_metrics(folder)
+    records, evaluations = read_steps(folder), read_evaluations(folder)
     config = _read_config(folder)
     bounds = {
         key.removeprefix("oracles."): value
@@ -92,12 +90,12 @@ def _read_run(folder: Path, name: str) -> RunView:
         folder=str(folder),
         title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(folder)]),
         facts=_facts(config),
-        first_step=int(summary.first["step"] or 0),
+        first_step=int(records[0]["step"] or 0),
         last_step=last_step,
-        rows=before_after(summary),
-        costs=costs(summary),
+        rows=before_after(records, evaluations),
+        costs=costs(records),
         series=read_series(records),
-        evaluations=read_evaluations(folder),
+        evaluations=evaluations,
         verdicts=judge(records, bounds),
         config=config,
     )
