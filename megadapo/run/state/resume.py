@@ -74,7 +74,7 @@ def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:
     A path is used once: as soon as the run has a newer checkpoint, the path means the newest.
 
     Raises:
-        CheckpointError: there is none, or "never" would mix two runs in one folder.
+        CheckpointError: it does not exist, or "never" would mix two runs in one folder.
     """
     if config.run.resume in ("auto", "never"):
         return ResumePoint(*find_checkpoint(config, store))
@@ -103,7 +103,7 @@ def find_checkpoint(
     The trainer's files are not hashed here: the ranks that load them do that.
 
     Raises:
-        CheckpointError: there is none, or "never" would mix two runs in one folder.
+        CheckpointError: it does not exist, or "never" would mix two runs in one folder.
     """
     if config.run.resume == "auto":
         checkpoint, skipped = store.newest(hashes=False)
