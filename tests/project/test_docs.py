@@ -1,4 +1,4 @@
-"""Tests catch a page with a missing name, a broken example or a dead link.
+"""Names, examples and links of the pages.
 
 Backticked names of the pages are looked up: files, functions in files, commands with their options,
 configuration keys, metrics, errors and make targets.
@@ -175,6 +175,7 @@ def _is_command(words: list[str]) -> bool:
         if not all(name in inner for name in names.split("|")):
             return False
         parser = inner[names.split("|")[0]]
+    # argparse shows its options in no other way
     options = {text for action in parser._actions for text in action.option_strings}
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         is_key = option[2:] in known | {"section.key"} and parser.get_default("takes_overrides")

@@ -53,6 +53,7 @@ def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
     batches = []
     for _ in range(num_steps):
         batches.append(sampler.next_batch())
+        # as an update of the weights does; the sampler does not show its engines
         sampler._engines.policy_version += 1
     return batches
 
