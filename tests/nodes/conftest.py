@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.machines import Network, network, why_not
+from tests.nodes.machines import Network, why_not
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,8 +31,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lan(shared: Path) -> Iterator[Network]:
     """The head of a Ray cluster and one more machine."""
-    with network() as made:
+    made = Network()
+    try:
         head, other = (made.boot(number, [shared]) for number in (1, 2))
         for machine in (head, other):
             machine.start_ray(head, num_cpus=1)
         yield made
+    finally:
+        made.close()

@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -91,7 +90,7 @@ class Machine:
         self._init = init.pid
         network.plug(number, self._init, self.address)
 
-    def start(self, *command: str, environment: Mapping[str, str] = {}) -> subprocess.Popen[str]:
+    def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a command in the repository, with its output in a pipe."""
         variables = {
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
@@ -102,7 +101,6 @@ class Machine:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "HF_HUB_OFFLINE": "1",
-            **environment,
         }
         return subprocess.Popen(
             [
@@ -117,24 +115,16 @@ class Machine:
             text=True,
         )
 
-    def run(
-        self, *command: str, timeout_s: float = 60.0, environment: Mapping[str, str] = {}
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command and wait for it."""
-        process = self.start(*command, environment=environment)
+    def check(self, *command: str) -> str:
+        """Run a command that must succeed within a minute, and return what it printed."""
+        process = self.start(*command)
         try:
-            output, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            output += f"\nnot done after {timeout_s:g} s"
-        return subprocess.CompletedProcess(command, process.returncode, output)
-
-    def check(self, *command: str, timeout_s: float = 60.0) -> str:
-        """Run a command that must succeed, and return what it printed."""
-        done = self.run(*command, timeout_s=timeout_s)
-        assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stdout}"
-        return done.stdout
+        assert process.returncode == 0, f"{self.name}: {' '.join(command)}: {output}"
+        return output
 
     def start_ray(self, head: Machine, *, num_cpus: int) -> None:
         """Join the head's Ray cluster, or begin it, with its token."""
@@ -174,7 +164,7 @@ class Machine:
 
     def unplug(self) -> None:
         """Take its link down; its processes continue."""
-        self._network.set_link(self._number, "down")
+        self._network.unplug(self._number)
 
 
 class Network:
@@ -205,17 +195,14 @@ class Network:
             *("peer", "name", "eth0", "netns", str(process)),
         )
         self._in_switch("link", "set", port, "master", "switch", "up")
-        for words in (
-            ("address", "add", f"{address}/24", "dev", "eth0"),
-            ("link", "set", "eth0", "up"),
-            # as machines have one: libraries ask which address leads outside
-            ("route", "add", "default", "dev", "eth0"),
-        ):
-            _ip(process, *words)
+        _ip(process, "address", "add", f"{address}/24", "dev", "eth0")
+        _ip(process, "link", "set", "eth0", "up")
+        # as machines have one: libraries ask which address leads outside
+        _ip(process, "route", "add", "default", "dev", "eth0")
 
-    def set_link(self, number: int, state: str) -> None:
-        """Take a machine's link "up" or "down"."""
-        self._in_switch("link", "set", f"port{number}", state)
+    def unplug(self, number: int) -> None:
+        """Take a machine's link down."""
+        self._in_switch("link", "set", f"port{number}", "down")
 
     def close(self) -> None:
         """End all machines, and wait until they are gone."""
@@ -226,16 +213,6 @@ class Network:
 
     def _in_switch(self, *words: str, check: bool = True) -> None:
         _ip(self._holder, *words, check=check)
-
-
-@contextmanager
-def network() -> Iterator[Network]:
-    """A switch whose machines have all ended when this returns."""
-    made = Network()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def wait_for(what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
