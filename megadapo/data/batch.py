@@ -82,11 +82,7 @@ def pack_responses(
     *,
     mini_batch_size: int,
 ) -> PackedBatch:
-    """Pack S responses, each a group of its own whose reward is its advantage.
-
-    Args:
-        prompts: token ids of each response's prompt.
-    """
+    """Pack S responses with their prompts, each a group of its own with its advantage as reward."""
     return _packed(
         prompts,
         responses,

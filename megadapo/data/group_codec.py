@@ -60,11 +60,7 @@ def decode_group(entry: Mapping[str, Any]) -> Group:
 
 
 def encode_response(response: Response, *, readable: bool = False) -> dict[str, Any]:
-    """Return a response as JSON values.
-
-    Args:
-        readable: write numbers as lists, not as base64.
-    """
+    """Return a response as JSON values; `readable`: with numbers as lists, not as base64."""
     token_ids, logprobs = response.token_ids, response.logprobs
     return {
         "text": response.text,

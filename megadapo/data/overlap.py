@@ -80,8 +80,7 @@ class Problems:
     def copies_of(self, text: str, bare: str) -> set[int]:
         """Return the numbers of problems that equal, contain or are contained in a text.
 
-        Args:
-            bare: the text without its template.
+        `bare` is the text without its template.
         """
         found, key = set(self._whole.get(normalised(text), ())), normalised(bare)
         if len(key) < MIN_CONTAINED:

@@ -16,12 +16,7 @@ from megadapo.errors import DataError
 
 
 def read_texts(source: str) -> list[str]:
-    """Return the texts of a source in order, without empty ones.
-
-    Args:
-        source: a parquet or JSONL file with a column `text`, a .txt file with one text, a folder
-            of these, a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task, whose texts are
-            problems with their answers.
+    """Return the texts of a source of `read_text_rows` in order, without empty ones.
 
     Raises:
         DataError: a row cannot be read; the error names file and row.

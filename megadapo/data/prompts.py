@@ -61,9 +61,7 @@ def load_prompts(
     """Load the prompts of a source in order, and log how many rows were dropped.
 
     Args:
-        source: a parquet or JSONL file or a folder of them, a Hub dataset
-            ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] or
-            arithmetic-chain:SPLIT:NUM[:SEED].
+        source: as in `DataConfig.train`.
         check_gold: returns the gold answer for a data_source, or raises DataError if it cannot be
             scored; for example `rewards.config.RewardConfig.check_gold`.
         with_extra_info: read the extra_info column too, if there is one.
@@ -113,11 +111,7 @@ class EpochOrder:
     """An endless order of N items, shuffled again in each epoch, that depends on a seed alone."""
 
     def __init__(self, num_items: int, seed: int, *, name: str, shuffle: bool = True) -> None:
-        """Keep the settings.
-
-        Args:
-            name: kind of the items; different kinds get different orders from one seed.
-        """
+        """`name`: kind of the items; different kinds get different orders from one seed."""
         self._num_items = num_items
         self._seed = seed
         self._name = name

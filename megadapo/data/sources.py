@@ -123,7 +123,8 @@ def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
 def read_text_rows(source: str) -> Iterator[Row]:
     """Yield rows of texts in order, from the sources of `read_rows` and .txt files.
 
-    A .txt file is one text. The texts of a built-in task are its problems with their answers.
+    A .txt file is one text; other files have a column `text`. The texts of a built-in task are its
+    problems with their answers.
 
     Raises:
         DataError: the source does not exist, cannot be read, or lacks the column.

@@ -48,11 +48,7 @@ class ActivityCounter:
         self._max_kv_use = max(self._max_kv_use, kv_use)
 
     def take(self, num_tokens: int) -> EngineActivity:
-        """Return the activity since the last call, and reset the counts.
-
-        Args:
-            num_tokens: number of response tokens generated since the engine started.
-        """
+        """Return the activity since the last call; `num_tokens` counts since the engine started."""
         self._pass_time()
         activity = EngineActivity(
             num_tokens=num_tokens - self._tokens_before,

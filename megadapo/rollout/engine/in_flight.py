@@ -90,8 +90,7 @@ class InFlightGroup:
     def next_branches(self, num_seen: int) -> list[Branch | None]:
         """Return where the next responses start, None for the prompt; empty if it is complete.
 
-        Args:
-            num_seen: number of responses that an earlier call has considered.
+        An earlier call has considered the first `num_seen` responses.
         """
         request = self.request
         num_left = len(request.seeds) - len(self.responses)

@@ -41,11 +41,7 @@ class Journal:
     """The groups that the current weights have generated, in this process and killed ones."""
 
     def __init__(self, run_folder: Path, settings: str) -> None:
-        """Keep the settings; nothing is read or written yet.
-
-        Args:
-            settings: identifies how groups are requested and scored.
-        """
+        """`settings`: identifies how groups are requested and scored."""
         self._folder = run_folder / JOURNAL_FOLDER
         self._settings = settings
         self._header: dict[str, Any] = {}
@@ -55,11 +51,7 @@ class Journal:
         self._warnings: list[str] = []
 
     def begin(self, policy_version: int, weights: str) -> None:
-        """Open the journal of the weights that sample from now on.
-
-        Args:
-            weights: fingerprint of every bit of the weights.
-        """
+        """Open the journal of the weights with this fingerprint, which sample from now on."""
         self.close()
         self._header = {
             "format": FORMAT,
@@ -223,10 +215,7 @@ class EvaluationJournal:
     """The results of one evaluation, on disk until the evaluation is recorded."""
 
     def __init__(self, path: Path, scored: str) -> None:
-        """Read the file.
-
-        Args:
-            scored: identifies the weights and the scoring; records of others are ignored.
+        """Read the results with the identifier `scored` of weights and scoring; ignore others.
 
         Raises:
             InfraError: the file cannot be read or written.

@@ -65,13 +65,8 @@ class EnginePool:
         """Start engines; `wait_until_ready` waits for them.
 
         Args:
-            model: Hugging Face folder or Hub name.
-            dtype: type of weights and activations.
-            log_folder: folder of the engines' log files.
             numbers: the cluster's engines to start; None: the first `config.num_engines`.
             weights_from: "trainer" leaves the weights random until they are published.
-            shares_gpus: whether a trainer works on the same GPUs.
-            returns_experts: whether responses come with the experts of each token.
             watch: checks of the run's other processes.
         """
         specs = [

@@ -31,11 +31,7 @@ class AheadSampler:
     """A sampler that prepares the batch of each step but the first with the weights before."""
 
     def __init__(self, sampler: Sampler, engines: SupportsGenerate, num_steps: int) -> None:
-        """Start without a batch.
-
-        Args:
-            num_steps: number of steps of the run; no batch is prepared after the last one.
-        """
+        """`num_steps`: of the run; no batch is prepared after the last one."""
         self._sampler = sampler
         self._engines = engines
         self._num_steps = num_steps

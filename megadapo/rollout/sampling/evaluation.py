@@ -125,11 +125,7 @@ class EvaluationInProgress:
         held_out: HeldOut,
         journal: EvaluationJournal | None = None,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            journal: results of a killed process, to which this evaluation adds its own.
-        """
+        """`journal`: results of a killed process, to which this evaluation adds its own."""
         self._engines = engines
         self.policy_version = engines.policy_version
         """Version of the evaluated weights; the engines keep them until the evaluation ends."""

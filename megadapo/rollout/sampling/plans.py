@@ -126,12 +126,7 @@ class Plan(ABC):
     """The remaining needs of one step."""
 
     def __init__(self, num_needed: int, max_asked: int) -> None:
-        """Start without requests.
-
-        Args:
-            num_needed: mixed groups that the batch lacks.
-            max_asked: largest number of groups requested in the step.
-        """
+        """Start a step whose batch lacks `num_needed` mixed groups."""
         self.num_needed = num_needed
         self.num_asked = 0
         self.open: dict[int, KeepRate] = {}
@@ -279,11 +274,7 @@ class PartialPlan(Plan):
     """
 
     def __init__(self, num_needed: int, max_asked: int, *, num_usable: int) -> None:
-        """Start without open groups.
-
-        Args:
-            num_usable: as in `would_go_stale`.
-        """
+        """`num_usable`: as in `would_go_stale`."""
         super().__init__(num_needed, max_asked)
         self._num_usable = num_usable
         self._due: set[int] = set()
@@ -298,11 +289,7 @@ class PartialPlan(Plan):
         self.num_mixed += 1
 
     def resume(self, prompt_index: int, rate: KeepRate, *, due: bool) -> None:
-        """Add an unfinished group of an earlier step.
-
-        Args:
-            due: whether the group cannot wait for another step.
-        """
+        """Add an unfinished group of an earlier step; one that is due cannot wait for another."""
         self._open(prompt_index, rate)
         if due:
             self._due.add(prompt_index)

@@ -32,13 +32,7 @@ class Difficulty:
     """
 
     def __init__(self, *, rest_after: int | None, rest_epochs: int) -> None:
-        """Start without records.
-
-        Args:
-            rest_after: number of all-correct groups in a row that start a cooldown; None for no
-                cooldown.
-            rest_epochs: length of a cooldown.
-        """
+        """`rest_after`, `rest_epochs`: as in `SamplingConfig`."""
         self._rest_after = rest_after
         self._rest_epochs = rest_epochs
         self._records: dict[str, PromptRecord] = {}

@@ -113,8 +113,7 @@ def in_training_order(
 ) -> tuple[Group, ...]:
     """Return a step's groups by prompt index, with stale groups spread over the mini-batches.
 
-    Args:
-        policy_version: version of the weights that are trained.
+    Stale are those with tokens of weights before `policy_version`, which is trained.
     """
     ordered = sorted(groups, key=lambda group: group.prompt_index)
     is_stale = [group.oldest_version < policy_version for group in ordered]

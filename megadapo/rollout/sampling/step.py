@@ -81,11 +81,7 @@ class RejectedGroups:
     """The rejected groups that may be saved; the texts of all others are forgotten."""
 
     def __init__(self, limit: SavedGroups) -> None:
-        """Start empty.
-
-        Args:
-            limit: number of groups that a step saves.
-        """
+        """`limit`: number of groups that a step saves."""
         self._limit = limit
         self._groups: dict[Disposition, list[Group]] = defaultdict(list)
 
