@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megadapo.algorithm.advantages import Advantages
-from megadapo.algorithm.mini_batches import mini_batches
+from megadapo.algorithm.mini_batches import mini_batches, spread_stale
 from megadapo.data.group import NO_VERSION, Group, Response
 
 
@@ -41,6 +41,18 @@ class PackedBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.prompt_lengths)
+
+
+def in_training_order(
+    groups: Sequence[Group], policy_version: int, groups_per_mini_batch: int
+) -> tuple[Group, ...]:
+    """Return a step's groups by prompt index, with stale groups spread over the mini-batches.
+
+    Stale are those with tokens of weights before `policy_version`, which is trained.
+    """
+    ordered = sorted(groups, key=lambda group: group.prompt_index)
+    is_stale = [group.oldest_version < policy_version for group in ordered]
+    return tuple(ordered[i] for i in spread_stale(is_stale, groups_per_mini_batch))
 
 
 def pack(

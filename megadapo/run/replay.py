@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.config import RunConfig
+from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.step import GroupStats, RejectedGroups, StepCounters
 from megadapo.run.rollouts import Rollouts
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megadapo.config import RunConfig
+from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.gpu_sharing import GpuSharing

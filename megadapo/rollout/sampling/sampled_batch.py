@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from megadapo.algorithm.mini_batches import spread_stale
 from megadapo.data.group import Group
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.errors import CheckpointError
@@ -106,18 +105,6 @@ class SampledBatch:
     def num_kept(self) -> int:
         """Number of groups in the batch."""
         return len(self.groups)
-
-
-def in_training_order(
-    groups: Sequence[Group], policy_version: int, groups_per_mini_batch: int
-) -> tuple[Group, ...]:
-    """Return a step's groups by prompt index, with stale groups spread over the mini-batches.
-
-    Stale are those with tokens of weights before `policy_version`, which is trained.
-    """
-    ordered = sorted(groups, key=lambda group: group.prompt_index)
-    is_stale = [group.oldest_version < policy_version for group in ordered]
-    return tuple(ordered[i] for i in spread_stale(is_stale, groups_per_mini_batch))
 
 
 def encode_batch(batch: SampledBatch) -> dict[str, Any]:

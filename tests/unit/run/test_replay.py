@@ -12,11 +12,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megadapo.config import RunConfig, from_dict
+from megadapo.data.batch import in_training_order
 from megadapo.data.group_codec import encode_group
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.rollouts import saved_groups
