@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
     from megadapo.lab.plan.fit import problems
     from megadapo.lab.plan.phases import gpu_kinds, models_of
-    from megadapo.lab.plan.step_time import describe_times, step_seconds
+    from megadapo.lab.plan.step_time import describe_times
     from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
     traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
     lines = _summary(config, models, card, traffic, gpus_per_node)
-    lines += describe_times(step_seconds(config, models.policy, card, traffic), config, card)
+    lines += describe_times(config, models.policy, card, traffic)
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))

@@ -13,7 +13,6 @@ from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.lab.profiling.profiles import StepProfile, Updates
     from megadapo.trainer.trainer import Trainer
 
 
@@ -109,9 +108,7 @@ def _profile_step(arguments: argparse.Namespace) -> None:
     )
     running = trainer_alone(config) if trace is None else _after_traced_step(config, trace)
     with running as trainer:
-        result = profile_training_step(trainer, updates)
-    if result is not None:
-        _print_profile(result, updates)
+        print(profile_training_step(trainer, updates))
 
 
 def _fixed(trace: Path) -> list[str]:
@@ -160,16 +157,3 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
         yield workers.trainer.ranks
     # not in a finally: after an error the user needs the logs
     shutil.rmtree(folder)
-
-
-def _print_profile(result: StepProfile, updates: Updates) -> None:
-    from megadapo.lab.profiling.time_table import format_profile
-
-    rate = result.num_tokens / result.seconds_per_update
-    print(
-        f"one update of {result.num_tokens} tokens on {updates.config.trainer.num_ranks} ranks: "
-        f"{result.seconds_per_update:.3f} s, {rate:.0f} tokens/s; below, {updates.num_steps} of "
-        f"them on rank {result.rank}"
-    )
-    print("ms per update: " + ", ".join(f"{name} {ms:.1f}" for name, ms in result.phases.items()))
-    print(format_profile(result.rows, result.roofline))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -85,34 +86,32 @@ def bench_head(
             continue
         try:
             errors[name] = _errors(loss, inputs, exact)
-        except AbsentError as reason:
-            absent.append(HeadResult(name=name, shape=str(shape), absent=str(reason)))
-        except torch.OutOfMemoryError:
-            absent.append(HeadResult(name=name, shape=str(shape), absent="out of memory"))
+        except (AbsentError, torch.OutOfMemoryError) as error:
+            reason = str(error) if isinstance(error, AbsentError) else "out of memory"
+            absent.append(HeadResult(name=name, shape=str(shape), absent=reason))
         else:
             calls[name] = partial(_step, loss, inputs)
     del exact
-    timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
-    floor = timings[PRODUCTS].best_ms
+    samples = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
+    floor = min(samples[PRODUCTS])
     # the smaller of two peaks: the first call of a size also fills caches
     peaks = {
         name: [mib for _ in range(2) if (mib := peak_extra_mib(call, device)) is not None]
         for name, call in calls.items()
     }
-    measured = [
+    return [
         HeadResult(
             name=name,
             shape=str(shape),
-            best_ms=timing.best_ms,
-            median_ms=timing.median_ms,
-            ratio_to_products=timing.best_ms / floor,
-            useful_tflops=shape.useful_tflop / timing.best_ms * 1e3,
+            best_ms=min(ms),
+            median_ms=statistics.median(ms),
+            ratio_to_products=min(ms) / floor,
+            useful_tflops=shape.useful_tflop / min(ms) * 1e3,
             peak_extra_mib=min(peaks[name], default=None),
             **errors[name],
         )
-        for name, timing in timings.items()
-    ]
-    return [*measured, *absent]
+        for name, ms in samples.items()
+    ] + absent
 
 
 def _step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +15,6 @@ from megadapo.cluster.processes import MIB, return_freed_memory
 Clock = Literal["wall", "cpu"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Milliseconds over all repeats of one call."""
-
-    best_ms: float
-    median_ms: float
-
-
 def time_together(
     calls: Mapping[str, Callable[[], object]],
     device: torch.device,
@@ -32,18 +22,18 @@ def time_together(
     warmup: int,
     repeats: int,
     clock: Clock = "wall",
-) -> dict[str, Timing]:
-    """Time all calls in turn, round by round, so that a slow minute affects all of them."""
+) -> dict[str, list[float]]:
+    """Return the milliseconds of all calls, which take turns in every round.
+
+    So a slow minute affects all of them.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warmup + repeats):
         for name, call in calls.items():
             elapsed = time_once(call, device, clock)
             if round_number >= warmup:
                 samples[name].append(elapsed)
-    return {
-        name: Timing(best_ms=min(ms), median_ms=statistics.median(ms))
-        for name, ms in samples.items()
-    }
+    return samples
 
 
 def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "wall") -> float:

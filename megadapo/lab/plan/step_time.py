@@ -28,21 +28,6 @@ BACKWARD_PASSES = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSeconds:
-    """Seconds of a step's phases, without waits between processes."""
-
-    rollout: float
-    longest: float
-    """Seconds of one longest response; more engines do not shorten it."""
-    train: float
-    sync: float
-
-    @property
-    def total(self) -> float:
-        return max(self.rollout, self.longest) + self.train + self.sync
-
-
-@dataclass(frozen=True, kw_only=True)
 class UpdateTraffic:
     """Bytes of a weight update on its busiest links."""
 
@@ -52,32 +37,26 @@ class UpdateTraffic:
     """Mean bytes that one GPU's network card receives."""
 
 
-def step_seconds(
+def describe_times(
     config: RunConfig, model: ModelDescription, card: Card, traffic: UpdateTraffic
-) -> StepSeconds:
-    """Return times limited by bandwidth in the engines and by FLOP/s in the trainer."""
-    sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
-    rollout, longest = _rollout_seconds(config, model, card)
-    return StepSeconds(
-        rollout=rollout,
-        longest=longest,
-        train=_train_seconds(config, model, card),
-        sync=sync / LINK_SHARE,
-    )
+) -> list[str]:
+    """Describe the seconds of a step and their assumptions, one line each.
 
-
-def describe_times(seconds: StepSeconds, config: RunConfig, card: Card) -> list[str]:
-    """Describe the seconds of a step and their assumptions, one line each."""
+    Engines are limited by bandwidth, the trainer by FLOP/s. Waits between processes are left out.
+    """
+    generation, longest = _rollout_seconds(config, model, card)
     limit = "by throughput"
-    if seconds.rollout < seconds.longest:
+    if generation < longest:
         limit = "by the longest response, which more engines do not shorten"
+    rollout, train = max(generation, longest), _train_seconds(config, model, card)
+    sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
+    sync /= LINK_SHARE
     kept = ""
     if config.sampling.selection == "signal":
         kept = f", {KEPT_SHARE:.0%} of the groups mixed"
     return [
-        f"a step at this roofline: {seconds.total:,.0f} s = rollout "
-        f"{max(seconds.rollout, seconds.longest):,.0f} ({limit}) + train "
-        f"{seconds.train:,.0f} + sync {seconds.sync:.2f}",
+        f"a step at this roofline: {rollout + train + sync:,.0f} s = rollout "
+        f"{rollout:,.0f} ({limit}) + train {train:,.0f} + sync {sync:.2f}",
         f"  {READ_SHARE:.0%} of {card.memory_bandwidth / 1e12:.2f} TB/s while engines sample, "
         f"{TRAIN_SHARE:.0%} of {card.flops / 1e12:.0f} TFLOP/s while the trainer works, "
         f"{LINK_SHARE:.0%} of {card.link_bandwidth / 1e9:.0f} and "

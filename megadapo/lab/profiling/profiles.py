@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,6 @@ from megadapo.data.batch import PackedBatch, pack_responses
 from megadapo.data.group import Response
 from megadapo.data.group_codec import expert_dtype
 from megadapo.lab.profiling.time_table import (
-    KernelTime,
-    Roofline,
     bytes_moved,
     format_profile,
     measure_roofline,
@@ -38,22 +36,6 @@ _MAX_MEMORY_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepProfile:
-    """Profile of updates on one rank of the last stage, which has the head too."""
-
-    rank: int
-    num_tokens: int
-    """Tokens of one update over all ranks, prompts included."""
-    seconds_per_update: float
-    """Seconds without the profiler."""
-    phases: dict[str, float]
-    """Milliseconds of each part of an update, its layers and the head's passes, under the profiler.
-    The clock is the host's: on CUDA a part includes its waits."""
-    roofline: Roofline
-    rows: list[KernelTime]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Updates:
     """Settings of the profiled updates: each is one mini-batch of random tokens."""
 
@@ -67,13 +49,14 @@ class Updates:
     """Whether Nsight Systems records the updates instead of torch's profiler."""
 
 
-def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | None:
+def profile_training_step(trainer: Trainer, updates: Updates) -> str:
     """Profile updates of a running trainer: old log-probs, gradients and optimizer.
 
-    With `updates.nvtx` there is no result.
+    Returns:
+        The time of an update and of its parts, and its kernels; empty with `updates.nvtx`.
     """
-    answers: list[StepProfile | None] = trainer.call_all("apply", _profile_updates, updates)
-    return next((answer for answer in answers if answer is not None), None)
+    answers: list[str] = trainer.call_all("apply", _profile_updates, updates)
+    return next(filter(None, answers), "")
 
 
 @contextmanager
@@ -138,8 +121,11 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
     return tuple(np.split(experts, batch.cu_seqlens[1:-1]))
 
 
-def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
-    """Run the collective updates on every rank; only the profiled rank returns a result."""
+def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
+    """Run the collective updates on every rank.
+
+    Only one rank returns a text: it is of the last stage, which has the head too.
+    """
     from megadapo.trainer.model.layer_ranges import layer_ranges
     from megadapo.trainer.types import UpdateRequest
 
@@ -163,30 +149,42 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
         with layer_ranges(rank.chunks), nsight_ranges():
             for _ in range(num_steps):
                 update()
-        return None
+        return ""
     seconds = min(update() for _ in range(num_steps))
     if not (rank.has_results and rank.data_parallel_rank == 0):
         for _ in range(1 + num_steps):
             update()
-        return None
-    roofline = measure_roofline(rank.device, rank.config.params_dtype)
-    with bytes_moved() as moved:
-        update()
-    with (
-        layer_ranges(rank.chunks),
-        torch.profiler.profile(with_flops=True, record_shapes=True) as profile,
-    ):
-        for _ in range(num_steps):
-            update()
-    num_bytes = {name: count * num_steps for name, count in moved.items()}
-    return StepProfile(
-        rank=torch.distributed.get_rank(),
-        num_tokens=len(batch.tokens),
-        seconds_per_update=seconds,
-        phases={name: ms / num_steps for name, ms in phase_table(profile, "megadapo::").items()},
-        roofline=roofline,
-        rows=profile_table(profile, roofline, num_bytes),
+        return ""
+    with layer_ranges(rank.chunks):
+        profile, kernels = _profile_calls(
+            update, num_steps, device=rank.device, dtype=rank.config.params_dtype
+        )
+    # on CUDA a part includes its waits: the clock is the host's
+    phases = ", ".join(
+        f"{name} {ms / num_steps:.1f}" for name, ms in phase_table(profile, "megadapo::").items()
     )
+    num_tokens = len(batch.tokens)
+    return (
+        f"one update of {num_tokens} tokens on {config.trainer.num_ranks} ranks: {seconds:.3f} s, "
+        f"{num_tokens / seconds:.0f} tokens/s; below, {num_steps} of them on rank "
+        f"{torch.distributed.get_rank()}\nms per update: {phases}\n{kernels}"
+    )
+
+
+def _profile_calls(
+    call: Callable[[], object], num_calls: int, *, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.profiler.profile, str]:
+    """Return the profile of calls, and the table of their kernels."""
+    roofline = measure_roofline(device, dtype)
+    with bytes_moved() as moved:
+        call()
+    with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
+        for _ in range(num_calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    num_bytes = {name: count * num_calls for name, count in moved.items()}
+    return profile, format_profile(profile_table(profile, roofline, num_bytes), roofline)
 
 
 @contextmanager
@@ -229,16 +227,7 @@ def profile_head(
     shape = parse_shape(shape_text, temperature=1.0)
     step = step_of_ours(make_inputs(shape, device))
     step()
-    roofline = measure_roofline(device, shape.dtype)
-    with bytes_moved() as moved:
-        step()
-    with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
-        for _ in range(num_steps):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    num_bytes = {name: count * num_steps for name, count in moved.items()}
-    print(f"{num_steps} steps of {shape}")
-    print(format_profile(profile_table(profile, roofline, num_bytes), roofline))
+    profile, kernels = _profile_calls(step, num_steps, device=device, dtype=shape.dtype)
+    print(f"{num_steps} steps of {shape}\n{kernels}")
     if trace:
         write_trace(profile, trace)

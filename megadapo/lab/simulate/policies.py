@@ -12,7 +12,7 @@ import numpy as np
 
 from megadapo.data.prompts import PromptStream, render
 from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
-from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
+from megadapo.lab.simulate.task import Task, TaskVerifier, task_tokenizer
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
@@ -148,7 +148,7 @@ class OurSampler:
             TaskVerifier(),
             config,
             settings=_sampling_settings(task),
-            tokenizer=TaskTokenizer(task.settings.prompt_tokens).as_tokenizer,
+            tokenizer=task_tokenizer(task.settings),
             seed=task.settings.seed,
             scoring=ImmediateExecutor,
         )
@@ -171,7 +171,7 @@ class FirstFinished:
         self._engines = engines
         self._task = task
         self._prompts = PromptStream(task.prompts, task.settings.seed)
-        self._tokenizer = TaskTokenizer(task.settings.prompt_tokens).as_tokenizer
+        self._tokenizer = task_tokenizer(task.settings)
         self._prompt_indices = count()
 
     def next_batch(self) -> list[TrainedGroup]:

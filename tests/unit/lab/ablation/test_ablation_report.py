@@ -89,13 +89,11 @@ def test_rows_with_identical_results_are_flagged(tmp_path: Path) -> None:
     assert result.unchanged == ["+ clip | higher"]
     assert "+ clip | higher. Their change had no effect in these runs." in tables[1].note
     assert tables[2].rows[0][4] == "not shown: no difference in any seed"
-    other = tmp_path / "other"
-    other.mkdir()
-    assert "no effect" not in ablation_tables(collect(finished(other)))[1].note
+    other = finished(tmp_path / "other")
+    assert "no effect" not in ablation_tables(collect(other))[1].note
 
 
 def test_numbers_leave_out_failed_and_missing_runs(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
     ablation = ablation_of(tmp_path)
     finish(ablation.runs[0])
     failure = Failure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")

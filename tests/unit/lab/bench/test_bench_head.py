@@ -77,7 +77,7 @@ def test_calls_are_timed_in_turn() -> None:
     calls = {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), time.sleep(0.002))}
     timings = time_together(calls, CPU, warmup=1, repeats=2)
     assert order == ["a", "b"] * 3
-    assert timings["b"].best_ms >= 2.0 > timings["a"].best_ms
+    assert min(timings["b"]) >= 2.0 > min(timings["a"])
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "8,2,3,int8", "8,x,3,float32", "9,2,3,float32"])
