@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, resp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megadapo.rollout.pool.engines import Engines
 
 PRIORITY = 1 << 48
 """A priority after every training group, whose priority is its prompt index."""
@@ -226,13 +228,6 @@ def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Eval
     )
 
 
-class SupportsSharing(SupportsGenerate, Protocol):
-    """The interface of engines that an evaluation can share, as `Engines` provides it."""
-
-    def capacity_without(self, keys: Collection[int]) -> int:
-        """Return `capacity` for the case that the groups with these keys were not in flight."""
-
-
 class InterleavedEngines:
     """The engines as the sampler sees them while an evaluation shares them.
 
@@ -241,7 +236,7 @@ class InterleavedEngines:
     finish, but nothing else.
     """
 
-    def __init__(self, engines: SupportsSharing) -> None:
+    def __init__(self, engines: Engines) -> None:
         self.evaluation: EvaluationInProgress | None = None
         """The evaluation that shares the engines, if there is one."""
         self._engines = engines
