@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,6 +57,14 @@ def wait_for_capacity(engines: Engines, num_engines: int) -> None:
         answers(engines)
 
 
+def check_until(condition: Callable[[], object], engines: Engines) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "not within a minute"
+        engines.check()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_dead_engine_restarts_and_its_groups_are_generated(engines, how):
     """No group is lost, doubled or changed, slots become free again, and no process stays."""
@@ -85,14 +93,8 @@ def test_hung_idle_engine_is_found_and_its_stack_saved(engines, tmp_path):
     """It is found while the trainer works, before the next step waits for it."""
     place, pid = engines.incarnation(2), actor_pid(engines, 2)
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 60
-    while engines.incarnation(2) == place:
-        assert time.monotonic() < deadline, "the hung engine was not found"
-        engines.check()
-        time.sleep(0.5)
-    notes = engines.drain_warnings()
-    assert len(notes) == 1, notes
-    (note,) = notes
+    check_until(lambda: engines.incarnation(2) != place, engines)
+    (note,) = engines.drain_warnings()
     log = tmp_path / "engine-2.log"
     assert note.startswith("rollout engine 2 sent no heartbeat for 6 s")
     assert f"stacks: {log}; restart 1 of 3" in note
@@ -132,13 +134,8 @@ def test_restarted_engine_waits_for_the_update(engines):
     """The trainer's weights in mid-step belong to no version and must not be published."""
     engines.on_update_start()
     os.kill(actor_pid(engines, 2), signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while not (engines.drain_warnings() or time.monotonic() > deadline):
-        engines.check()
-    while 2 not in engines.updatable():
-        assert time.monotonic() < deadline, "the engine did not start"
-        engines.check()
-        time.sleep(0.05)
+    check_until(engines.drain_warnings, engines)
+    check_until(lambda: 2 in engines.updatable(), engines)
     engines.submit(requests(30))
     assert len(answers(engines)) == 30
     assert engines.capacity == 2 * NUM_SLOTS

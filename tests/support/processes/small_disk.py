@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 
 _NEW_NAMESPACES = 0x10000000 | 0x00020000
 """CLONE_NEWUSER and CLONE_NEWNS."""
-_READ_ONLY, _REMOUNT = 1, 32
 _NO_NAMESPACES = 77
 
 
@@ -49,8 +49,8 @@ def on_a_small_disk(folder: Path, check: Callable[[Path], None]) -> str:
 
 def mount(disk: Path, *, read_only: bool | None = None) -> None:
     """Put the disk there or, where `read_only` is given, change whether it may be written."""
-    flags = 0 if read_only is None else _REMOUNT | (_READ_ONLY if read_only else 0)
-    _call("mount", b"tmpfs", bytes(disk), b"tmpfs", ctypes.c_ulong(flags), b"size=1m")
+    options = "size=1m" if read_only is None else f"remount,{'ro' if read_only else 'rw'}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
 
 
 def fill(disk: Path, *, leave: int = 0) -> Path:
@@ -68,17 +68,11 @@ def fill(disk: Path, *, leave: int = 0) -> Path:
 def _enter_namespaces() -> bool:
     ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
     try:
-        _call("unshare", _NEW_NAMESPACES)
+        if ctypes.CDLL(None).unshare(_NEW_NAMESPACES) != 0:
+            return False
         Path("/proc/self/setgroups").write_text("deny")
         for name, number in ids.items():
             Path("/proc/self", name).write_text(f"0 {number} 1")
     except OSError:
         return False
     return True
-
-
-def _call(name: str, *arguments: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
