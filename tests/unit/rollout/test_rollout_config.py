@@ -3,7 +3,15 @@
 import pytest
 
 from megadapo.errors import ConfigError
-from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
+from megadapo.rollout.config import (
+    BranchingConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from megadapo.rollout.tools import ToolsConfig
+
+BRANCHING = BranchingConfig(initial_rollouts=2)
 
 
 def test_defaults_are_those_of_the_paper():
@@ -52,6 +60,23 @@ def test_defaults_are_those_of_the_paper():
         (EvaluationConfig, {"every": -1}, "evaluation.every"),
         (EvaluationConfig, {"temperature": -0.1}, "evaluation.temperature"),
         (EvaluationConfig, {"max_problems": 0}, "evaluation.max_problems"),
+        (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: used only"),
+        (BranchingConfig, {"initial_rollouts": 2, "beta": 0.0}, "never exceeds"),
+        (
+            BranchingConfig,
+            {"initial_rollouts": 2, "decision": "draw", "threshold": 0.6},
+            "sampling.branching.threshold",
+        ),
+        (SamplingConfig, {"responses_per_prompt": 2, "branching": BRANCHING}, "rollouts = 2"),
+        (
+            SamplingConfig,
+            {"mode": "partial", "max_staleness": 1, "branching": BRANCHING},
+            'sampling.mode = "partial"',
+        ),
+        (ToolsConfig, {"stop": "="}, "rollout.tools.stop: used only"),
+        (ToolsConfig, {"tool": "calculator", "stop": ""}, "rollout.tools.stop"),
+        (ToolsConfig, {"tool": "calculator", "output": "result"}, "rollout.tools.output"),
+        (ToolsConfig, {"tool": "python"}, "rollout.tools.tool"),
     ],
 )
 def test_invalid_value_is_refused_with_its_key(section, values, key):

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from megadapo.errors import ConfigError
 from megadapo.rollout.tools import MAX_CHARS, Calculator, ToolsConfig, calculate
 
 UNMARKED = ToolsConfig(tool="calculator", start="", stop="=", output="{}")
@@ -75,20 +74,6 @@ def test_every_call_with_a_start_text_gets_an_output():
     assert calculator.step("<calculator>1<calculator>2+3</calculator>") == "<result>5</result>"
     assert calculator.step("<calculator>rm -rf</calculator>") == "<result>error</result>"
     assert calculator.step("2+3</calculator>") is None
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"stop": "="}, "rollout.tools.stop: used only"),
-        ({"tool": "calculator", "stop": ""}, "rollout.tools.stop"),
-        ({"tool": "calculator", "output": "result"}, "rollout.tools.output"),
-        ({"tool": "python"}, "rollout.tools.tool"),
-    ],
-)
-def test_unusable_settings_are_refused(values, key):
-    with pytest.raises(ConfigError, match=key):
-        ToolsConfig(**values)
 
 
 @pytest.mark.parametrize("output", ['{"result": {}}', "{{}}", "{0}{}"])

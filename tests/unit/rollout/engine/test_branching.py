@@ -10,7 +10,6 @@ import pytest
 
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, ToolCall
-from megadapo.errors import ConfigError
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
 from megadapo.rollout.engine.branching import (
     choose_branches,
@@ -108,26 +107,3 @@ def test_branching_group_takes_as_many_slots_as_start_at_the_prompt():
         request = OpenGroup(key=0, prompt_ids=(1,), seeds=seeds, settings=one)
         assert request.num_at_once == expected
     assert SamplingConfig(responses_per_prompt=4, branching=ON).responses_at_once == 2
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "key"),
-    [
-        (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: used only"),
-        (BranchingConfig, {"initial_rollouts": 2, "beta": 0.0}, "never exceeds"),
-        (
-            BranchingConfig,
-            {"initial_rollouts": 2, "decision": "draw", "threshold": 0.6},
-            "sampling.branching.threshold",
-        ),
-        (SamplingConfig, {"responses_per_prompt": 2, "branching": ON}, "initial_rollouts = 2"),
-        (
-            SamplingConfig,
-            {"mode": "partial", "max_staleness": 1, "branching": ON},
-            'sampling.mode = "partial"',
-        ),
-    ],
-)
-def test_unusable_settings_are_refused(section, values, key):
-    with pytest.raises(ConfigError, match=key):
-        section(**values)
