@@ -157,22 +157,22 @@ class MicroBatchBuilder:
         return _tensor(spread)
 
     def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Return padded lengths, and each token's row on this rank (-1: on another rank)."""
-        padded = self._padded_lengths(lengths)
+        """Return padded lengths, and each token's row on this rank (-1: on another rank).
+
+        Context parallelism can divide the lengths, and padding fills T up to the multiple.
+        """
+        chunks, ranks = self.part.chunks_per_sequence, self.part.size
+        padded = (-(-lengths // chunks) * chunks).tolist()
+        multiple = math.lcm(self.token_multiple, chunks // ranks)
+        padding = -sum(padded) // ranks % multiple if padded else multiple
+        if padding:
+            padded.append(padding * ranks)
         places = self.part.places(padded)
         rows = np.full(sum(padded), -1)
         rows[places] = np.arange(len(places))
         firsts = np.cumsum(padded) - padded
         pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
         return padded, _concatenate(pieces)
-
-    def _padded_lengths(self, lengths: np.ndarray) -> list[int]:
-        """Return lengths that context parallelism can divide, and padding to the multiple."""
-        chunks, ranks = self.part.chunks_per_sequence, self.part.size
-        padded = (-(-lengths // chunks) * chunks).tolist()
-        multiple = math.lcm(self.token_multiple, chunks // ranks)
-        padding = -sum(padded) // ranks % multiple if padded else multiple
-        return [*padded, padding * ranks] if padding else padded
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:

@@ -130,7 +130,12 @@ def load_checkpoint(
         if piece.is_flexible:
             piece.data.zero_()
     stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
-    set_num_updates(optimizer, _read_num_updates(folder))
+    path = folder / OPTIMIZER_FILE
+    try:
+        count = int(json.loads(path.read_bytes())["num_updates"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    set_num_updates(optimizer, count)
     put_masters_into_weights(runs, chunks)
 
 
@@ -212,14 +217,6 @@ def _check_fit(runs: Sequence[OwnedRun], stored: StoredTensors) -> None:
         raise CheckpointError(f"{stored.folder} cannot be loaded into this model: {listed}")
 
 
-def _read_num_updates(folder: Path) -> int:
-    path = folder / OPTIMIZER_FILE
-    try:
-        return int(json.loads(path.read_bytes())["num_updates"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-
-
 WriteOthers = Sequence[Callable[[Path], Files]]
 """Functions that each write further files below a folder."""
 NICENESS = 15
@@ -237,12 +234,7 @@ class CheckpointWriter:
         self._pending: Future[RankReport] | None = None
         self.num_begun = 0
 
-    def begin(
-        self,
-        folder: Path,
-        snapshots: dict[str, Snapshot],
-        others: WriteOthers,
-    ) -> None:
+    def begin(self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers) -> None:
         """Start to write.
 
         Args:
@@ -265,10 +257,7 @@ class CheckpointWriter:
         return pending.result()
 
     def _write(
-        self,
-        folder: Path,
-        snapshots: dict[str, Snapshot],
-        others: WriteOthers,
+        self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers
     ) -> RankReport:
         report = RankReport()
         try:

@@ -146,7 +146,11 @@ def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int,
 
 def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:
     """Return why the layers cannot be split as configured; an empty list if they can."""
-    fixed = _fixed_sizes(trainer)
+    sizes_given = {
+        "first_stage_layers": trainer.first_stage_layers,
+        "last_stage_layers": trainer.last_stage_layers,
+    }
+    fixed = {name: size for name, size in sizes_given.items() if size}
     num_even = trainer.pipeline_parallel - len(fixed)
     rest = num_layers - sum(fixed.values())
     keys = " and ".join(f"trainer.{name} = {size}" for name, size in fixed.items())
@@ -168,32 +172,15 @@ def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:
             f"{keys} leave no other stage, which trainer.virtual_pipeline = "
             f"{trainer.virtual_pipeline} needs: set one of them only"
         ]
-    sizes = _stage_sizes(num_layers, trainer)
-    unfit = [size for size in dict.fromkeys(sizes) if size % trainer.virtual_pipeline]
+    even = [rest // num_even] if num_even else []
+    sizes = dict.fromkeys([*even, *fixed.values()])
+    unfit = [size for size in sizes if size % trainer.virtual_pipeline]
     return [
         f"trainer.virtual_pipeline = {trainer.virtual_pipeline} does not divide the {size} layers "
         f"of a pipeline stage (num_hidden_layers = {num_layers}); sizes that fit such a stage: "
         f"{divisors(size)}"
         for size in unfit
     ]
-
-
-def _stage_sizes(num_layers: int, trainer: TrainerConfig) -> list[int]:
-    fixed = _fixed_sizes(trainer)
-    num_even = trainer.pipeline_parallel - len(fixed)
-    even = (num_layers - sum(fixed.values())) // num_even if num_even else 0
-    sizes = [even] * trainer.pipeline_parallel
-    sizes[0] = fixed.get("first_stage_layers", even)
-    sizes[-1] = fixed.get("last_stage_layers", even)
-    return sizes
-
-
-def _fixed_sizes(trainer: TrainerConfig) -> dict[str, int]:
-    sizes = {
-        "first_stage_layers": trainer.first_stage_layers,
-        "last_stage_layers": trainer.last_stage_layers,
-    }
-    return {name: size for name, size in sizes.items() if size}
 
 
 def divisors(number: int) -> str:

@@ -132,7 +132,7 @@ def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks, models: Path
     left_out = ImportanceConfig(stale_logprobs="none")
     found = step(ranks, models, batch, importance=left_out)
     expected = step(ranks, models, without)
-    for name in ("loss", "tokens_trained", "grad_norm"):
+    for name in ("policy/loss", "tokens/trained", "policy/grad_norm"):
         assert found[name] == expected[name], name
     assert found["staleness/token_share"] > 0.3
     assert found["staleness/logprob_drift_mean"] is None
