@@ -40,39 +40,38 @@ class SamplingMode:
     name: str
     settings: dict[str, Any]
     """Keys in [sampling]."""
-    seconds: list[float] = field(default_factory=list)
-    tokens_generated: int = 0
-    tokens_kept: int = 0
-    """Response tokens of the batches' groups."""
-    num_sampled: int = 0
-    lengths: list[float] = field(default_factory=list)
-    """Mean response length of each batch."""
-    slot_use: list[float] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
 
     def count(self, batch: SampledBatch, seconds: float) -> None:
         """Add one step."""
-        self.seconds.append(seconds)
-        self.num_sampled += batch.num_sampled
-        self.tokens_generated += sum(engine.num_tokens for engine in batch.engines)
         kept = [n for group in batch.groups for n in group.lengths]
-        self.tokens_kept += sum(kept)
-        self.lengths.append(statistics.fmean(kept))
         total = sum(engine.seconds for engine in batch.engines)
         running = sum(engine.mean_running * engine.busy_seconds for engine in batch.engines)
-        self.slot_use.append(running / total if total else math.nan)
+        self.steps.append(
+            {
+                "seconds": seconds,
+                "groups_sampled": batch.num_sampled,
+                "tokens_generated": sum(engine.num_tokens for engine in batch.engines),
+                "tokens_kept": sum(kept),
+                "length_of_kept_groups": statistics.fmean(kept),
+                "slot_use": running / total if total else math.nan,
+            }
+        )
 
     def result(self) -> dict[str, Any]:
         """Return means over the steps as JSON values."""
-        spread = statistics.stdev(self.seconds) if len(self.seconds) > 1 else math.nan
+        means = {
+            name: statistics.fmean(step[name] for step in self.steps) for name in self.steps[0]
+        }
+        seconds = [step["seconds"] for step in self.steps]
+        spread = statistics.stdev(seconds) if len(seconds) > 1 else math.nan
+        generated, kept = means.pop("tokens_generated"), means.pop("tokens_kept")
         return {
             "name": self.name,
             "settings": self.settings,
-            "seconds": statistics.fmean(self.seconds),
-            "seconds_standard_error": spread / math.sqrt(len(self.seconds)),
-            "groups_sampled": self.num_sampled / len(self.seconds),
-            "tokens_generated_per_token_kept": self.tokens_generated / self.tokens_kept,
-            "length_of_kept_groups": statistics.fmean(self.lengths),
-            "slot_use": statistics.fmean(self.slot_use),
+            **means,
+            "seconds_standard_error": spread / math.sqrt(len(seconds)),
+            "tokens_generated_per_token_kept": generated / kept,
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,21 @@ def recipe(tmp_path: Path, model: Path) -> Path:
     return path
 
 
-def fails(capsys: pytest.CaptureFixture[str], code: int, *argv: str) -> str:
-    """Run a command that must fail; return its one message."""
-    assert main(argv) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("megadapo: ") and "Traceback" not in captured.err
-    return captured.err
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Run a command that must fail with this exit code; return its one message."""
+
+    def run(code: int, *argv: str) -> str:
+        assert main(argv) == code
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("megadapo: ") and "Traceback" not in captured.err
+        return captured.err
+
+    return run
 
 
 def test_dry_run_prints_configuration_and_starts_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -108,11 +117,9 @@ def test_dry_run_prints_configuration_and_starts_nothing(recipe: Path, tmp_path:
         ("--seed=5", "unknown argument"),
     ],
 )
-def test_unknown_argument_is_refused(
-    recipe: Path, capsys: pytest.CaptureFixture[str], extra: str, said: str
-) -> None:
+def test_unknown_argument_is_refused(recipe: Path, fails: Fails, extra: str, said: str) -> None:
     """A silently ignored argument would start a run with wrong settings."""
-    assert said in fails(capsys, 2, "train", str(recipe), "--dry-run", extra)
+    assert said in fails(2, "train", str(recipe), "--dry-run", extra)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +132,11 @@ def test_unknown_argument_is_refused(
     ],
 )
 def test_useless_command_is_refused(
-    recipe: Path, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
+    recipe: Path, fails: Fails, argv: list[str], code: int, said: str
 ) -> None:
     """Overrides of a command without a configuration, and inputs that lack what it needs."""
     names = {"recipe": recipe, "folder": recipe.parent}
-    assert said.format(**names) in fails(capsys, code, *(word.format(**names) for word in argv))
+    assert said.format(**names) in fails(code, *(word.format(**names) for word in argv))
 
 
 @pytest.mark.parametrize(
@@ -150,33 +157,29 @@ def test_useless_command_is_refused(
     ],
 )
 def test_dry_run_checks_files(
-    recipe: Path, capsys: pytest.CaptureFixture[str], override: str, code: int, said: str
+    recipe: Path, fails: Fails, override: str, code: int, said: str
 ) -> None:
-    assert said in fails(capsys, code, "train", str(recipe), "--dry-run", f"--{override}")
+    assert said in fails(code, "train", str(recipe), "--dry-run", f"--{override}")
 
 
 @pytest.mark.parametrize("folder", ["/proc/megadapo/run", "runs/" + "x" * 300, "/proc/self/x"])
 def test_impossible_run_folder_is_found_early(
-    recipe: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    folder: str,
+    recipe: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     """Root may write everywhere, so permissions do not show it."""
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
-    message = fails(capsys, 2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
+    message = fails(2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
     assert f"run.folder = {folder} cannot be made" in message
     assert set(tmp_path.rglob("*")) == before
 
 
 def test_missing_gpus_are_found_early(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     dry = ("train", str(recipe), "--dry-run", "--cluster.device=cuda")
-    assert 'cluster.device = "cuda", but this machine has no NVIDIA GPU' in fails(capsys, 2, *dry)
+    assert 'cluster.device = "cuda", but this machine has no NVIDIA GPU' in fails(2, *dry)
     assert main([*dry, "--cluster.address=auto"]) == 0
     assert "cluster.address = auto are not checked" in capsys.readouterr().err
     assert main(dry[:3]) == 0
@@ -184,15 +187,12 @@ def test_missing_gpus_are_found_early(
 
 
 def test_mistyped_folder_is_not_a_hub_name(
-    recipe: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`models/bse` is a typing error if the folder `models` exists, not a Hub name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    message = fails(capsys, 3, "train", str(recipe), "--dry-run", "--model.path=models/bse")
+    message = fails(3, "train", str(recipe), "--dry-run", "--model.path=models/bse")
     assert "no such folder" in message
 
 
@@ -207,10 +207,10 @@ def test_hub_names_are_reported_as_not_checked(
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_incomplete_model_folder_is_named(
-    recipe: Path, model: Path, capsys: pytest.CaptureFixture[str], missing: str
+    recipe: Path, model: Path, fails: Fails, missing: str
 ) -> None:
     (model / missing).unlink()
-    message = fails(capsys, 3, "train", str(recipe), "--dry-run")
+    message = fails(3, "train", str(recipe), "--dry-run")
     assert str(model) in message and missing.removeprefix("model") in message
 
 
@@ -228,11 +228,9 @@ def test_damaged_model_configuration_is_one_message(
     assert "config.json" in capsys.readouterr().err
 
 
-def test_problems_of_model_and_data_are_reported_together(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_of_model_and_data_are_reported_together(recipe: Path, fails: Fails) -> None:
     argv = ["--model.path=nowhere", "--data.train=nowhere.jsonl"]
-    message = fails(capsys, 3, "train", str(recipe), "--dry-run", *argv)
+    message = fails(3, "train", str(recipe), "--dry-run", *argv)
     assert "model.path" in message and "data.train" in message
 
 
@@ -254,29 +252,29 @@ def test_run_folder_as_config_resumes_the_run(
 
 
 def test_impossible_replay_is_refused_early(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     saved = tmp_path / "source" / "rollouts"
     argv = ["train", str(recipe), "--dry-run", f"--replay={saved}"]
-    assert "there is no step-N.jsonl.zst" in fails(capsys, 2, *argv)
+    assert "there is no step-N.jsonl.zst" in fails(2, *argv)
     write_rollouts(saved / "step-3.jsonl.zst", [saved_group(step=3)])
     assert main(argv) == 0
     assert f"replaying {saved}" in capsys.readouterr().err
-    message = fails(capsys, 2, *argv, f"--run.folder={tmp_path / 'source'}")
+    message = fails(2, *argv, f"--run.folder={tmp_path / 'source'}")
     assert "choose another run.folder" in message
 
 
 def test_rollout_refuses_missing_weights_and_existing_run(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, fails: Fails
 ) -> None:
     """Random weights show nothing, and an existing run must not be overwritten."""
     argv = ["rollout", str(recipe), f"--run.folder={tmp_path / 'run'}"]
-    assert "at least 1" in fails(capsys, 2, *argv, "--steps=0")
-    assert "leaves engines without weights" in fails(capsys, 2, *argv, "--model.init=random")
+    assert "at least 1" in fails(2, *argv, "--steps=0")
+    assert "leaves engines without weights" in fails(2, *argv, "--model.init=random")
     folder = tmp_path / "run-rollout"
     write_rollouts(folder / "rollouts" / "step-3.jsonl.zst", [saved_group(step=3)])
     (folder / "checkpoints").mkdir()
-    assert "holds a run (checkpoints)" in fails(capsys, 2, *argv)
+    assert "holds a run (checkpoints)" in fails(2, *argv)
     assert (folder / "rollouts" / "step-3.jsonl.zst").is_file()
 
 
@@ -289,16 +287,13 @@ def test_rollout_refuses_missing_weights_and_existing_run(
     ],
 )
 def test_each_error_type_has_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
+    monkeypatch: pytest.MonkeyPatch, fails: Fails, error: BaseException, code: int
 ) -> None:
     def fail(arguments: object) -> int:
         raise error
 
     monkeypatch.setattr("megadapo.commands.doctor.run", fail)
-    fails(capsys, code, "doctor")
+    fails(code, "doctor")
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
