@@ -34,11 +34,9 @@ def start(folder: Path) -> subprocess.Popen[str]:
     rows = folder / "rows.toml"
     rows.write_text(ROWS)
     words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--seeds", "2"]
+    words += ["--jobs", "2", "--folder", str(folder / "runs"), *SMALL]
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "megadapo.cli", *words, "--jobs", "2"),
-            *("--folder", str(folder / "runs"), *SMALL),
-        ],
+        [sys.executable, "-m", "megadapo.cli", *words],
         cwd=REPOSITORY,
         env=marked(folder),
         stdout=subprocess.PIPE,

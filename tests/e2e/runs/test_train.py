@@ -18,8 +18,8 @@ from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import encode_saved
 from megadapo.rollout.journal.journal import DIGEST_BYTES, JOURNAL_FOLDER
-from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.run.state.status import read_status
+from tests.support.rollout.groups import payloads
 from tests.support.runs.whole_runs import (
     NUM_STEPS,
     assert_same_metrics,
@@ -142,13 +142,11 @@ def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
 
 
 def orders_in(path: Path) -> list[int]:
-    """Return the prompt indices of the groups in a copy of a journal that may be in use."""
-    copy = path.with_name("copy")
-    shutil.copyfile(path, copy)
-    payloads: list[bytes] = []
-    RecordLog(copy, lambda _, payload: payloads.append(payload)).close()
-    copy.unlink()
-    return [json.loads(payload[DIGEST_BYTES:])["group"]["prompt_index"] for payload in payloads[1:]]
+    """Return the prompt indices of the groups in a journal that may be in use."""
+    return [
+        json.loads(payload[DIGEST_BYTES:])["group"]["prompt_index"]
+        for payload in payloads(path)[1:]
+    ]
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ import pytest
 from megadapo.errors import InfraError
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.rollout.journal.journal import evaluation_journal_path
-from tests.support.rollout.groups import num_results
+from tests.support.rollout.groups import payloads
 from tests.support.runs.whole_runs import (
     assert_same_metrics,
     descendants,
@@ -111,7 +111,7 @@ FEW_AT_ONCE = (
 def answered(folder: Path, step: int) -> int:
     """Return the number of answered problems of an evaluation in progress."""
     path = evaluation_journal_path(folder, step)
-    return num_results(path) if path.exists() and path.stat().st_size else 0
+    return len(payloads(path)) if path.exists() and path.stat().st_size else 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

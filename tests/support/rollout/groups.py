@@ -44,11 +44,11 @@ def make_group(prompt_index: int) -> Group:
     )
 
 
-def num_results(path: Path) -> int:
-    """Return the number of results in an evaluation journal that a run may be writing."""
+def payloads(path: Path) -> list[bytes]:
+    """Return the records of a journal that a run may be writing."""
     seen: list[bytes] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copy(path, copy)  # opening a log cuts off an incomplete record
         RecordLog(copy, lambda _, payload: seen.append(payload)).close()
-    return len(seen)
+    return seen

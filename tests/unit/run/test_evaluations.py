@@ -15,7 +15,7 @@ from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.sampling import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
-from tests.support.rollout.groups import num_results
+from tests.support.rollout.groups import payloads
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -137,7 +137,7 @@ def test_stored_answers_need_equal_weights(tmp_path):
     """A redone step may end in other weights if kernels add in any order."""
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
-    assert num_results(evaluation_journal_path(tmp_path, 3)) == NUM_PROBLEMS
+    assert len(payloads(evaluation_journal_path(tmp_path, 3))) == NUM_PROBLEMS
     for weights, num_asked in (("weights", 0), ("other weights", NUM_PROBLEMS)):
         engines = ScriptedEngines()
         evaluations = make("alone", engines, tmp_path, weights)
@@ -192,11 +192,11 @@ def test_next_evaluation_waits_for_the_reserved_engine():
 def test_reserved_engine_reuses_stored_answers(tmp_path):
     first, second = Reserved(tmp_path), Reserved(tmp_path)
     first.evaluations.begin(2)
-    while not num_results(evaluation_journal_path(tmp_path, 2)):
+    while not payloads(evaluation_journal_path(tmp_path, 2)):
         first.evaluations.check()
     first.evaluations.close()
     first.evaluations.check()
-    num_known = num_results(evaluation_journal_path(tmp_path, 2))
+    num_known = len(payloads(evaluation_journal_path(tmp_path, 2)))
     assert 0 < num_known < NUM_PROBLEMS
     second.evaluations.begin(2)
     assert len(second.own.asked) == NUM_PROBLEMS - num_known
