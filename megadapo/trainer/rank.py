@@ -37,7 +37,6 @@ from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import (
     has_results,
     join_groups,
-    process_groups,
 )
 from megadapo.trainer.model.router_replay import check_choices
 from megadapo.trainer.offload import Offload
@@ -59,9 +58,7 @@ from megadapo.trainer.update.optimizer import (
     wait_for_weight,
 )
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
-from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.files import Files
-from megadapo.weights.disk.gather import gather_weights
 from megadapo.weights.sync.sender import PinnedWeightSender, WeightSender
 
 BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
@@ -239,7 +236,7 @@ class TrainerRank(TrainedModel):
             if critic is not None:
                 critic.update(number)
             report_progress()
-        # saves, exports and weight updates read the weights after this
+        # saves and weight updates read the weights after this
         gather_weights_now(self.chunks)
         if self.reference is not None:
             self.reference.follow(request.step)
@@ -296,23 +293,6 @@ class TrainerRank(TrainedModel):
                 self.reference.load(folder, self.layout, self.position)
             if self.critic is not None:
                 self.critic.load(folder)
-
-    def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder, from the first rank."""
-        with self.offload.resident("parameters"):
-            tensors = gather_weights(self.parameters, self.layout, self.position, process_groups())
-            if torch.distributed.get_rank() == 0:
-                export_weights(
-                    tensors,
-                    folder,
-                    layout=self.layout,
-                    dtype=self.config.params_dtype,
-                    base_folder=self.model_folder,
-                )
-            else:
-                for _ in tensors:  # gathering is collective
-                    pass
-        torch.distributed.barrier()
 
     def leave_to_engines(self) -> None:
         """Free GPU memory that engines on the same GPU use while they generate."""

@@ -193,10 +193,6 @@ class Trainer:
         timeout_s = self._config.timeout_s + reading_s
         self.call_all("load", folder.absolute(), files, timeout_s=timeout_s)
 
-    def export(self, folder: Path) -> None:
-        """Write weights, config and tokenizer as a Hugging Face folder."""
-        self.call_all("export", folder.absolute())
-
     def leave_to_engines(self) -> None:
         """Free the GPU memory that trainer.offload gives to engines while they generate."""
         if self._config.offload:

@@ -148,11 +148,6 @@ class TrainerWorker:
         release_cached_memory()
 
     @_named_failures
-    def export(self, folder: Path) -> None:
-        self._started().export(folder)
-        release_cached_memory()
-
-    @_named_failures
     def leave_to_engines(self) -> None:
         self._started().leave_to_engines()
         release_cached_memory()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address
 from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
-from megadapo.weights.disk.gather import ProcessGroups, gather_weights
-from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.load import collect_runs, import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
@@ -36,7 +35,7 @@ def start_ranks(model: Path, folder: Path, *, tp_size: int, pp_size: int) -> lis
 
     positions = replica_positions(open_layout(model), tp_size=tp_size, pp_size=pp_size)
     actor: Any = ray.remote(num_cpus=0)(WeightsRank)
-    ranks = [actor.remote(model, position, rank) for rank, position in enumerate(positions)]
+    ranks = [actor.remote(model, positions, rank) for rank in range(len(positions))]
     ray.get([rank.join.remote(folder / "meeting", len(ranks)) for rank in ranks])
     return ranks
 
@@ -44,9 +43,10 @@ def start_ranks(model: Path, folder: Path, *, tp_size: int, pp_size: int) -> lis
 class WeightsRank:
     """A trainer rank with weights only, without a model."""
 
-    def __init__(self, model: Path, position: ShardPosition, rank: int) -> None:
+    def __init__(self, model: Path, positions: Sequence[ShardPosition], rank: int) -> None:
         torch.set_num_threads(1)
-        self._layout, self._position, self._rank = open_layout(model), position, rank
+        position = positions[rank]
+        self._layout, self._positions, self._rank = open_layout(model), positions, rank
         self._params = {
             shard.name: torch.empty(shard.shape, dtype=DTYPE)
             for shard in self._layout.megatron_shards(position)
@@ -60,10 +60,11 @@ class WeightsRank:
     def join(self, meeting: Path, num_ranks: int) -> None:
         """Create the tensor- and pipeline-parallel groups for gathering."""
         dist.init_process_group("gloo", f"file://{meeting}", rank=self._rank, world_size=num_ranks)
-        at, tp, pp = self._position, self._position.tp_size, self._position.pp_size
+        at = self._positions[self._rank]
+        tp, pp = at.tp_size, at.pp_size
         tp_groups = [dist.new_group([s * tp + t for t in range(tp)]) for s in range(pp)]
         pp_groups = [dist.new_group([s * tp + t for s in range(pp)]) for t in range(tp)]
-        self._groups = ProcessGroups(tp=tp_groups[at.pp_rank], pp=pp_groups[at.tp_rank])
+        self._tp_group, self._pp_group = tp_groups[at.pp_rank], pp_groups[at.tp_rank]
 
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._sender, method)(*args, **kwargs)
@@ -74,9 +75,7 @@ class WeightsRank:
         The result has the tensors' names, shapes and offsets; an empty list after the last.
         """
         if self._gathering is None:
-            self._gathering = gather_weights(
-                self._params, self._layout, self._position, self._groups
-            )
+            self._gathering = self._gather()
             self._next = next(self._gathering)
         tensors: list[tuple[str, list[int], int]] = []
         used = 0
@@ -94,6 +93,27 @@ class WeightsRank:
             self._gathering = None
         offer = None if self._outbox is None else self._outbox.offer()
         return {"tensors": tensors, "num_bytes": used, "offer": offer}
+
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every full tensor of an untied dense model on all ranks, in the same order."""
+        own = self._positions[self._rank]
+        for stage in range(own.pp_size):
+            ranks = self._positions[stage * own.tp_size :][: own.tp_size]
+            for shards in zip(*map(self._layout.megatron_shards, ranks), strict=True):
+                names = dict.fromkeys(run.tensor for shard in shards for run in shard.runs)
+                full = {
+                    name: torch.empty(self._layout.hf_shapes[name], dtype=DTYPE) for name in names
+                }
+                if stage == own.pp_rank:
+                    local = self._params[shards[own.tp_rank].name]
+                    parts = [torch.empty_like(local) for _ in shards]
+                    dist.all_gather(parts, local, group=self._tp_group)
+                    for shard, part in zip(shards, parts, strict=True):
+                        collect_runs(full, shard, part)
+                for name, tensor in full.items():
+                    sender = stage * own.tp_size + own.tp_rank
+                    dist.broadcast(tensor, src=sender, group=self._pp_group)
+                    yield name, tensor
 
     def _bucket(self, num_bytes: int) -> torch.Tensor:
         if self._outbox is None or self._outbox.offer()["num_bytes"] < num_bytes:

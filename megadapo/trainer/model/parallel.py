@@ -19,7 +19,6 @@ from megadapo.trainer.batch.packing import ContextPart
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model_layout import layers_of_stages
 from megadapo.trainer.types import Rendezvous
-from megadapo.weights.disk.gather import ProcessGroups
 from megadapo.weights.layout.shards import ShardPosition
 
 
@@ -115,16 +114,6 @@ def has_results() -> bool:
     All of its context-parallel ranks count, as they have different tokens.
     """
     return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
-
-
-def process_groups() -> ProcessGroups:
-    """Return the groups over which full weights are gathered."""
-    return ProcessGroups(
-        tp=mpu.get_tensor_model_parallel_group(),
-        pp=mpu.get_pipeline_model_parallel_group(),
-        ep=mpu.get_expert_model_parallel_group(),
-        etp=mpu.get_expert_tensor_parallel_group(),
-    )
 
 
 def context_part() -> ContextPart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -81,11 +81,3 @@ def collect_runs(full: Mapping[str, torch.Tensor], shard: Shard, local: torch.Te
     for offset, run in shard.placed_runs():
         target = full[run.tensor].narrow(shard.axis, run.start, run.size)
         target.copy_(local.narrow(shard.axis, offset, run.size))
-
-
-def single_dtype(params: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the type that all parameters share."""
-    dtypes = {param.dtype for param in params}
-    if len(dtypes) != 1:
-        raise WeightError(f"Parameters of one model must share a type, but there are {dtypes}.")
-    return dtypes.pop()

@@ -1,4 +1,4 @@
-"""Collective work of trainer ranks: gathering tensors, and relaying slices between nodes."""
+"""Collective work of trainer ranks: relaying slices between nodes, and messages to engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from megadapo.weights.disk.export import export_weights
-from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import capacity_of, num_rounds, pack, repack
@@ -25,73 +22,6 @@ from tests.support.models.tiny_models import make_model
 from tests.support.weights.connection import BUCKET, Shards, rank_params
 from tests.support.weights.message_order import Message, stuck_ranks
 from tests.support.weights.ranks import run_ranks
-
-
-def groups_by(rank: int, positions, *same: str):
-    """Return the group of ranks that differ from this one on one axis only."""
-    keys = [tuple(getattr(position, name) for name in same) for position in positions]
-    mine = None
-    for key in dict.fromkeys(keys):
-        ranks = [other for other, its in enumerate(keys) if its == key]
-        group = dist.new_group(ranks)
-        mine = group if keys[rank] == key else mine
-    return mine
-
-
-def gather_and_compare(rank: int, folder: Path, sizes: dict, exported: Path) -> None:
-    layout = open_layout(folder)
-    positions = replica_positions(layout, **sizes)
-    position = positions[rank]
-    groups = ProcessGroups(
-        tp=groups_by(rank, positions, "pp_rank", "ep_rank"),
-        pp=groups_by(rank, positions, "tp_rank", "ep_rank"),
-        ep=groups_by(rank, positions, "pp_rank", "tp_rank"),
-    )
-    params = rank_params(folder, layout, position)
-    expected = load_file(folder / "model.safetensors")
-    seen = []
-    for name, tensor in gather_weights(params, layout, position, groups):
-        assert torch.equal(tensor, expected[name]), name
-        seen.append(name)
-    assert sorted(seen) == sorted(expected)
-    tensors = gather_weights(params, layout, position, groups)
-    if rank == 0:
-        export_weights(
-            tensors, exported, layout=layout, dtype=torch.float32, base_folder=folder,
-            max_file_bytes=20_000,
-        )  # fmt: skip
-    else:
-        list(tensors)
-    dist.barrier()
-
-
-CASES = [
-    ("Qwen2", {"tie_word_embeddings": True}, {"tp_size": 2, "pp_size": 2}),
-    ("Qwen3", {}, {"tp_size": 4}),
-    ("Qwen3Moe", {}, {"tp_size": 2, "ep_size": 2, "num_dp": 2}),
-    ("Qwen3Moe", {}, {"pp_size": 2, "vpp_size": 2, "ep_size": 2, "num_dp": 2}),
-]
-
-
-def gather_all(rank: int, folders: list[Path]) -> None:
-    for folder, (_, _, sizes) in zip(folders, CASES, strict=True):
-        gather_and_compare(rank, folder, sizes, folder.with_name(folder.name + "-exported"))
-
-
-def test_ranks_gather_and_export_imported_weights(tmp_path):
-    """Catches ranks that are out of step, and tensors assembled from wrong ranks."""
-    folders = [
-        make_model(tmp_path / str(number), family, **changes)
-        for number, (family, changes, _) in enumerate(CASES)
-    ]
-    run_ranks(gather_all, 4, tmp_path, folders)
-    for folder in folders:
-        files = sorted(folder.with_name(folder.name + "-exported").glob("*.safetensors"))
-        assert len(files) > 2 and all(path.stat().st_size < 40_000 for path in files)
-        after = {name: one for path in files for name, one in load_file(path).items()}
-        before = load_file(folder / "model.safetensors")
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list[str]) -> None:

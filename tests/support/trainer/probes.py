@@ -25,6 +25,7 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from tests.support.trainer.batches import TEXT_COEF
+from tests.support.trainer.full_tensors import full_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,12 +211,9 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Ten
 
 def gathered(model: TrainerRank | Critic, attribute: str = "data") -> dict[str, np.ndarray]:
     """Return full weights, or another tensor of each, by Hugging Face name; collective."""
-    from megadapo.trainer.model.parallel import process_groups
-    from megadapo.weights.disk.gather import gather_weights
-
     tensors = {name: getattr(param, attribute) for name, param in model.parameters.items()}
-    full = gather_weights(tensors, model.layout, model.position, process_groups())
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
+    full = full_tensors(tensors, model.layout, model.position)
+    return {name: tensor.float().numpy() for name, tensor in full.items()}
 
 
 def steps_of(
@@ -288,8 +286,21 @@ def train_and_export(rendezvous, settings, batch, folder: Path) -> np.ndarray | 
     rank = build(rendezvous, settings)
     for _ in steps_of(rank, batch, (1, 2)):
         pass
-    rank.export(folder)
+    export(rank, folder)
     return rank.logprobs(batch)
+
+
+def export(rank: TrainerRank, folder: Path) -> None:
+    """Write the weights of all ranks as a Hugging Face folder."""
+    import torch
+
+    from megadapo.weights.disk.export import export_weights
+
+    tensors = full_tensors(rank.parameters, rank.layout, rank.position)
+    if torch.distributed.get_rank() == 0:
+        dtype, base = rank.config.params_dtype, rank.model_folder
+        export_weights(tensors.items(), folder, layout=rank.layout, dtype=dtype, base_folder=base)
+    torch.distributed.barrier()
 
 
 def initial_weights(rendezvous, settings) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk and the trainer's own gathering give the same Hugging Face folder.
+"""A checkpoint on disk has the weights of the trainer's ranks under Hugging Face names.
 
 Catches layers and experts under another number (stages, chunks), heads of q, k and v in another
 order, gate and up exchanged, padded vocabulary rows, a head that is tied over stages, masters in
@@ -19,7 +19,7 @@ from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.sources import open_layout
 from tests.support.models.tiny_models import TRAINED, make_model
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.probes import build, save_at, update
+from tests.support.trainer.probes import build, export, save_at, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
@@ -33,7 +33,7 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
     rank = build(rendezvous, settings)
     update(rank, batch, policy_version=0, step=1)
     save_at(rank, folder / "trainer")
-    rank.export(folder / "gathered")
+    export(rank, folder / "gathered")
 
 
 @pytest.mark.parametrize(
