@@ -59,7 +59,7 @@ from megadapo.trainer.update.optimizer import (
 )
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.disk.files import Files
-from megadapo.weights.sync.sender import PinnedWeightSender, WeightSender
+from megadapo.weights.sync.sender import WeightSender
 
 BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
 """State that is needed in updates only."""
@@ -115,7 +115,7 @@ class TrainerRank(TrainedModel):
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
         self.weight_sender = WeightSender(*shards, present=self.offload.weights_of)
-        self.pinned_sender = PinnedWeightSender(*shards, present=self.offload.weights_of)
+        self.pinned_sender = WeightSender(*shards, present=self.offload.weights_of)
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
 
     def update(self, request: UpdateRequest) -> UpdateResult:

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import num_rounds, pack
+from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta.codec import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
@@ -100,7 +100,7 @@ def test_other_process_reads_buckets(tmp_path):
     results = tmp_path / "received.pt"
     engine = context.Process(target=receive, args=(plan, offers, filled, taken, results))
     engine.start()
-    for number in range(num_rounds(pack(plan, BUCKET))):
+    for number in range(pack(plan, BUCKET).num_rounds):
         for sender, _ in senders:
             sender.fill(number)
         filled.put(number)
@@ -126,7 +126,7 @@ def test_delta_on_gpu_equals_cpu():
     after.view(torch.int16)[torch.rand(512, 256) < 0.046] += 1
     after[3, 5:9] = torch.tensor([torch.nan, torch.inf, -0.0, 7.0])
     images = [one.view(-1).view(torch.uint8) for one in (before, after)]
-    stamp = Stamp(base=1, version=2, place=3)
+    stamp = Stamp(base=1, version=2, bundle=3)
     expected, count = encode(*images, stamp, itemsize=2)
     section, its_count = encode(*[one.cuda() for one in images], stamp, itemsize=2)
     assert torch.equal(section.cpu(), expected) and its_count == count

@@ -57,7 +57,7 @@ def report(
     plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
 ) -> list[str]:
     """Return bytes per rank and link, buckets and rounds of a plan, as lines of text."""
-    from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
+    from megadapo.weights.sync.buckets import pack
 
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -75,8 +75,8 @@ def report(
             in_node += size
         in_node += size * (plan.num_copies(transfer.engine) - 1)
     schedule = pack(plan, bucket_bytes)
-    bucket = max(largest_buckets(plan, schedule))
-    wave = max(largest_waves(schedule).values())
+    bucket = max(schedule.capacity.buckets)
+    wave = max(schedule.capacity.waves.values())
     moved = sum(sent.values())
     shape, nodes = plan.engine, len(plan.engine.nodes)
     lines = [
@@ -84,7 +84,7 @@ def report(
         f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}"
         + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
         + (" with expert parallelism" if shape.expert_parallel else ""),
-        f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
+        f"transfers             {len(plan.transfers)} in {schedule.num_rounds} rounds",
         f"bytes moved           {_size(moved)}, {_size(between)} of them between nodes",
         f"forwarded in a node   {_size(in_node)}",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),

@@ -16,9 +16,9 @@ from megadapo.weights.disk.load import collect_runs, import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
-from megadapo.weights.sync.buckets import Message
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports.interface import Message
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

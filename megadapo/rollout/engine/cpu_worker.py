@@ -25,7 +25,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from megadapo.weights.sync.vllm_worker import UpdateExtension
+from megadapo.weights.sync.vllm_plugin import UpdateExtension
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP

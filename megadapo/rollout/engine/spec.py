@@ -15,11 +15,11 @@ from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.errors import ConfigError
 from megadapo.models.shape import ModelShape
 from megadapo.rollout.config import RolloutConfig
-from megadapo.weights.sync import vllm_worker
 
 GIB = 1 << 30
 
 # these modules import vLLM, so they are only named here
+EXTENSION = "megadapo.weights.sync.vllm_plugin.UpdateExtension"
 CPU_EXTENSION = "megadapo.rollout.engine.cpu_worker.CpuWorker"
 CPU_SCHEDULER = "megadapo.rollout.engine.scheduler.BatchingScheduler"
 
@@ -93,7 +93,7 @@ class EngineSpec:
         config = self.config
         if self.uses_cuda:
             return {
-                "worker_extension_cls": vllm_worker.EXTENSION,
+                "worker_extension_cls": EXTENSION,
                 "enforce_eager": config.enforce_eager,
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "max_num_batched_tokens": config.max_num_batched_tokens,

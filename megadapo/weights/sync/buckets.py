@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 
 from megadapo.weights.sync.plan import ALIGNMENT, Copy, Transfer, UpdatePlan
+from megadapo.weights.sync.transports.interface import Message
 
-NUM_BUCKETS = 2
-"""Buckets of a trainer rank; round k uses bucket k % 2."""
 LOOK_BACK = 4
 """Rounds before a sender's newest in which gaps are still filled. A larger value would fill few
 more gaps, and mix layers that an engine should complete one after the other."""
@@ -25,49 +24,19 @@ CHECKSUM_CHUNK = 1 << 16
 """Words summed at once: a checksum takes about 1 MiB of extra memory."""
 CHECKSUM_MODULUS = (1 << 61) - 1
 
-Offer = dict[str, Any]
-"""Plain values that open a trainer rank's buckets; only the transport that made them reads them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A range of a trainer rank's bucket, and the engine rank it is for."""
-
-    sender: int
-    target: int
-    """Number of the engine rank among all ranks, the trainer's counted first."""
-    offset: int
-    num_bytes: int
-    wave: int = 0
-    """Part of the round that it travels in, if it is sent and not read in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTransfer:
-    """A transfer and its offsets in the buckets of a round."""
-
-    offset: int
-    """Offset in the bucket of the sender."""
-    transfer: Transfer
-    num_bytes: int
-    wave: int
-    staged_at: int | None = None
-    """Offset in the relay's bucket until the sender has received it, if the sender is not the
-    owner."""
-
-    def message(self, plan: UpdatePlan) -> Message:
-        """Return the range of bytes of this transfer in its sender's bucket."""
-        transfer = self.transfer
-        target = plan.engine_rank_number(transfer.engine, transfer.engine_rank)
-        return Message(transfer.sender, target, self.offset, self.num_bytes, self.wave)
-
-
-Schedule = list[list[list[PlacedTransfer]]]
-"""[sender][round] -> transfers in the bucket."""
-
-RelayBatches = tuple[list[PlacedTransfer], list[PlacedTransfer]]
+RelayBatches = tuple[list["PlacedTransfer"], list["PlacedTransfer"]]
 """A rank's relayed transfers of a round, in two batches that it issues and waits for in turn:
 first from owners, then between senders of one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTransfer(Message):
+    """A transfer and its offsets in the buckets of a round."""
+
+    transfer: Transfer
+    staged_at: int | None
+    """Offset in the relay's bucket until the sender has received it, if the sender is not the
+    owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +47,64 @@ class Capacity:
     """Bytes of a bucket of each trainer rank."""
     waves: dict[tuple[int, int], int]
     """(engine, engine rank) -> bytes that it can receive in one wave."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The transfers of a plan in the buckets of every trainer rank and round."""
+
+    plan: UpdatePlan
+    buckets: list[list[list[PlacedTransfer]]]
+    """[sender][round] -> transfers in the bucket."""
+
+    def __iter__(self) -> Iterator[tuple[int, PlacedTransfer]]:
+        """Yield every transfer with its round."""
+        for rounds in self.buckets:
+            for number, bucket in enumerate(rounds):
+                for placed in bucket:
+                    yield number, placed
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds until every sender has emptied its buckets."""
+        return max(len(rounds) for rounds in self.buckets)
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """Memory that ranks allocate, which is no more than the schedule needs."""
+        buckets = [ALIGNMENT] * self.plan.num_sources
+        received: Counter[tuple[tuple[int, int], int, int]] = Counter()
+        for number, placed in self:
+            transfer, size = placed.transfer, placed.num_bytes
+            buckets[placed.sender] = max(buckets[placed.sender], placed.offset + size)
+            if placed.staged_at is not None:
+                buckets[transfer.relay] = max(buckets[transfer.relay], placed.staged_at + size)
+            received[(transfer.engine, transfer.engine_rank), number, placed.wave] += size
+        waves: dict[tuple[int, int], int] = {}
+        for (target, _, _), size in received.items():
+            waves[target] = max(waves.get(target, 0), size)
+        return Capacity(buckets, waves)
+
+    def repack(self, sizes: Sequence[int]) -> Schedule:
+        """Place the transfers into these buckets with other sizes, of which none is larger.
+
+        Args:
+            sizes: Bytes of every transfer, in the plan's order; multiples of `ALIGNMENT`.
+        """
+        return _Packer(self.plan, sizes, self.capacity).pack()
+
+    def relay_batches(self, rank: int) -> dict[int, RelayBatches]:
+        """Return round -> transfers that a rank sends to or receives from another trainer rank.
+
+        Engines that cannot reach a slice's owner get it from another rank. Both ranks of a relayed
+        transfer have it in the same batch, and all transfers of a pair in the same order.
+        """
+        relayed: dict[int, RelayBatches] = {}
+        for number, placed in self:
+            if placed.staged_at is not None and rank in (placed.transfer.relay, placed.sender):
+                batches = relayed.setdefault(number, ([], []))
+                batches[placed.transfer.is_forwarded].append(placed)
+        return relayed
 
 
 def max_bundle_bytes(bucket_bytes: int) -> int:
@@ -98,16 +125,6 @@ def pack(plan: UpdatePlan, bucket_bytes: int) -> Schedule:
     return _Packer(plan, sizes, Capacity([bucket_bytes] * plan.num_sources, waves)).pack()
 
 
-def repack(plan: UpdatePlan, capacity: Capacity, sizes: Sequence[int]) -> Schedule:
-    """Place the plan's transfers into buckets as `pack` does, with other sizes.
-
-    Args:
-        capacity: Capacity of a schedule in which no transfer was smaller than in `sizes`.
-        sizes: Bytes of every transfer, in the plan's order; multiples of `ALIGNMENT`.
-    """
-    return _Packer(plan, sizes, capacity).pack()
-
-
 class _Packer:
     """Bytes used so far in every bucket and every wave."""
 
@@ -116,7 +133,7 @@ class _Packer:
         self._used: list[list[int]] = [[] for _ in range(plan.num_sources)]
         self._newest = [0] * plan.num_sources
         self._waves: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._schedule: Schedule = [[] for _ in range(plan.num_sources)]
+        self._placed: list[list[list[PlacedTransfer]]] = [[] for _ in range(plan.num_sources)]
 
     def pack(self) -> Schedule:
         forwards: dict[tuple[int, int, int], list[Transfer]] = {}
@@ -133,7 +150,7 @@ class _Packer:
                 key = (transfer.sender, transfer.block, transfer.bundle)
                 self._place(transfer, forwards.pop(key, []), size)
         assert not forwards, "a relay forwards only what it has received"
-        return self._schedule
+        return Schedule(self._plan, self._placed)
 
     def _place(self, transfer: Transfer, forwards: Sequence[Transfer], size: int) -> None:
         number = self._choose_round([transfer, *forwards], size)
@@ -147,13 +164,15 @@ class _Packer:
     def _put(self, transfer: Transfer, number: int, size: int, staged_at: int | None) -> int:
         """Add a transfer to its sender's bucket; return its offset."""
         placed = PlacedTransfer(
+            sender=transfer.sender,
+            target=self._plan.engine_rank_number(transfer.engine, transfer.engine_rank),
             offset=self._reserve(transfer.sender, number, size),
-            transfer=transfer,
             num_bytes=size,
             wave=self._choose_wave(transfer, number, size),
+            transfer=transfer,
             staged_at=staged_at,
         )
-        rounds = self._schedule[transfer.sender]
+        rounds = self._placed[transfer.sender]
         rounds.extend([] for _ in range(number + 1 - len(rounds)))
         rounds[number].append(placed)
         return placed.offset
@@ -187,62 +206,6 @@ class _Packer:
             wave, used = wave + 1, 0
         self._waves[key] = (wave, used + size)
         return wave
-
-
-def relay_batches(schedule: Schedule, rank: int) -> dict[int, RelayBatches]:
-    """Return round -> transfers that a rank sends to or receives from another trainer rank.
-
-    Engines that cannot reach a slice's owner get it from another rank. Both ranks of a relayed
-    transfer have it in the same batch, and all transfers of a pair in the same order.
-    """
-    relayed: dict[int, RelayBatches] = {}
-    for number, placed in _placed_by_round(schedule):
-        ranks = (placed.transfer.relay, placed.transfer.sender)
-        if placed.staged_at is not None and rank in ranks:
-            batches = relayed.setdefault(number, ([], []))
-            batches[placed.transfer.is_forwarded].append(placed)
-    return relayed
-
-
-def num_rounds(schedule: Schedule) -> int:
-    """Return the number of rounds until every sender has emptied its buckets."""
-    return max(len(rounds) for rounds in schedule)
-
-
-def capacity_of(plan: UpdatePlan, schedule: Schedule) -> Capacity:
-    """Return the memory that ranks allocate for a schedule, which is no more than it needs."""
-    return Capacity(largest_buckets(plan, schedule), largest_waves(schedule))
-
-
-def largest_buckets(plan: UpdatePlan, schedule: Schedule) -> list[int]:
-    """Return the bytes of every rank's fullest bucket."""
-    largest = [ALIGNMENT] * plan.num_sources
-    for _, placed in _placed_by_round(schedule):
-        transfer, size = placed.transfer, placed.num_bytes
-        largest[transfer.sender] = max(largest[transfer.sender], placed.offset + size)
-        if placed.staged_at is not None:
-            largest[transfer.relay] = max(largest[transfer.relay], placed.staged_at + size)
-    return largest
-
-
-def largest_waves(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Return (engine, engine rank) -> bytes of its largest wave."""
-    sizes: Counter[tuple[int, int, int, int]] = Counter()
-    for number, placed in _placed_by_round(schedule):
-        transfer = placed.transfer
-        key = (transfer.engine, transfer.engine_rank, number, placed.wave)
-        sizes[key] += placed.num_bytes
-    largest: dict[tuple[int, int], int] = {}
-    for (engine, engine_rank, _, _), size in sizes.items():
-        largest[engine, engine_rank] = max(largest.get((engine, engine_rank), 0), size)
-    return largest
-
-
-def _placed_by_round(schedule: Schedule) -> Iterator[tuple[int, PlacedTransfer]]:
-    for rounds in schedule:
-        for number, bucket in enumerate(rounds):
-            for placed in bucket:
-                yield number, placed
 
 
 def slice_view(bucket: torch.Tensor, offset: int, copy: Copy, dtype: torch.dtype) -> torch.Tensor:

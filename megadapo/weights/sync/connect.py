@@ -9,15 +9,9 @@ from pathlib import Path
 import torch
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import (
-    Capacity,
-    Schedule,
-    capacity_of,
-    max_bundle_bytes,
-    pack,
-)
+from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers
-from megadapo.weights.sync.plan import EngineShape, UpdatePlan
+from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.sender import SenderInfo
 
@@ -25,15 +19,6 @@ MIB = 1 << 20
 
 Device = tuple[str, str | None]
 """Node, and the GPU's name on it; None on a CPU."""
-
-
-@dataclass(frozen=True)
-class Connection:
-    """The plan that every update over a connection repeats, and its schedule."""
-
-    plan: UpdatePlan
-    schedule: Schedule
-    capacity: Capacity
 
 
 @dataclass(frozen=True)
@@ -48,15 +33,12 @@ class Topology:
     sources: list[str] | None
     """Name of the memory that each trainer rank writes; None if it reaches every receiver."""
     hosts: Hosts
-    is_chained: bool = False
-    """Whether the engines of a receiver forward messages to each other; otherwise they read the
-    same memory."""
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Number of engines of each receiver, if one forwards to the next."""
-        receivers = range(len(self.receivers))
-        return tuple(self.receiver_of.count(one) for one in receivers) if self.is_chained else ()
+        """Number of engines of each receiver, if one forwards messages to the next."""
+        receivers = range(len(self.receivers)) if self.transport == "nccl" else ()
+        return tuple(self.receiver_of.count(one) for one in receivers)
 
     @property
     def copy_of_each(self) -> list[int]:
@@ -73,14 +55,10 @@ def connect(
     dtype: torch.dtype,
     deltas: bool,
     folder: Path | None = None,
-) -> Connection:
+) -> Schedule:
     """Plan the update of the peers' targets, and open the buckets on both sides.
 
-    Args:
-        shape: Parallel sizes of the engines; their nodes are added here.
-        dtype: Type of the engines' weights.
-        deltas: Whether updates may send only the changes.
-        folder: Folder of update files, if `config.transport` writes files.
+    Arguments as for `Publisher`; the nodes of the engines are added to their `shape` here.
     """
     import ray
 
@@ -93,9 +71,9 @@ def connect(
         [engines.gpus(index) for index in peers.targets],
     )
     peers.transport = topology.transport
-    bucket_bytes = int(config.bucket_mib * MIB)
+    layout, bucket_bytes = infos[0].layout, int(config.bucket_mib * MIB)
     plan = make_plan(
-        infos[0].layout,
+        layout,
         [info.position for info in infos],
         replace(shape, nodes=tuple(topology.receivers), copies=topology.copies),
         itemsize=dtype.itemsize,
@@ -103,23 +81,13 @@ def connect(
         source_nodes=topology.sources,
         hosts=topology.hosts,
     )
-    offers = peers.call_ranks(
-        "prepare",
-        ray.put(plan),
-        bucket_bytes=bucket_bytes,
-        dtype=dtype,
-        transport=topology.transport,
-        deltas=deltas,
-        folder=folder,
-    )
     common = {
-        "plan": plan.to_json(),
-        "shape": asdict(infos[0].layout.shape),
         "bucket_bytes": bucket_bytes,
         "transport": topology.transport,
-        "offers": offers,
         "deltas": deltas,
     }
+    offers = peers.call_ranks("prepare", ray.put(plan), dtype=dtype, folder=folder, **common)
+    common |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
     connecting = peers.submit_ranks("connect", offers)
     own = zip(peers.targets, topology.receiver_of, topology.copy_of_each, strict=True)
     opening = engines.call(
@@ -129,8 +97,7 @@ def connect(
     peers.wait_engines(opening, "connect", forgive=False)
     peers.wait_ranks(connecting, "connect")
     peers.call_ranks("opened")
-    schedule = pack(plan, bucket_bytes)
-    return Connection(plan, schedule, capacity_of(plan, schedule))
+    return pack(plan, bucket_bytes)
 
 
 def find_topology(
@@ -162,10 +129,8 @@ def find_topology(
         # written once, or sent there once, for all of them.
         receivers = list(dict.fromkeys(engine_nodes))
         receiver_of = [receivers.index(node) for node in engine_nodes]
-        is_sent = transport == "nccl"
-        sources = None if is_sent else nodes
-        hosts = Hosts(nodes, receivers)
-        return Topology(transport, receiver_of, receivers, sources, hosts, is_chained=is_sent)
+        sources = None if transport == "nccl" else nodes
+        return Topology(transport, receiver_of, receivers, sources, Hosts(nodes, receivers))
     receiver_of = list(range(len(devices)))
     receivers = [f"engine {number}" for number in receiver_of]
     # A process can open memory only on its own engine's GPUs.

@@ -7,8 +7,10 @@ enough to send whole to every rank, which then reads its own part.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.shards import EnginePosition
@@ -66,8 +68,7 @@ class ChainPosition:
     """Engine rank that this one forwards messages to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One slice of a trainer parameter and its destination in an engine parameter."""
 
     source_name: str
@@ -90,8 +91,7 @@ class Copy:
         return self.size * (1 if self.width is None else self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """Copies of one block that have the same possible owners and the same receiving rank."""
 
     owners: tuple[int, ...]
@@ -103,16 +103,14 @@ class Bundle:
     """Bytes in a bucket, alignment included."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A part of the model: embedding, one decoder layer, final norm or head."""
 
     template: int
     layer: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One bundle of one block on its way from a trainer rank to an engine rank.
 
     The owner copies it into its own bucket if the receiver can read that; then all three ranks are
@@ -161,7 +159,7 @@ class UpdatePlan:
             else:
                 source = copy.source_name.replace(LAYER, str(layer))
                 target = copy.target_name.replace(LAYER, str(layer))
-                yield replace(copy, source_name=source, target_name=target)
+                yield copy._replace(source_name=source, target_name=target)
 
     def slices(self, transfer: Transfer, offset: int = 0) -> Iterator[tuple[int, Copy]]:
         """Yield the copies of a transfer with their offsets in its bucket."""
@@ -213,38 +211,13 @@ class UpdatePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and dicts that `plan_from_json` reads."""
-        return {
-            "num_sources": self.num_sources,
-            "engine": asdict(self.engine),
-            "itemsize": self.itemsize,
-            "templates": [[_bundle_row(bundle) for bundle in one] for one in self.templates],
-            "blocks": [[block.template, block.layer] for block in self.blocks],
-            "transfers": [_fields(transfer) for transfer in self.transfers],
-        }
+        data: dict[str, Any] = _PLAN.dump_python(self, mode="json")
+        return data
+
+
+_PLAN = TypeAdapter(UpdatePlan)
 
 
 def plan_from_json(data: dict[str, Any]) -> UpdatePlan:
     """Return the plan that `UpdatePlan.to_json` wrote."""
-    lists = {name: tuple(data["engine"][name]) for name in ("nodes", "copies")}
-    return UpdatePlan(
-        num_sources=data["num_sources"],
-        engine=EngineShape(**data["engine"] | lists),
-        itemsize=data["itemsize"],
-        templates=[[_read_bundle(row) for row in one] for one in data["templates"]],
-        blocks=[Block(*row) for row in data["blocks"]],
-        transfers=[Transfer(*row) for row in data["transfers"]],
-    )
-
-
-def _fields(record: Copy | Transfer) -> list[Any]:
-    return [getattr(record, name) for name in record.__slots__]
-
-
-def _bundle_row(bundle: Bundle) -> list[Any]:
-    copies = [_fields(copy) for copy in bundle.copies]
-    return [list(bundle.owners), bundle.tp_rank, copies, bundle.num_bytes]
-
-
-def _read_bundle(row: list[Any]) -> Bundle:
-    owners, tp_rank, copies, num_bytes = row
-    return Bundle(tuple(owners), tp_rank, tuple(Copy(*copy) for copy in copies), num_bytes)
+    return _PLAN.validate_python(data)

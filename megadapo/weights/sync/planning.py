@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.cuts import Run, round_up
@@ -237,8 +237,7 @@ def _divide(copy: Copy, itemsize: int, max_bytes: int) -> Iterator[Copy]:
             f"weights.bucket_mib is too small: one row of {copy.source_name} has {per_row} bytes."
         )
     for start in range(0, copy.size, step):
-        yield replace(
-            copy,
+        yield copy._replace(
             source_offset=copy.source_offset + start,
             target_offset=copy.target_offset + start,
             size=min(step, copy.size - start),

@@ -13,8 +13,8 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import num_rounds, repack
-from megadapo.weights.sync.connect import Connection, connect
+from megadapo.weights.sync.buckets import Schedule
+from megadapo.weights.sync.connect import connect
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers, phase
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
@@ -96,7 +96,8 @@ class Publisher:
             # each publisher removes its own older updates
             self._folder = config.folder.absolute() / ("pinned" if pinned else "live")
         self._warnings: list[str] = []
-        self._connection: Connection | None = None
+        self._schedule: Schedule | None = None
+        """Schedule of full updates over the present connection."""
         self._incarnations: list[Hashable] = []
         """Identities of the connected engine processes."""
 
@@ -186,7 +187,7 @@ class Publisher:
                     f"Engines do not have the weights of the last update ({current}, not {base}), "
                     "so all weights are sent."
                 )
-                self._connection, base = None, None
+                self._schedule, base = None, None
                 plan = self._connect(self._peers.targets).plan
         version = self._versions.begin()
         if base is None:
@@ -205,18 +206,17 @@ class Publisher:
         self, version: int, delta: Delta | None = None, density: float | None = None
     ) -> Update:
         """Prepare the rounds of an update on every rank."""
-        connection = self._connection
-        assert connection is not None, "connect first"
-        schedule, sizes = connection.schedule, None
+        schedule, sizes = self._schedule, None
+        assert schedule is not None, "connect first"
         if delta is not None:
             sizes = delta.sizes
-            schedule = repack(connection.plan, connection.capacity, sizes)
+            schedule = schedule.repack(sizes)
         if self._versions.deltas or self._folder is not None:
             self._peers.call_ranks("begin", sizes, version)
         return Update(
             version=version,
-            num_bytes=connection.plan.num_bytes if sizes is None else sum(sizes),
-            num_rounds=num_rounds(schedule),
+            num_bytes=schedule.plan.num_bytes if sizes is None else sum(sizes),
+            num_rounds=schedule.num_rounds,
             compares_at_end=delta is None and self._versions.verifies(in_full=True),
             density=density,
             delta=delta,
@@ -237,13 +237,13 @@ class Publisher:
                 update = self._begin(self._versions.begin())
         raise InfraError(f"weights.folder = {self._config.folder}: {problem}")
 
-    def _connect(self, targets: Sequence[int]) -> Connection:
+    def _connect(self, targets: Sequence[int]) -> Schedule:
         """Connect to the engines to update, unless the same processes are connected."""
         self._peers.targets = list(targets)
         incarnations = [self._engines.incarnation(index) for index in targets]
-        if self._connection is None or incarnations != self._incarnations:
-            self._connection, self._incarnations = None, incarnations
-            self._connection = connect(
+        if self._schedule is None or incarnations != self._incarnations:
+            self._schedule, self._incarnations = None, incarnations
+            self._schedule = connect(
                 self._peers,
                 self._engines,
                 self._config,
@@ -253,4 +253,4 @@ class Publisher:
                 folder=self._folder,
             )
             self._versions.reset()
-        return self._connection
+        return self._schedule

@@ -8,21 +8,19 @@ from typing import Protocol
 
 import torch
 
-from megadapo.errors import WeightError
+from megadapo.errors import InfraError, WeightError
 from megadapo.weights.layout.shards import Shard
-from megadapo.weights.sync.buckets import (
-    PlacedTransfer,
-    Schedule,
-    capacity_of,
-    checksum,
-    pack,
-    repack,
-    slice_view,
-)
+from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta.codec import Changes, Stamp, decode
 from megadapo.weights.sync.delta.state import Delta, bundle_number
 from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
-from megadapo.weights.sync.transports.transports import Inbox
+from megadapo.weights.sync.transports.folder import FolderInbox
+from megadapo.weights.sync.transports.in_place import CudaIpcInbox, SharedMemoryInbox
+from megadapo.weights.sync.transports.interface import Inbox, Offer
+from megadapo.weights.sync.transports.point_to_point import PointToPointInbox
+
+SliceKey = tuple[int, int, int]
+"""Trainer rank, round, and number of the slice in the rank's bucket."""
 
 
 class Target(Protocol):
@@ -71,19 +69,37 @@ class WeightReceiver:
             self.shapes[shard.name] = (*stack, *shard.shape)
             covered = sum(run.size for run in shard.runs)
             self._expected[shard.name] += covered * shard.numel_per_row
-        schedule = pack(plan, bucket_bytes)
         self._place = (engine, engine_rank)
-        self._full_rounds = self._rounds = _own_rounds(plan, schedule, *self._place)
-        self._capacity = capacity_of(plan, schedule)
-        self.largest_wave = self._capacity.waves.get(self._place, 0)
-        """Bytes that this rank receives at once, if it cannot read buckets in place."""
-        self.senders = {
-            placed.transfer.sender for own in self._full_rounds.values() for _, placed in own
-        }
-        """Trainer ranks whose buckets this rank reads; it may not be able to open others."""
+        self._full = pack(plan, bucket_bytes)
+        self._full_rounds = self._rounds = self._own_rounds(self._full)
         self.num_bytes = 0
         self.version: int | None = None
         """Version of this rank's weights; None during and after an incomplete update."""
+
+    def open_inbox(
+        self, transport: str, offers: Sequence[Offer | None], device: torch.device, *, copy: int = 0
+    ) -> Inbox:
+        """Open the trainer ranks' buckets.
+
+        Args:
+            transport: The resolved `weights.transport`.
+            offers: Offer of every trainer rank.
+            copy: Number of this rank's engine among the receiver's engines.
+        """
+        # other buckets may be on another node, or on a GPU that this process does not see
+        senders = {placed.sender for own in self._full_rounds.values() for _, placed in own}
+        readable = [offer if number in senders else None for number, offer in enumerate(offers)]
+        if transport == "shared_memory":
+            return SharedMemoryInbox(readable)
+        if transport == "cuda_ipc":
+            return CudaIpcInbox(readable, device)
+        if transport == "nccl":
+            largest_wave = self._full.capacity.waves.get(self._place, 0)
+            position = self._plan.chain_position(*self._place, copy)
+            return PointToPointInbox(offers, largest_wave, device, position)
+        if transport == "folder":
+            return FolderInbox(offers, device)
+        raise InfraError(f"weights.transport: unknown transport {transport!r}.")
 
     def start(
         self,
@@ -110,16 +126,15 @@ class WeightReceiver:
         self._rounds, self._next_version, self._delta = self._full_rounds, version, delta
         self._sums: dict[Transfer, int] = {}
         if delta is not None:
-            schedule = repack(self._plan, self._capacity, delta.sizes)
-            self._rounds = _own_rounds(self._plan, schedule, *self._place)
+            self._rounds = self._own_rounds(self._full.repack(delta.sizes))
             if delta.checksums:
                 self._sums = dict(zip(self._plan.transfers, delta.checksums, strict=True))
         self.version = None
         self._missing = Counter(self._expected)
         self._open: dict[str, torch.Tensor] = {}
-        self._copied: dict[str, list[tuple[tuple[int, int, int], Copy]]] = {}
+        self._copied: dict[str, list[tuple[SliceKey, Copy]]] = {}
         self._with_checksums = with_checksums
-        self._checksums: dict[tuple[int, int, int], tuple[str, int]] = {}
+        self._checksums: dict[SliceKey, tuple[str, int]] = {}
         self.num_bytes = 0
         for name, count in self._expected.items():
             # A rank's part of the vocabulary can consist of padding only.
@@ -141,13 +156,26 @@ class WeightReceiver:
             WeightError: A bundle cannot be applied; none of its elements was changed.
         """
         own = self._rounds.get(round_number, [])
-        messages = [placed.message(self._plan) for _, placed in own]
-        contents = self._inbox.receive(round_number, messages)
+        contents = self._inbox.receive(round_number, [placed for _, placed in own])
         for (first, placed), received in zip(own, contents, strict=True):
             if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
                 self._change(received, placed.transfer)
             else:
                 self._replace(received, placed.transfer, round_number, first)
+
+    def _own_rounds(self, schedule: Schedule) -> dict[int, list[tuple[int, PlacedTransfer]]]:
+        """Return round -> this rank's transfers by wave, each with its first slice number."""
+        own: dict[int, list[tuple[int, PlacedTransfer]]] = {}
+        first: Counter[tuple[int, int]] = Counter()
+        for round_number, placed in schedule:
+            transfer = placed.transfer
+            if (transfer.engine, transfer.engine_rank) == self._place:
+                number = first[placed.sender, round_number]
+                own.setdefault(round_number, []).append((number, placed))
+            first[placed.sender, round_number] += len(self._plan.bundle(transfer).copies)
+        for placed_slices in own.values():
+            placed_slices.sort(key=lambda one: one[1].wave)
+        return own
 
     def _replace(
         self, received: torch.Tensor, transfer: Transfer, round_number: int, first: int
@@ -211,16 +239,14 @@ class WeightReceiver:
         return _region(self._open[name], copy)
 
     def _arrived(self, copy: Copy) -> None:
+        """Complete the parameter if this was its last slice."""
         name = copy.target_name
         self._missing[name] -= copy.numel
         if self._missing[name] == 0:
-            self._complete(name)
-
-    def _complete(self, name: str) -> None:
-        tensor = self._open.pop(name)
-        for key, copy in self._copied.pop(name, ()):
-            self._checksums[key] = (name, checksum(_region(tensor, copy)))
-        self._target.complete(name, tensor)
+            tensor = self._open.pop(name)
+            for key, part in self._copied.pop(name, ()):
+                self._checksums[key] = (name, checksum(_region(tensor, part)))
+            self._target.complete(name, tensor)
 
     def verify(self, sent: Sequence[Sequence[Sequence[int]]]) -> None:
         """Compare with the trainer's checksums: [sender][round][slice].
@@ -241,24 +267,6 @@ class WeightReceiver:
         if missing:
             raise WeightError(f"Incomplete weight update: {', '.join(missing[:5])}.")
         self.version = self._next_version
-
-
-def _own_rounds(
-    plan: UpdatePlan, schedule: Schedule, engine: int, engine_rank: int
-) -> dict[int, list[tuple[int, PlacedTransfer]]]:
-    """Return round -> this rank's transfers in order of waves, each with its first slice number."""
-    own: dict[int, list[tuple[int, PlacedTransfer]]] = {}
-    for rounds in schedule:
-        for round_number, bucket in enumerate(rounds):
-            first = 0
-            for placed in bucket:
-                transfer = placed.transfer
-                if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
-                    own.setdefault(round_number, []).append((first, placed))
-                first += len(plan.bundle(transfer).copies)
-    for placed_slices in own.values():
-        placed_slices.sort(key=lambda one: one[1].wave)
-    return own
 
 
 def change_in_place(region: torch.Tensor, changes: Changes) -> None:

@@ -10,26 +10,17 @@ from pathlib import Path
 import torch
 
 from megadapo.cluster.this_node import node_address
+from megadapo.errors import InfraError
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
-from megadapo.weights.sync.buckets import (
-    Capacity,
-    Offer,
-    PlacedTransfer,
-    Schedule,
-    capacity_of,
-    checksum,
-    num_rounds,
-    pack,
-    relay_batches,
-    repack,
-    slice_view,
-)
+from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta.state import DeltaState, Encoded
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
 from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
-from megadapo.weights.sync.transports.transports import Outbox, open_outbox
+from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports.interface import Offer, Outbox
+from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +34,10 @@ class SenderInfo:
     """Name of the rank's GPU on its node; None on a CPU."""
 
 
-class _Rounds:
-    """This rank's part of a schedule."""
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.own = schedule[rank]
-        """Transfers in this rank's bucket of each round."""
-        self.relayed = relay_batches(schedule, rank)
-        self.last = num_rounds(schedule) - 1
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """The parts that all updates of one plan share on this rank."""
-
-    plan: UpdatePlan
-    dtype: torch.dtype
-    full: _Rounds
-    capacity: Capacity
-    outbox: Outbox
-    state: DeltaState | None
-    """Bits that were sent last, if updates may send only the changes."""
-
-
 class WeightSender:
     """A writer of slices of this rank's parameters into buckets.
+
+    The driver calls `prepare` first, and again for each new plan.
 
     Args:
         params: Megatron-named parameters of this rank, with global layer numbers; read at every
@@ -92,9 +62,8 @@ class WeightSender:
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
         self._present = present or (lambda param: param)
-        self._prepared: _Prepared | None = None
-        self._delta_rounds: _Rounds | None = None
-        """Rounds of the present update, if it sends only the changes."""
+        self._pinned: dict[str, torch.Tensor] | None = None
+        self._outbox: Outbox | None = None
 
     def describe(self) -> SenderInfo:
         return SenderInfo(
@@ -120,30 +89,42 @@ class WeightSender:
             deltas: Keep the bits that are sent, so that later updates can send only the changes.
             folder: Folder of update files, for the transport "folder".
         """
-        self.close()
-        schedule = pack(plan, bucket_bytes)
-        capacity = capacity_of(plan, schedule)
-        outbox = open_outbox(
-            transport,
-            capacity.buckets[self._rank],
-            device=self._device,
-            rank=self._rank,
-            num_ranks=plan.num_ranks,
-            folder=folder,
-        )
-        state = DeltaState(dtype.itemsize) if deltas else None
-        full = _Rounds(schedule, self._rank)
-        self._prepared = _Prepared(plan, dtype, full, capacity, outbox, state)
-        return outbox.offer()
+        if self._outbox is not None:
+            self._outbox.close()
+        self._plan, self._dtype = plan, dtype
+        self._full = pack(plan, bucket_bytes)
+        self._use(self._full)
+        self._sends_changes = False
+        # bits that were sent last, if updates may send only the changes
+        self._state = DeltaState(dtype.itemsize) if deltas else None
+        self._outbox = self._open_outbox(transport, folder)
+        return self._outbox.offer()
+
+    def _open_outbox(self, transport: str, folder: Path | None) -> Outbox:
+        num_bytes = self._full.capacity.buckets[self._rank]
+        if transport == "shared_memory":
+            return SharedMemoryOutbox(num_bytes)
+        if transport == "cuda_ipc":
+            return CudaIpcOutbox(num_bytes, self._device)
+        if transport == "nccl":
+            return PointToPointOutbox(
+                num_bytes, self._device, rank=self._rank, num_ranks=self._plan.num_ranks
+            )
+        if transport == "folder" and folder is not None:
+            return FolderOutbox(folder, num_bytes, self._device, rank=self._rank)
+        raise InfraError(f"weights.transport: unknown transport {transport!r}.")
+
+    def _use(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._relayed = schedule.relay_batches(self._rank)
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
         """Connect to the engine ranks, which open the offers at the same time."""
-        self._ready.outbox.connect(offers)
+        self._buckets.connect(offers)
 
     def opened(self) -> None:
         """Note that every receiver has opened the offer."""
-        if self._prepared is not None:
-            self._prepared.outbox.opened()
+        self._buckets.opened()
 
     @torch.no_grad()
     def encode(
@@ -154,11 +135,10 @@ class WeightSender:
         Returns:
             Sizes of the sections; None if they exceed `max_share` of all bytes.
         """
-        ready = self._ready
-        assert ready.state is not None, "prepare with deltas"
-        return ready.state.encode(
-            [transfer for transfer in ready.plan.transfers if transfer.owner == self._rank],
-            lambda transfer: self._image(ready, transfer),
+        assert self._state is not None, "prepare with deltas"
+        return self._state.encode(
+            [transfer for transfer in self._plan.transfers if transfer.owner == self._rank],
+            self._image,
             base=base,
             version=version,
             max_share=max_share,
@@ -173,14 +153,11 @@ class WeightSender:
                 sends all weights.
             version: Version of the update.
         """
-        ready = self._ready
-        if isinstance(ready.outbox, FolderOutbox):
-            ready.outbox.begin(version)
-        self._delta_rounds = None
-        if sizes is not None:
-            self._delta_rounds = _Rounds(repack(ready.plan, ready.capacity, sizes), self._rank)
-        elif ready.state is not None:
-            ready.state.drop_sections()
+        self._buckets.begin(version)
+        self._sends_changes = sizes is not None
+        self._use(self._full if sizes is None else self._full.repack(sizes))
+        if sizes is None and self._state is not None:
+            self._state.drop_sections()
 
     @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
@@ -191,133 +168,101 @@ class WeightSender:
         Returns:
             The checksum of every slice in the bucket, in order, if requested.
         """
-        ready = self._ready
-        rounds = self._delta_rounds or ready.full
-        self._relay(ready, rounds, round_number)
+        self._relay(round_number)
         sums = []
-        if round_number < len(rounds.own):
-            own = rounds.own[round_number]
-            bucket = ready.outbox.bucket(round_number)
-            for placed in own:
+        own = self._schedule.buckets[self._rank]
+        if round_number < len(own):
+            bucket = self._buckets.bucket(round_number)
+            for placed in own[round_number]:
                 if placed.transfer.owner == self._rank:
-                    self._put(ready, bucket, placed, placed.offset)
+                    self._put(bucket, placed, placed.offset)
                 if with_checksums:
-                    sums += _checksums(ready, bucket, placed)
-            ready.outbox.post(round_number, [placed.message(ready.plan) for placed in own])
-        if ready.state is not None and round_number == rounds.last:
-            ready.state.drop_sections()
+                    sums += [
+                        checksum(slice_view(bucket, offset, copy, self._dtype))
+                        for offset, copy in self._plan.slices(placed.transfer, placed.offset)
+                    ]
+            self._buckets.post(round_number, own[round_number])
+        if self._state is not None and round_number == self._schedule.num_rounds - 1:
+            self._state.drop_sections()
         return sums
 
     def written(self) -> dict[str, WrittenFile]:
         """Return the files of the present update; empty for transports without files."""
-        outbox = self._ready.outbox
-        return outbox.written if isinstance(outbox, FolderOutbox) else {}
+        return self._buckets.written if isinstance(self._buckets, FolderOutbox) else {}
 
     @torch.no_grad()
     def fingerprint(self) -> list[int]:
         """Return the checksum of each parameter of this rank."""
-        return [checksum(self._present(param)) for _, param in sorted(self._params.items())]
+        return [checksum(self._weights_of(name)) for name in sorted(self._params)]
 
-    def close(self) -> None:
-        """Free the buckets."""
-        if self._prepared is not None:
-            self._prepared.outbox.close()
-        self._prepared = self._delta_rounds = None
+    @torch.no_grad()
+    def pin(self) -> None:
+        """Copy the present weights; later updates send the copy, which training does not change.
+
+        The copy is in main memory and as large as this rank's parameters.
+        """
+        if self._pinned is None:
+            self._pinned = {
+                name: torch.empty(param.shape, dtype=param.dtype)
+                for name, param in self._params.items()
+            }
+        for name, param in self._params.items():
+            self._pinned[name].copy_(self._present(param))
+
+    def _weights_of(self, name: str) -> torch.Tensor:
+        return self._present(self._params[name]) if self._pinned is None else self._pinned[name]
 
     @property
-    def _ready(self) -> _Prepared:
-        assert self._prepared is not None, "prepare first"
-        return self._prepared
+    def _buckets(self) -> Outbox:
+        assert self._outbox is not None, "prepare first"
+        return self._outbox
 
-    def _put(
-        self, ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer, start: int
-    ) -> None:
+    def _put(self, bucket: torch.Tensor, placed: PlacedTransfer, start: int) -> None:
         """Write a transfer's section or slices into a bucket."""
         target = bucket.narrow(0, start, placed.num_bytes)
-        if self._delta_rounds is not None:
-            assert ready.state is not None, "begin gets sizes only after encode"
-            target.copy_(ready.state.section(placed.transfer))
-        elif ready.state is not None:
-            target.copy_(self._image(ready, placed.transfer))
-            ready.state.keep(placed.transfer, target)
+        if self._state is None:
+            self._copy_slices(target, placed.transfer)
+        elif self._sends_changes:
+            target.copy_(self._state.section(placed.transfer))
         else:
-            self._copy_slices(ready, target, placed.transfer)
+            target.copy_(self._image(placed.transfer))
+            self._state.keep(placed.transfer, target)
 
-    def _image(self, ready: _Prepared, transfer: Transfer) -> torch.Tensor:
+    def _image(self, transfer: Transfer) -> torch.Tensor:
         """Return the bits of a bundle as a bucket holds them, with zeros between its slices."""
-        num_bytes = ready.plan.bundle(transfer).num_bytes
+        num_bytes = self._plan.bundle(transfer).num_bytes
         image = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        self._copy_slices(ready, image, transfer)
+        self._copy_slices(image, transfer)
         return image
 
-    def _copy_slices(self, ready: _Prepared, target: torch.Tensor, transfer: Transfer) -> None:
-        for offset, copy in ready.plan.slices(transfer):
-            param = self._present(self._params[copy.source_name])
-            piece = param.narrow(copy.axis, copy.source_offset, copy.size)
-            slice_view(target, offset, copy, ready.dtype).copy_(piece)
+    def _copy_slices(self, target: torch.Tensor, transfer: Transfer) -> None:
+        for offset, copy in self._plan.slices(transfer):
+            weights = self._weights_of(copy.source_name)
+            piece = weights.narrow(copy.axis, copy.source_offset, copy.size)
+            slice_view(target, offset, copy, self._dtype).copy_(piece)
 
-    def _relay(self, ready: _Prepared, rounds: _Rounds, round_number: int) -> None:
+    def _relay(self, round_number: int) -> None:
         """Send slices over the trainer's group to ranks that serve engines on other nodes.
 
         Both sides have space for them in this round's bucket.
         """
-        for batch in rounds.relayed.get(round_number, ()):
-            bucket = ready.outbox.bucket(round_number)
-            operations = [self._relay_one(ready, bucket, placed) for placed in batch]
+        for batch in self._relayed.get(round_number, ()):
+            bucket = self._buckets.bucket(round_number)
+            operations = [self._relay_one(bucket, placed) for placed in batch]
             works = torch.distributed.batch_isend_irecv(operations) if operations else []
             for work in works:
                 work.wait()
 
-    def _relay_one(
-        self, ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer
-    ) -> torch.distributed.P2POp:
+    def _relay_one(self, bucket: torch.Tensor, placed: PlacedTransfer) -> torch.distributed.P2POp:
         transfer, size = placed.transfer, placed.num_bytes
         if transfer.sender == self._rank:
             target = bucket.narrow(0, placed.offset, size)
             return torch.distributed.P2POp(torch.distributed.irecv, target, transfer.relay)
         assert placed.staged_at is not None, "only transfers with another sender are relayed"
         if not transfer.is_forwarded:
-            self._put(ready, bucket, placed, placed.staged_at)
+            self._put(bucket, placed, placed.staged_at)
         staged = bucket.narrow(0, placed.staged_at, size)
         return torch.distributed.P2POp(torch.distributed.isend, staged, transfer.sender)
-
-
-class PinnedWeightSender(WeightSender):
-    """A sender of a copy of the weights, which training does not change.
-
-    The copy is in main memory and as large as this rank's parameters. Arguments as for
-    `WeightSender`.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, torch.Tensor],
-        layout: ModelLayout,
-        position: ShardPosition,
-        rank: int,
-        *,
-        present: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(params, layout, position, rank, present=present)
-        self._live, self._params = self._params, {}
-
-    @torch.no_grad()
-    def pin(self) -> None:
-        """Replace the copy by the present weights."""
-        if not self._params:
-            self._params = {
-                name: torch.empty(param.shape, dtype=param.dtype)
-                for name, param in self._live.items()
-            }
-        for name, param in self._live.items():
-            self._params[name].copy_(self._present(param))
-
-
-def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer) -> list[int]:
-    return [
-        checksum(slice_view(bucket, offset, copy, ready.dtype))
-        for offset, copy in ready.plan.slices(placed.transfer, placed.offset)
-    ]
 
 
 def _gpu_name(device: torch.device) -> str:

@@ -28,12 +28,11 @@ from megadapo.cluster.process_log import write_stacks_on_signal
 from megadapo.cluster.watch.guard import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
-from megadapo.weights.sync.buckets import Offer
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
 from megadapo.weights.sync.transports.folder import FolderInbox
-from megadapo.weights.sync.transports.transports import Inbox, open_inbox
+from megadapo.weights.sync.transports.interface import Inbox, Offer
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
 NAME = "megadapo"
@@ -152,13 +151,8 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = receiver
         self._kept: dict[str, torch.Tensor] | None = {} if init_info.deltas else None
         self.shutdown()
-        self._inbox = open_inbox(
-            init_info.transport,
-            init_info.offers,
-            senders=receiver.senders,
-            num_bytes=receiver.largest_wave,
-            device=self.device,
-            position=plan.chain_position(init_info.engine, rank, init_info.copy),
+        self._inbox = receiver.open_inbox(
+            init_info.transport, init_info.offers, self.device, copy=init_info.copy
         )
 
     def open_update(self, version: int, wait_s: float) -> str | None:
@@ -251,3 +245,17 @@ def _check_shape(layout: ModelLayout, trainer: dict[str, Any]) -> None:
                 f"Trainer and engine differ in {name}: {value} against {own[name]}; both must "
                 "come from the same model.path."
             )
+
+
+class UpdateExtension:
+    """A mix-in of vLLM's worker; engines call its methods by name on every rank."""
+
+    weight_transfer_engine: MegadapoTransfer
+
+    def weight_version(self) -> int | None:
+        """Return the version of this rank's weights; None after an incomplete update."""
+        return self.weight_transfer_engine.weight_version
+
+    def open_update(self, version: int, wait_s: float) -> str | None:
+        """Open an update that is in files; return the problem of a rank that cannot."""
+        return self.weight_transfer_engine.open_update(version, wait_s)

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import capacity_of, num_rounds, pack, repack
+from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta.state import combine
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
-from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
 from tests.support.weights.connection import BUCKET, Shards, rank_params
 from tests.support.weights.message_order import Message, stuck_ranks
@@ -63,7 +62,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     delta = combine(plan, encoded, base=1)
     assert sum(delta.sizes) < 0.5 * plan.num_bytes
     sender.begin(delta.sizes)
-    schedule = repack(plan, capacity_of(plan, pack(plan, BUCKET)), delta.sizes)
+    schedule = pack(plan, BUCKET).repack(delta.sizes)
     target.old, target.done = target.done, {}
     relay_rounds(sender, receiver, inbox, target, schedule, version=2, delta=delta)
     batches = [None] * 4
@@ -89,7 +88,7 @@ def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=No
     """Run one update; a delta's checksums are compared."""
     if receiver is not None:
         receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
-    for number in range(num_rounds(schedule)):
+    for number in range(schedule.num_rounds):
         sender.fill(number)
         dist.barrier()
         if receiver is not None:
@@ -104,7 +103,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
     layout = open_layout(folder)
     positions = replica_positions(layout, pp_size=2)
     plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET)
-    rounds = range(num_rounds(pack(plan, BUCKET)))
+    rounds = range(pack(plan, BUCKET).num_rounds)
     offers = [None] * 4
     if rank < 2:
         position = positions[rank]
@@ -113,7 +112,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
         offer = sender.prepare(plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="nccl")
         dist.all_gather_object(offers, offer)
         sender.connect(offers)
-        sent = count_sent(sender._prepared.outbox)
+        sent = count_sent(sender._outbox)
         for _ in range(2):
             for number in rounds:
                 sender.fill(number)
@@ -129,10 +128,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
         plan, layout.engine_shards(position), engine=0, engine_rank=place[0],
         bucket_bytes=BUCKET, dtype=torch.float32,
     )  # fmt: skip
-    inbox = open_inbox(
-        "nccl", offers, senders=receiver.senders, num_bytes=receiver.largest_wave,
-        device=torch.device("cpu"), position=plan.chain_position(0, place[0], place[1]),
-    )  # fmt: skip
+    inbox = receiver.open_inbox("nccl", offers, torch.device("cpu"), copy=place[1])
     for _ in range(2):
         target = Shards()
         receiver.start(target, inbox, with_checksums=False)

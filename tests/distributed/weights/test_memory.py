@@ -10,18 +10,11 @@ import torch.distributed as dist
 
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import (
-    CHECKSUM_CHUNK,
-    checksum,
-    max_bundle_bytes,
-    num_rounds,
-    pack,
-)
+from megadapo.weights.sync.buckets import CHECKSUM_CHUNK, checksum, max_bundle_bytes, pack
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
 from tests.support.weights.connection import Live, rank_params
 from tests.support.weights.ranks import run_ranks
@@ -65,7 +58,7 @@ def relay_and_measure(rank: int, folder: Path) -> None:
     sender.opened()
 
     def update() -> None:
-        for number in range(num_rounds(pack(plan, LARGE_BUCKET))):
+        for number in range(pack(plan, LARGE_BUCKET).num_rounds):
             sender.fill(number, with_checksums=True)
 
     dist.barrier()
@@ -84,8 +77,8 @@ def send_and_measure(rank: int, folder: Path) -> None:
     )
     sizes = {"bucket_bytes": LARGE_BUCKET, "dtype": torch.float32}
     schedule = pack(plan, LARGE_BUCKET)
-    assert max(one.wave for bucket in schedule[0] for one in bucket) > 0
-    rounds = range(num_rounds(schedule))
+    assert max(one.wave for _, one in schedule) > 0
+    rounds = range(schedule.num_rounds)
     offers = [None] * 4
     if rank < 3:
         params = rank_params(folder, layout, positions[rank])
@@ -102,13 +95,10 @@ def send_and_measure(rank: int, folder: Path) -> None:
         receiver = WeightReceiver(
             plan, layout.engine_shards(engine.position(0)), engine=0, engine_rank=0, **sizes
         )
-        assert receiver.largest_wave > LARGE_BUCKET / 2
+        assert schedule.capacity.waves[0, 0] > LARGE_BUCKET / 2
         target = Live(receiver.shapes)
         dist.all_gather_object(offers, None)
-        inbox = open_inbox(
-            "nccl", offers, senders=receiver.senders, num_bytes=receiver.largest_wave,
-            device=torch.device("cpu"), position=plan.chain_position(0, 0),
-        )  # fmt: skip
+        inbox = receiver.open_inbox("nccl", offers, torch.device("cpu"))
 
         def update() -> None:
             receiver.start(target, inbox, with_checksums=True)

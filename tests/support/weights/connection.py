@@ -8,12 +8,13 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import Message, capacity_of, num_rounds, pack, repack
+from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta.state import combine
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
+from megadapo.weights.sync.transports.interface import Message
 
 BUCKET = 4096
 
@@ -74,8 +75,7 @@ class Connection:
     """All trainer ranks and all ranks of one engine, connected by shared memory or by files."""
 
     def __init__(
-        self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender, *, deltas=False,
-        files=None,
+        self, folder, trainer, engine, dtype=torch.float32, *, deltas=False, files=None
     ):  # fmt: skip
         self.layout = open_layout(folder)
         self.engine, self.dtype = engine, dtype
@@ -84,11 +84,12 @@ class Connection:
         for rank, position in enumerate(positions):
             params = rank_params(folder, self.layout, position)
             self.params.append(params)
-            self.senders.append(sender(params, self.layout, position, rank))
+            self.senders.append(WeightSender(params, self.layout, position, rank))
         self.plan = make_plan(
             self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
         )
-        self.num_rounds = num_rounds(pack(self.plan, BUCKET))
+        self.schedule = pack(self.plan, BUCKET)
+        self.num_rounds = self.schedule.num_rounds
         offers = [
             sender.prepare(
                 self.plan, bucket_bytes=BUCKET, dtype=dtype, deltas=deltas, folder=files,
@@ -142,9 +143,7 @@ class Connection:
             sender.begin(None if delta is None else delta.sizes, version)
         if delta is None:
             return self.num_rounds
-        return num_rounds(
-            repack(self.plan, capacity_of(self.plan, pack(self.plan, BUCKET)), delta.sizes)
-        )
+        return self.schedule.repack(delta.sizes).num_rounds
 
     def encode(self, base, version, *, max_share=1.0, with_checksums=False):
         """Return the delta since the last update; None if it exceeds `max_share` on a rank."""

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.files import remove_folder
-from megadapo.weights.sync.buckets import Message, Offer
+from megadapo.weights.sync.transports.interface import Message, Offer, Outbox
 
 MANIFEST = "manifest.json"
 POLL_S = 0.2
@@ -55,12 +55,12 @@ class Manifest(BaseModel):
             path.write_text(self.model_dump_json())
 
 
-class FolderOutbox:
+class FolderOutbox(Outbox):
     """One bucket on this trainer rank's device; each round becomes a file."""
 
     def __init__(self, folder: Path, num_bytes: int, device: torch.device, *, rank: int) -> None:
+        super().__init__(torch.empty(1, num_bytes, dtype=torch.uint8, device=device))
         self._folder, self._rank = folder, rank
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._version = 0
         self.written: dict[str, WrittenFile] = {}
         """Files of the present update."""
@@ -68,26 +68,16 @@ class FolderOutbox:
     def offer(self) -> Offer:
         return {"folder": str(self._folder)}
 
-    def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Do nothing: receivers only need the offer."""
-
-    def opened(self) -> None:
-        """Do nothing: receivers open files at each update."""
-
     def begin(self, version: int) -> None:
-        """Start an update; later posts belong to this version."""
         self._version, self.written = version, {}
-
-    def bucket(self, round_number: int) -> torch.Tensor:
-        """Return the bytes to fill; the previous round is already in its file."""
-        return self._memory
 
     def post(self, round_number: int, messages: Sequence[Message]) -> None:
         """Write a file, unless it would be empty."""
         if not messages:
             return
+        (bucket,) = self._memory
         tensors = {
-            str(one.offset): self._memory.narrow(0, one.offset, one.num_bytes).to("cpu", copy=True)
+            str(one.offset): bucket.narrow(0, one.offset, one.num_bytes).to("cpu", copy=True)
             for one in messages
         }
         path = _version_folder(self._folder, self._version) / _name(self._rank, round_number)
@@ -97,10 +87,6 @@ class FolderOutbox:
             num_bytes = partial.stat().st_size
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         self.written[path.name] = WrittenFile(num_bytes=num_bytes, sha256=digests)
-
-    def close(self) -> None:
-        """Free the memory; the files stay for engines that have yet to read them."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class FolderInbox:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.weights.sync.buckets import NUM_BUCKETS, Message, Offer
+from megadapo.weights.sync.transports.interface import NUM_BUCKETS, Message, Offer, Outbox
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -61,7 +61,7 @@ class InPlaceInbox:
         self._memory = []
 
 
-class SharedMemoryOutbox:
+class SharedMemoryOutbox(Outbox):
     """Two buckets in one mapped file."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -80,27 +80,18 @@ class SharedMemoryOutbox:
             ) from error
         finally:
             os.close(handle)
-        self._memory = _map(self._path, num_bytes)
+        super().__init__(_map(self._path, num_bytes))
 
     def offer(self) -> Offer:
         return {"path": str(self._path), "num_bytes": self._size}
-
-    def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Do nothing: receivers only need the offer."""
 
     def opened(self) -> None:
         """Remove the name; the memory exists until no process maps it."""
         self._path.unlink(missing_ok=True)
 
-    def bucket(self, round_number: int) -> torch.Tensor:
-        return self._memory[round_number % NUM_BUCKETS]
-
-    def post(self, round_number: int, messages: Sequence[Message]) -> None:
-        """Do nothing: receivers see the bytes as they are written."""
-
     def close(self) -> None:
         self.opened()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        super().close()
 
 
 class SharedMemoryInbox(InPlaceInbox):
@@ -120,12 +111,11 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
     return flat.view(NUM_BUCKETS, num_bytes)
 
 
-class CudaIpcOutbox:
+class CudaIpcOutbox(Outbox):
     """Two buckets on this trainer rank's GPU."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
-        self._num_bytes = num_bytes
+        super().__init__(torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device))
 
     def offer(self) -> Offer:
         """Return the storage's IPC handles; each receiver opens them once, when it connects."""
@@ -135,23 +125,11 @@ class CudaIpcOutbox:
             for name, value in zip(_HANDLE_FIELDS, shared, strict=True)
         }
         uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
-        return fields | {"num_bytes": self._num_bytes, "gpu": uuid}
-
-    def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Do nothing: receivers only need the offer."""
-
-    def opened(self) -> None:
-        """Do nothing: the handles are valid as long as the buckets are."""
-
-    def bucket(self, round_number: int) -> torch.Tensor:
-        return self._memory[round_number % NUM_BUCKETS]
+        return fields | {"num_bytes": self._memory.shape[1], "gpu": uuid}
 
     def post(self, round_number: int, messages: Sequence[Message]) -> None:
         """Wait for the copies into the bucket, since receivers read from another process."""
         torch.cuda.synchronize(self._memory.device)
-
-    def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class CudaIpcInbox(InPlaceInbox):

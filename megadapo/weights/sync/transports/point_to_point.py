@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address, use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
-from megadapo.weights.sync.buckets import NUM_BUCKETS, Message, Offer
 from megadapo.weights.sync.plan import ChainPosition
+from megadapo.weights.sync.transports.interface import NUM_BUCKETS, Message, Offer, Outbox
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
 """Upper bound of `weights.deadline_s`, which is what names a stuck rank."""
@@ -45,11 +45,11 @@ class Messenger(Protocol):
     def _end_coalescing(self) -> dist.Work: ...
 
 
-class PointToPointOutbox:
+class PointToPointOutbox(Outbox):
     """Two buckets on this trainer rank's device."""
 
     def __init__(self, num_bytes: int, device: torch.device, *, rank: int, num_ranks: int) -> None:
-        self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
+        super().__init__(torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device))
         self._device, self._rank, self._num_ranks = device, rank, num_ranks
         self._sending: list[list[dist.Work]] = [[] for _ in range(NUM_BUCKETS)]
         self._store: dist.TCPStore | None = None
@@ -77,9 +77,6 @@ class PointToPointOutbox:
         self._group, self._store = join_group(
             offers, self._device, rank=self._rank, num_ranks=self._num_ranks, store=self._store
         )
-
-    def opened(self) -> None:
-        """Do nothing: joining the group has opened everything."""
 
     def bucket(self, round_number: int) -> torch.Tensor:
         """Return the bytes to fill, once their previous content has been received."""
@@ -109,7 +106,7 @@ class PointToPointOutbox:
         return issue_together(group, self._device, sends)
 
     def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        super().close()
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         self._group = self._store = None
 

@@ -102,7 +102,7 @@ def sent(rank: TrainerRank) -> list[int]:
     """Checksums of what an update puts into this rank's buckets."""
     import torch.distributed as dist
 
-    from megadapo.weights.sync.buckets import num_rounds, pack
+    from megadapo.weights.sync.buckets import pack
     from megadapo.weights.sync.plan import EngineShape
     from megadapo.weights.sync.planning import make_plan
 
@@ -115,7 +115,7 @@ def sent(rank: TrainerRank) -> list[int]:
     sender.prepare(plan, bucket_bytes=size, dtype=dtype, transport="shared_memory")
     sums = [
         one
-        for number in range(num_rounds(pack(plan, size)))
+        for number in range(pack(plan, size).num_rounds)
         for one in sender.fill(number, with_checksums=True)
     ]
     sender.close()

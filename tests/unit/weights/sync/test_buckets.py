@@ -8,13 +8,7 @@ import pytest
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import (
-    largest_buckets,
-    largest_waves,
-    max_bundle_bytes,
-    num_rounds,
-    pack,
-)
+from megadapo.weights.sync.buckets import max_bundle_bytes, pack
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
@@ -48,15 +42,12 @@ def plan_of(case, place, bucket_bytes=BUCKET):
 def ranges_in_buckets(plan, schedule):
     """Return (rank, round) -> the byte ranges that the rank uses in its bucket."""
     ranges = defaultdict(list)
-    for sender, rounds in enumerate(schedule):
-        for number, bucket in enumerate(rounds):
-            for one in bucket:
-                size = plan.bundle(one.transfer).num_bytes
-                ranges[sender, number].append((one.offset, one.offset + size))
-                assert (one.staged_at is None) == (one.transfer.owner == sender)
-                if one.staged_at is not None:
-                    staged = (one.staged_at, one.staged_at + size)
-                    ranges[one.transfer.owner, number].append(staged)
+    for number, one in schedule:
+        size = plan.bundle(one.transfer).num_bytes
+        ranges[one.sender, number].append((one.offset, one.offset + size))
+        assert (one.staged_at is None) == (one.transfer.owner == one.sender)
+        if one.staged_at is not None:
+            ranges[one.transfer.owner, number].append((one.staged_at, one.staged_at + size))
     return ranges
 
 
@@ -67,32 +58,28 @@ def test_update_of_64_ranks_from_512_fits_in_two_buckets(case, place):
     senders overload at once, and buckets that are nearly empty."""
     plan = plan_of(case, place)
     schedule = pack(plan, BUCKET)
-    placed = [one for rounds in schedule for bucket in rounds for one in bucket]
-    assert Counter(one.transfer for one in placed) == Counter(plan.transfers)
+    assert Counter(one.transfer for _, one in schedule) == Counter(plan.transfers)
 
     used = ranges_in_buckets(plan, schedule)
     for ranges in used.values():
         ranges.sort()
         assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
         assert ranges[-1][1] <= BUCKET
-    fullest = largest_buckets(plan, schedule)
+    fullest = schedule.capacity.buckets
     assert max(fullest) <= BUCKET
     assert all(ranges[-1][1] <= fullest[rank] for (rank, _), ranges in used.items())
 
     received = Counter()
-    for rounds in schedule:
-        for number, bucket in enumerate(rounds):
-            for one in bucket:
-                key = (one.transfer.engine, one.transfer.engine_rank, number, one.wave)
-                received[key] += plan.bundle(one.transfer).num_bytes
-    assert max(received.values()) == max(largest_waves(schedule).values()) <= BUCKET
+    for number, one in schedule:
+        received[one.target, number, one.wave] += plan.bundle(one.transfer).num_bytes
+    assert max(received.values()) == max(schedule.capacity.waves.values()) <= BUCKET
     # several senders reach one engine rank in the same round
     assert max(wave for *_, wave in received) > 0
 
     load = Counter()
     for (rank, _), ranges in used.items():
         load[rank] += sum(stop - start for start, stop in ranges)
-    assert num_rounds(schedule) <= 1.2 * max(load.values()) / BUCKET + 1
+    assert schedule.num_rounds <= 1.2 * max(load.values()) / BUCKET + 1
 
 
 def test_relay_to_many_senders_takes_rounds_not_memory():
@@ -106,10 +93,8 @@ def test_relay_to_many_senders_takes_rounds_not_memory():
     )  # fmt: skip
     schedule = pack(plan, BUCKET)
     staged = Counter()
-    for rounds in schedule:
-        for number, bucket in enumerate(rounds):
-            for one in bucket:
-                if one.staged_at is not None and one.transfer.owner == 0:
-                    staged[number] += plan.bundle(one.transfer).num_bytes
+    for number, one in schedule:
+        if one.staged_at is not None and one.transfer.owner == 0:
+            staged[number] += plan.bundle(one.transfer).num_bytes
     assert len(staged) > 50 and max(staged.values()) <= BUCKET
     assert sum(staged.values()) > 7 * BUCKET

@@ -8,7 +8,6 @@ import torch
 from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.sender import PinnedWeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from tests.support.weights.connection import BUCKET, Connection, Live
 
@@ -88,9 +87,7 @@ def test_deltas_give_bits_of_full_update(model_folders, family, trainer, engine,
 
 def test_delta_compares_with_pinned_weights(model_folders):
     """Catches a delta from the present weights instead of the pinned ones."""
-    connection = Connection(
-        model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, PinnedWeightSender, deltas=True
-    )
+    connection = Connection(model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, deltas=True)
     (sender,), (params,) = connection.senders, connection.params
     sender.pin()
     (target,) = connection.run(targets=live_targets(connection), version=1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.sync.buckets import Message
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.transports.folder import (
     MANIFEST,
@@ -18,6 +17,7 @@ from megadapo.weights.sync.transports.folder import (
     Manifest,
     prune,
 )
+from megadapo.weights.sync.transports.interface import Message
 from tests.support.weights.connection import Connection, Live, expected_shards
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
-from megadapo.weights.sync.buckets import largest_buckets, max_bundle_bytes, num_rounds, pack
+from megadapo.weights.sync.buckets import max_bundle_bytes, pack
 from megadapo.weights.sync.connect import find_topology
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
@@ -180,10 +180,9 @@ def test_buckets_hold_all_transfers_without_overlap(model_folders):
     positions = replica_positions(layout, tp_size=2, num_dp=2)
     plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=4, max_bundle_bytes=4096)
     schedule = pack(plan, 4096)
-    placed = [one for rounds in schedule for bucket in rounds for one in bucket]
-    assert Counter(one.transfer for one in placed) == Counter(plan.transfers)
-    assert num_rounds(schedule) > 1 and max(largest_buckets(plan, schedule)) <= 4096
-    for rounds in schedule:
+    assert Counter(one.transfer for _, one in schedule) == Counter(plan.transfers)
+    assert schedule.num_rounds > 1 and max(schedule.capacity.buckets) <= 4096
+    for rounds in schedule.buckets:
         for bucket in rounds:
             end = 0
             for one in bucket:
@@ -269,10 +268,8 @@ def test_bytes_cross_to_each_node_once():
 
     schedule = pack(plan, BUCKET)
     at = {
-        (placed.transfer.sender, placed.transfer.block, placed.transfer.bundle): (number, placed)
-        for rounds in schedule
-        for number, bucket in enumerate(rounds)
-        for placed in bucket
+        (placed.sender, placed.transfer.block, placed.transfer.bundle): (number, placed)
+        for number, placed in schedule
     }
     assert len(at) == len(plan.transfers)
     for one in plan.transfers:

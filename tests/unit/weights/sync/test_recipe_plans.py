@@ -16,13 +16,7 @@ from megadapo.config import load_config
 from megadapo.models.folder import find_hf_config
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
-from megadapo.weights.sync.buckets import (
-    capacity_of,
-    num_rounds,
-    pack,
-    relay_batches,
-    repack,
-)
+from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.plan import ALIGNMENT
 from megadapo.weights.sync.transports import point_to_point
 from tests.support.weights.message_order import stuck_ranks
@@ -45,7 +39,7 @@ def planned(name: str, placement: str) -> SimpleNamespace:
     bucket_bytes = int(config.weights.bucket_mib * 2**20)
     full = pack(plan, bucket_bytes)
     sizes = [round_up(plan.bundle(one).num_bytes // 20, ALIGNMENT) for one in plan.transfers]
-    schedules = {"full": full, "delta": repack(plan, capacity_of(plan, full), sizes)}
+    schedules = {"full": full, "delta": full.repack(sizes)}
     return SimpleNamespace(
         config=config, layout=layout, plan=plan, hosts=hosts, schedules=schedules
     )
@@ -85,7 +79,7 @@ def test_relay_never_blocks(name, kind):
     """Catches a rank that misses a round, or enters it in another order."""
     case = planned(name, "colocated")
     ranks = range(case.plan.num_sources)
-    relays = {rank: relay_batches(case.schedules[kind], rank) for rank in ranks}
+    relays = {rank: case.schedules[kind].relay_batches(rank) for rank in ranks}
     batches = {
         rank: [
             [message_of(placed, rank) for placed in batch]
@@ -111,9 +105,8 @@ def test_waves_never_block(name, kind, monkeypatch):
 
 
 def message_of(placed, rank):
-    sender, relay = placed.transfer.sender, placed.transfer.relay
-    sends = rank != sender
-    return (sender if sends else relay, sends, placed.num_bytes)
+    sends = rank != placed.sender
+    return (placed.sender if sends else placed.transfer.relay, sends, placed.num_bytes)
 
 
 def assert_every_rank_is_missed(batches):
@@ -156,13 +149,13 @@ def message_batches(case, schedule, monkeypatch):
     plan, device = case.plan, torch.device("meta")
     num_bytes = int(case.config.weights.bucket_mib * 2**20)
     arriving: dict[tuple[int, int, int], list] = {}
-    for rank, rounds in enumerate(schedule):
+    for rank, rounds in enumerate(schedule.buckets):
         outbox = point_to_point.PointToPointOutbox(
             num_bytes, device, rank=rank, num_ranks=plan.num_ranks
         )
         outbox.connect([])
         for number, bucket in enumerate(rounds):
-            outbox.post(number, [placed.message(plan) for placed in bucket])
+            outbox.post(number, bucket)
             for placed in bucket:
                 to = placed.transfer
                 arriving.setdefault((to.engine, to.engine_rank, number), []).append(placed)
@@ -172,8 +165,7 @@ def message_batches(case, schedule, monkeypatch):
             for engine_rank in range(engine.num_ranks):
                 position = plan.chain_position(number, engine_rank, copy)
                 inbox = point_to_point.PointToPointInbox([], num_bytes, device, position)
-                for round_number in range(num_rounds(schedule)):
+                for round_number in range(schedule.num_rounds):
                     own = arriving.get((number, engine_rank, round_number), [])
-                    messages = [placed.message(plan) for placed in own]
-                    list(inbox.receive(round_number, sorted(messages, key=lambda one: one.wave)))
+                    list(inbox.receive(round_number, sorted(own, key=lambda one: one.wave)))
     return {rank: group.batches for rank, group in groups.items()}

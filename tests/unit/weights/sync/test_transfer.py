@@ -14,11 +14,11 @@ import torch
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
-from megadapo.weights.sync.buckets import Message, checksum
+from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
-from megadapo.weights.sync.sender import PinnedWeightSender
+from megadapo.weights.sync.transports import in_place
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
@@ -26,8 +26,8 @@ from megadapo.weights.sync.transports.in_place import (
     SharedMemoryInbox,
     SharedMemoryOutbox,
 )
+from megadapo.weights.sync.transports.interface import Message
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.weights.connection import BUCKET, Connection, Shards, expected_shards
 
@@ -82,7 +82,7 @@ def test_interleaved_stages_send_own_layers(tmp_path, family, engine):
 def test_pinned_weights_do_not_change(model_folders, trainer):
     """Catches a restarted engine that scores the weights of another step."""
     folder, engine = model_folders["Qwen3"], EngineShape(tp_size=2)
-    connection = Connection(folder, trainer, engine, sender=PinnedWeightSender)
+    connection = Connection(folder, trainer, engine)
     for sender, params in zip(connection.senders, connection.params, strict=True):
         sender.pin()
         for param in params.values():
@@ -204,8 +204,10 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
     assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
-def test_receiver_opens_only_buckets_it_reads(transport, model_folders):
+@pytest.mark.parametrize(
+    ("transport", "opener"), [("shared_memory", "_map"), ("cuda_ipc", "_open_cuda")]
+)
+def test_receiver_opens_only_buckets_it_reads(transport, opener, model_folders, monkeypatch):
     """Catches an engine that opens memory of another node or of a hidden GPU."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, num_dp=3)
@@ -214,22 +216,15 @@ def test_receiver_opens_only_buckets_it_reads(transport, model_folders):
         layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET,
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
-    shards = layout.engine_shards(engine.position(0))
-    receivers = [
-        WeightReceiver(
-            plan, shards, engine=number, engine_rank=0, bucket_bytes=BUCKET, dtype=torch.float32
-        )
-        for number in range(2)
-    ]
-    assert [receiver.senders for receiver in receivers] == [{0}, {1}]
-    hidden = {"path": "/nowhere", "num_bytes": BUCKET, "gpu": "GPU-hidden"}
-    common = {"num_bytes": 0, "device": torch.device("cpu"), "position": plan.chain_position(0, 0)}
-    open_inbox(transport, [hidden, hidden, hidden], senders=set(), **common)
-    if transport == "shared_memory":
-        outbox = SharedMemoryOutbox(BUCKET)
-        offers = [hidden, outbox.offer(), hidden]
-        open_inbox(transport, offers, senders=receivers[1].senders, **common).close()
-        outbox.close()
+    receiver = WeightReceiver(
+        plan, layout.engine_shards(engine.position(0)), engine=1, engine_rank=0,
+        bucket_bytes=BUCKET, dtype=torch.float32,
+    )  # fmt: skip
+    opened = []
+    monkeypatch.setattr(in_place, opener, lambda first, *_: opened.append(first))
+    offers = [{"path": f"/nowhere/{rank}", "num_bytes": BUCKET} for rank in range(3)]
+    receiver.open_inbox(transport, offers, torch.device("cpu"))
+    assert opened == ([Path("/nowhere/1")] if transport == "shared_memory" else offers[1:2])
 
 
 def test_buckets_beyond_shared_memory_are_refused():
