@@ -33,6 +33,9 @@ from megadapo.data.group import NO_VERSION, Response
 from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
+from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
+from megadapo.weights.disk.export import export_weights
+from megadapo.weights.disk.sources import open_layout
 
 DIRECT_WRONG_SHARE = 0.75
 """Share of deliberately wrong answers among the direct ones."""
@@ -138,9 +141,16 @@ def make_base_model(
             for step, batch in enumerate(batches, start=1):
                 update = trainer.update(UpdateRequest(batch=batch, step=step, policy_version=0))
                 losses.append(float(update.metrics["policy/loss"] or 0.0))
-        trainer.export(folder)
+        checkpoint = model / "checkpoint"
+        checkpoint.mkdir()
+        trainer.begin_save(checkpoint)()
         trainer.shutdown()
         cluster.shutdown()
+        layout = open_layout(model)
+        weights = TrainerCheckpoint(checkpoint, layout)
+        export_weights(
+            weights.tensors(), folder, layout=layout, dtype=weights.dtype, base_folder=model
+        )
     return losses
 
 
