@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from triton.runtime.jit import JITFunction
 
 from megadapo.kernels.cpu.layers import implementation, swiglu_c, swiglu_grads_c
 from megadapo.kernels.launch import block_size, moved, warps_for
@@ -59,34 +60,23 @@ def swiglu_bwd_kernel(
     tl.store(out + size, d_up.to(D_GATE_UP.dtype.element_ty), mask=inside)
 
 
-def _forward_triton(gate_up: Tensor) -> Tensor:
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    y = gate_up.new_empty(num_rows, size)
+def _launch(kernel: JITFunction[Any], num_rows: int, size: int, **tensors: Tensor) -> None:
     block = block_size(size, largest=2048)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, block))
-        swiglu_fwd_kernel[grid](
-            GATE_UP=gate_up, Y=y, size=size, BLOCK=block, num_warps=warps_for(block)
-        )
-        moved(swiglu_fwd_kernel.__name__, gate_up, y)
+        kernel[grid](**tensors, size=size, BLOCK=block, num_warps=warps_for(block))
+        moved(kernel.__name__, *tensors.values())
+
+
+def _forward_triton(gate_up: Tensor) -> Tensor:
+    y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _launch(swiglu_fwd_kernel, *y.shape, GATE_UP=gate_up, Y=y)
     return y
 
 
 def _backward_triton(gate_up: Tensor, d_y: Tensor) -> Tensor:
-    num_rows, size = d_y.shape
     d_gate_up = torch.empty_like(gate_up)
-    block = block_size(size, largest=2048)
-    if num_rows:
-        grid = (num_rows, triton.cdiv(size, block))
-        swiglu_bwd_kernel[grid](
-            GATE_UP=gate_up,
-            D_Y=d_y,
-            D_GATE_UP=d_gate_up,
-            size=size,
-            BLOCK=block,
-            num_warps=warps_for(block),
-        )
-        moved(swiglu_bwd_kernel.__name__, gate_up, d_y, d_gate_up)
+    _launch(swiglu_bwd_kernel, *d_y.shape, GATE_UP=gate_up, D_Y=d_y, D_GATE_UP=d_gate_up)
     return d_gate_up
 
 

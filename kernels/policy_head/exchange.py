@@ -1,6 +1,7 @@
 """Exchange of hidden rows and their gradients between tensor-parallel ranks, block by block.
 
-Rows are the tokens that enter the head, in order. Without sequence parallelism every rank has all
+Rows are the tokens that enter the head, in order. Each block is fetched once, in order; its
+gradient is written to `slot` and then sent. Without sequence parallelism every rank has all
 rows and the gradient is all-reduced. With it each rank owns a contiguous part of the sequence: a
 block's rows are broadcast by their owners while the block before is computed, and its gradient is
 reduced to the owners while the block after is computed. Blocks have the same rows either way.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,6 @@ from torch import Tensor
 
 Block = tuple[int, int]
 """Range (start, stop) of the selected rows."""
-
-
-class RowExchange(Protocol):
-    """Rows and gradients of the blocks: fetch each block once, in order, then `slot` and `send`."""
-
-    def fetch(self, block: Block) -> Tensor: ...
-
-    def slot(self, block: Block) -> Tensor: ...
-
-    def send(self, block: Block) -> None: ...
-
-    def finish(self) -> Tensor: ...
 
 
 def process_group_size(process_group: dist.ProcessGroup | None) -> int:
@@ -195,6 +183,9 @@ class ShardedRows:
             if segment.owner == self._rank:
                 own = self._own_rows(block, segment)
                 self._grad[own] = grad[segment.start : segment.stop]
+
+
+RowExchange = ReplicatedRows | ShardedRows
 
 
 def _spread(grad: Tensor | None, rows: Tensor | None, hidden: Tensor) -> Tensor:

@@ -100,11 +100,8 @@ def policy_head_loss(
             is not finite.
         advantages: [T].
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
-        objective: ratio, gate and the optional terms.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
-        importance_weights: [T] factor on each token's policy term, such as a truncated
-            trainer/engine importance weight.
-        options: see `HeadOptions`.
+        importance_weights: [T] factor on each token's policy term.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, targets are outside the vocabulary, or
@@ -121,11 +118,9 @@ def policy_head_loss(
     )
     call = plan_call(hidden, weight, targets, options, inputs)
     inputs = inputs.map(call.take)
-    loss, *values = _policy_head(
-        hidden.contiguous(), weight, call, inputs, objective, torch.is_grad_enabled()
-    )
-    rows = RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True)))
-    return _head_output(loss, rows, call, inputs)
+    needs_grad = torch.is_grad_enabled()
+    loss, *rows = _policy_head(hidden.contiguous(), weight, call, inputs, objective, needs_grad)
+    return _head_output(loss, RowOutputs(*rows), call, inputs)
 
 
 def token_logprobs_definition(

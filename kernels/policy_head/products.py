@@ -106,7 +106,11 @@ class Fp32Sum:
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add a^T b for a [n, M] and b [n, N]."""
         if self._sum is None:
-            self._sum = self._first(a, b)
+            if a.device.type == "cuda" and a.dtype != torch.float32:
+                self._sum = torch.mm(a.t(), b, out_dtype=torch.float32)
+            else:
+                # on the CPU a low-precision product is widened only if a second one is added
+                self._sum = torch.mm(a.t(), b)
             return
         if self._is_own and self._sum.dtype != torch.float32:
             self._sum = self._sum.float()
@@ -117,12 +121,6 @@ class Fp32Sum:
             torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
         else:
             total.add_(torch.mm(a.t(), b))
-
-    def _first(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.device.type == "cuda" and a.dtype != torch.float32:
-            return torch.mm(a.t(), b, out_dtype=torch.float32)
-        # on the CPU a low-precision product is widened only if a second one is added
-        return torch.mm(a.t(), b)
 
     def result(self) -> Tensor:
         """Return the sum [M, N]; zeros if nothing was added."""

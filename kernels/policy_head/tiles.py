@@ -59,7 +59,7 @@ class Tile:
         return 1.0 / self.temperature
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowOutputs:
     """Per-token results, each [R]; filled tile by tile."""
 
@@ -74,8 +74,7 @@ class RowOutputs:
     def empty(cls, num_rows: int, device: torch.device) -> RowOutputs:
         values = torch.zeros(5, num_rows, dtype=torch.float32, device=device)
         flags = torch.zeros(num_rows, dtype=torch.uint8, device=device)
-        names = ("logprobs", "entropy", "loss", "ratio", "kl")
-        return cls(**dict(zip(names, values, strict=True)), flags=flags)
+        return cls(*[*values, flags])
 
     def rows(self, rows: slice) -> RowOutputs:
         """Return a view of some rows."""

@@ -175,19 +175,14 @@ def verify(a: Path, b: Path) -> str:
     wrong = []
     with progress_bar("verify", len(layout.hf_shapes)) as advance:
         for name, shape in layout.hf_shapes.items():
-            if not _same_bits(first, second, name, shape[0]):
+            left, right = (one.read(name, 0, 0, shape[0]).contiguous() for one in (first, second))
+            bits = (left.view(torch.uint8), right.view(torch.uint8))
+            if left.dtype != right.dtype or not torch.equal(*bits):
                 wrong.append(name)
             advance()
     if wrong:
         raise WeightError(f"{a} and {b}: {len(wrong)} tensors differ: {', '.join(wrong[:10])}.")
     return f"{len(layout.hf_shapes)} tensors are equal, bit by bit."
-
-
-def _same_bits(first: TensorSource, second: TensorSource, name: str, rows: int) -> bool:
-    left, right = (source.read(name, 0, 0, rows).contiguous() for source in (first, second))
-    return left.dtype == right.dtype and torch.equal(
-        left.view(torch.uint8), right.view(torch.uint8)
-    )
 
 
 def _open_checked(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:

@@ -45,7 +45,6 @@ class TensorSource(Protocol):
 
     def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
         """Read positions `start` to `stop` along `axis` of one tensor, and no more than that."""
-        ...
 
 
 class SafetensorsFolder:

@@ -84,9 +84,6 @@ def replica_positions(
     Args:
         stages: layers of each pipeline stage; None spreads them evenly.
         num_dp: ranks with the same non-expert weights, context-parallel ones included.
-
-    Raises:
-        WeightError: a size is below 1, or experts cannot be split over a stage's ranks.
     """
     sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
     for name, size in sizes.items():

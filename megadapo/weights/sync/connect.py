@@ -81,11 +81,8 @@ def connect(
         source_nodes=topology.sources,
         hosts=topology.hosts,
     )
-    common = {
-        "bucket_bytes": bucket_bytes,
-        "transport": topology.transport,
-        "deltas": deltas,
-    }
+    transport = topology.transport
+    common = {"bucket_bytes": bucket_bytes, "transport": transport, "deltas": deltas}
     offers = peers.call_ranks("prepare", ray.put(plan), dtype=dtype, folder=folder, **common)
     common |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
     connecting = peers.submit_ranks("connect", offers)

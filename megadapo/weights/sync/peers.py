@@ -23,25 +23,20 @@ class UpdatableEngines(Protocol):
     @property
     def policy_version(self) -> int:
         """Policy version of the weights published last."""
-        ...
 
     def updatable(self) -> list[int]:
         """Return the numbers of the engines that an update can reach now."""
-        ...
 
     def incarnation(self, index: int) -> Hashable:
         """Return a value that changes when another process replaces an engine's."""
-        ...
 
     def gpus(self, index: int) -> tuple[str, ...]:
         """Return the GPU names of an engine on its node; empty on a CPU."""
-        ...
 
     def call(
         self, method: str, arguments: Mapping[int, tuple[object, ...]]
     ) -> dict[int, ObjectRef[Any]]:
         """Call a method of the engines with these numbers, without waiting."""
-        ...
 
     def gather(
         self,
@@ -56,7 +51,6 @@ class UpdatableEngines(Protocol):
 
         `forgive`: an engine that answers with an error is lost as well; else the error is raised.
         """
-        ...
 
     def finish_weight_update(
         self,

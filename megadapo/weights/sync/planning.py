@@ -150,10 +150,15 @@ def _template_copies(
     layout: ModelLayout, kind: str, positions: list[ShardPosition], engine: EngineShape
 ) -> Iterator[tuple[int, tuple[int, ...], Copy]]:
     """Yield engine tensor-parallel rank, owners and copy for every parameter of a block."""
+    row = None if kind == "layer" else getattr(layout.family, kind)
     owned: dict[str, list[_Owned]] = {}
     merged: dict[tuple[str, int, int], _Owned] = {}
     for number, position in enumerate(positions):
-        for shard in _source_shards(layout, kind, position):
+        for shard in (
+            layout.megatron_layer(position, LAYER)
+            if row is None
+            else [layout.megatron_shard(row, position)]
+        ):
             for offset, run in shard.placed_runs():
                 key = (run.tensor, run.start, run.stop)
                 known = merged.get(key)
@@ -162,22 +167,13 @@ def _template_copies(
     for one in merged.values():
         owned.setdefault(one.run.tensor, []).append(one)
     for tp_rank in range(engine.tp_size):
-        for shard in _engine_shards(layout, kind, engine.position(tp_rank)):
+        at = engine.position(tp_rank)
+        for shard in (
+            layout.engine_layer(at, LAYER) if row is None else [layout.engine_shard(row, at)]
+        ):
             for offset, run in shard.placed_runs():
                 for one, copy in _intersect(shard, offset, run, owned.get(run.tensor, ())):
                     yield tp_rank, one.owners, copy
-
-
-def _source_shards(layout: ModelLayout, kind: str, position: ShardPosition) -> Iterator[Shard]:
-    if kind == "layer":
-        return layout.megatron_layer(position, LAYER)
-    return iter([layout.megatron_shard(getattr(layout.family, kind), position)])
-
-
-def _engine_shards(layout: ModelLayout, kind: str, position: EnginePosition) -> Iterator[Shard]:
-    if kind == "layer":
-        return layout.engine_layer(position, LAYER)
-    return iter([layout.engine_shard(getattr(layout.family, kind), position)])
 
 
 def _intersect(

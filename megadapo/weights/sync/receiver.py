@@ -31,11 +31,9 @@ class Target(Protocol):
 
         For a delta update, it holds the bits of the previous update.
         """
-        ...
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         """Load the parameter; all of its slices have arrived."""
-        ...
 
 
 class WeightReceiver:

@@ -66,11 +66,13 @@ class WeightSender:
         self._outbox: Outbox | None = None
 
     def describe(self) -> SenderInfo:
+        gpu = None
+        if self._device.type == "cuda":
+            # on the node it may have another number, or is named by its UUID
+            index, visible = self._device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpu = visible.split(",")[index] if visible else str(index)
         return SenderInfo(
-            position=self._position,
-            layout=self._layout,
-            node=node_address(),
-            gpu=_gpu_name(self._device) if self._device.type == "cuda" else None,
+            position=self._position, layout=self._layout, node=node_address(), gpu=gpu
         )
 
     def prepare(
@@ -263,10 +265,3 @@ class WeightSender:
             self._put(bucket, placed, placed.staged_at)
         staged = bucket.narrow(0, placed.staged_at, size)
         return torch.distributed.P2POp(torch.distributed.isend, staged, transfer.sender)
-
-
-def _gpu_name(device: torch.device) -> str:
-    """Return the node's number or UUID of a device, which may have another number here."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = device.index or 0
-    return visible.split(",")[index] if visible else str(index)

@@ -63,7 +63,11 @@ class LayerwiseReload(Target):
         self._tied = _tied_layers(self.model)
         self._replaced: list[tuple[_Loadable, Callable[..., object]]] = []
         if self.device.type == "cpu":
-            _forget_expert_kernels(self.model)
+            # vLLM packs experts for the CPU again only if there is no kernel
+            for layer in self.model.modules():
+                method = getattr(layer, "quant_method", None)
+                if method is not None and getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
         begin, self._end, self._wrap_loader = layerwise_reload()
         begin(self.model)
         for prefix, layer in self.model.named_modules():
@@ -104,14 +108,6 @@ def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             tied.append(layer)
         seen |= own
     return tied
-
-
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Make vLLM pack the experts for the CPU again, which it does only if there is no kernel."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
 
 
 def _load_shard(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:

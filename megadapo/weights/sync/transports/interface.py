@@ -71,8 +71,6 @@ class Inbox(Protocol):
 
     def receive(self, round_number: int, messages: Sequence[Message]) -> Iterable[torch.Tensor]:
         """Yield the bytes of each message, in order of waves; read each before the next."""
-        ...
 
     def close(self) -> None:
         """Release the buckets."""
-        ...
