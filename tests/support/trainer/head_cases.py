@@ -66,6 +66,17 @@ class HeadResult:
     d_hidden: Tensor
     d_weight: Tensor
 
+    def assert_equal(self, expected: HeadResult) -> None:
+        """Compare loss and gradients bit by bit."""
+        assert torch.equal(self.output.loss, expected.output.loss)
+        assert torch.equal(self.d_hidden, expected.d_hidden)
+        assert torch.equal(self.d_weight, expected.d_weight)
+
+    def assert_gradients(self, expected: HeadReference | HeadResult, tolerance: float) -> None:
+        """Compare both gradients by their relative error."""
+        assert relative_error(self.d_hidden, expected.d_hidden) <= tolerance
+        assert relative_error(self.d_weight, expected.d_weight) <= tolerance
+
 
 @dataclass
 class HeadReference:

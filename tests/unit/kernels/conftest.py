@@ -1,4 +1,4 @@
-"""Fixture of every kernel test: uninitialised memory is NaN, so that its use is visible."""
+"""Fixtures of the kernel tests: NaN in uninitialised memory, and the CPU's implementations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megadapo.kernels.cpu import native
+from megadapo.kernels.cpu.layers import SOURCE
+
 
 @pytest.fixture(autouse=True)
 def nan_filled_memory() -> Iterator[None]:
@@ -14,3 +17,23 @@ def nan_filled_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_native() -> Iterator[None]:
+    """Forget loaded C code before and after the test."""
+    native.load_native.cache_clear()
+    yield
+    native.load_native.cache_clear()
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def passes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_native: None
+) -> None:
+    """Select one implementation on the CPU; the compiled one must be available.
+
+    Under the interpreter, Triton's runs instead of both.
+    """
+    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
+    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")

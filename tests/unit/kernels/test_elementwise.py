@@ -5,7 +5,7 @@ Run once more through Triton's interpreter by test_triton_interpreter.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,17 +17,9 @@ from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_definition
 from megadapo.kernels.rotary import rotary, rotary_definition
 from megadapo.kernels.swiglu import swiglu, swiglu_definition
 
+pytestmark = pytest.mark.usefixtures("passes")
+
 ROWS = [0, 1, 3, 300]
-
-
-@pytest.fixture(params=["compiled", "plain"], autouse=True)
-def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Select one implementation; the compiled one must be available."""
-    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
-    native.load_native.cache_clear()
-    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
-    yield
-    native.load_native.cache_clear()
 
 
 def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

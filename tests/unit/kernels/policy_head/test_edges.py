@@ -7,18 +7,14 @@ Triton when test_triton_interpreter.py runs this file again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.ratios import sequence_shifted
-from megadapo.kernels.cpu import native
 from megadapo.kernels.policy_head import token_logprobs
-from megadapo.kernels.policy_head.rows_cpu import SOURCE
-from tests.support.trainer.head_cases import HeadCase, HeadResult, make_case, relative_error
+from tests.support.trainer.head_cases import HeadCase, HeadResult, make_case
 
 GATES = {
     "clip": {},
@@ -44,16 +40,6 @@ OBJECTIVES = {
 EDGES = torch.tensor([0, 3, 3, 5, 7, 8, 10, 12])
 """Seven sequences: usual, empty, masked, ratio 0, one token, ratio infinite, usual."""
 MASKED, RATIO_0, RATIO_INFINITE = slice(3, 5), slice(5, 7), slice(8, 10)
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Select one form of the CPU's row passes; under the interpreter Triton's run instead."""
-    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
-    native.load_native.cache_clear()
-    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
-    yield
-    native.load_native.cache_clear()
 
 
 def edge_case(objective: PolicyObjective) -> HeadCase:
@@ -88,8 +74,7 @@ def test_ratios_of_0_and_infinity(name: str, passes: None) -> None:
     expected = case.definition(cu_seqlens=EDGES)
     got = run(case)
     assert got.output.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6)
-    assert relative_error(got.d_hidden, expected.d_hidden) <= 2e-6
-    assert relative_error(got.d_weight, expected.d_weight) <= 2e-6
+    got.assert_gradients(expected, 2e-6)
     assert got.output.num_dropped == 0 and got.output.num_tokens == 10
     assert not got.d_hidden[MASKED].any() and got.d_hidden[:3].any() and got.d_hidden[10:].any()
 
@@ -105,22 +90,6 @@ def test_only_masked_sequences(name: str, passes: None) -> None:
     assert not got.d_hidden.any() and not got.d_weight.any()
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_token_without_old_logprob_is_dropped(name: str, value: float) -> None:
-    """It is dropped by every gate, and the others' gradients are what they are without it."""
-    # of a sequence ratio too: its mean is made before the head, of tokens that have one
-    case, without = edge_case(OBJECTIVES[name]), edge_case(OBJECTIVES[name])
-    without.loss_weights[[0, 11]] = 0.0
-    case.kwargs["logprobs_old"][[0, 11]] = value
-    got, expected = case.run(), without.run()
-    assert got.output.num_dropped == 2
-    assert got.output.loss.item() == pytest.approx(expected.output.loss.item(), rel=1e-6)
-    assert not got.d_hidden[[0, 11]].any()
-    assert relative_error(got.d_hidden, expected.d_hidden) <= 1e-6
-    assert relative_error(got.d_weight, expected.d_weight) <= 1e-6
-
-
 def derivative_of_sequence(log_ratio: float) -> Tensor:
     """The gradient of -s A with A = -1, in each of a sequence's tokens, in fp32."""
     logprobs = -torch.arange(1.0, 9.0) / 7.0
@@ -134,9 +103,7 @@ def derivative_of_sequence(log_ratio: float) -> Tensor:
 
 
 @pytest.mark.parametrize("log_ratio", [-200.0, -20.5, 20.5, 200.0])
-def test_clamped_sequence_has_no_gradient(
-    log_ratio: float,
-) -> None:
+def test_clamped_sequence_has_no_gradient(log_ratio: float) -> None:
     """Its mean is the clamp's edge: x - (x - 20) is 20 for one log-prob, a bit less for another."""
     assert not derivative_of_sequence(log_ratio).any()
     inside = derivative_of_sequence(19.5)

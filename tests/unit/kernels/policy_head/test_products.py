@@ -20,14 +20,12 @@ if find_brgemm() is not None:
 
 
 @pytest.fixture(params=ROUTES)
-def route(request, monkeypatch):
+def route(request, monkeypatch, fresh_native):
     """Select one way; a processor without bf16 instructions has only the first."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "inner kernels" else "0")
-    native.load_native.cache_clear()
     load_product.cache_clear()
     assert (load_product() is not None) == (request.param == "inner kernels")
     yield request.param
-    native.load_native.cache_clear()
     load_product.cache_clear()
 
 

@@ -16,16 +16,6 @@ from megadapo.kernels.policy_head.rows_cpu import SOURCE, RowGradients, row_grad
 from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, Tile, VocabShards
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def passes(request, monkeypatch):
-    """Select one implementation; the compiled one must be available."""
-    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
-    native.load_native.cache_clear()
-    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
-    yield
-    native.load_native.cache_clear()
-
-
 def shards_of(columns: int, *, num_local: int = 1, first: int = 0, vocab_size: int | None = None):
     size = columns // num_local
     total = first + num_local
@@ -39,16 +29,9 @@ def shards_of(columns: int, *, num_local: int = 1, first: int = 0, vocab_size: i
 
 
 def run(
-    logits,
-    targets,
-    shards,
-    *,
-    temperature=1.0,
-    d_logprobs=None,
-    d_entropy=None,
-    dtype=None,
+    logits, targets, shards, *, temperature=1.0, d_logprobs=None, d_entropy=None, dtype=None,
     in_place=False,
-):
+):  # fmt: skip
     """Return log-probs, entropy and d_logits of a tile of the whole vocabulary."""
     tile = Tile(logits=logits, targets=targets, shards=shards, temperature=temperature)
     stats = row_stats_cpu(tile)
@@ -65,7 +48,9 @@ def run(
     return logprobs, entropy, d_logits
 
 
-def truth(logits, targets, num_valid, *, temperature, d_logprobs, d_entropy):
+def truth(logits, targets, num_valid, *, temperature=1.0, d_logprobs=None, d_entropy=None):
+    d_logprobs = torch.ones(len(logits)) if d_logprobs is None else d_logprobs
+    d_entropy = torch.zeros(len(logits)) if d_entropy is None else d_entropy
     log_p = (logits.double()[:, :num_valid] / temperature).log_softmax(-1)
     p = log_p.exp()
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
@@ -84,19 +69,10 @@ def test_all_row_lengths_match_fp64(passes, columns, temperature):
     rows = 5
     logits = torch.randn(rows, columns) * 4.0
     targets = torch.arange(rows) * 7 % columns
-    d_logprobs, d_entropy = torch.randn(rows), torch.randn(rows)
-    shards = shards_of(columns)
-    got = run(
-        logits, targets, shards, temperature=temperature, d_logprobs=d_logprobs, d_entropy=d_entropy
-    )
-    expected = truth(
-        logits,
-        targets,
-        columns,
-        temperature=temperature,
-        d_logprobs=d_logprobs,
-        d_entropy=d_entropy,
-    )
+    options = {"d_logprobs": torch.randn(rows), "d_entropy": torch.randn(rows)}
+    options["temperature"] = temperature
+    got = run(logits, targets, shards_of(columns), **options)
+    expected = truth(logits, targets, columns, **options)
     for value, exact in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=0, atol=5e-6)
     assert (got[2].double() - expected[2]).norm() <= 2e-6 * expected[2].norm() + 1e-9
@@ -109,8 +85,7 @@ def test_peaked_flat_and_very_negative_rows(passes, scale, shift):
     logits = torch.randn(4, 1024) * scale + shift
     targets = logits.argmax(-1)
     got = run(logits, targets, shards_of(1024, num_local=8))
-    ones, zeros = torch.ones(4), torch.zeros(4)
-    expected = truth(logits, targets, 1024, temperature=1.0, d_logprobs=ones, d_entropy=zeros)
+    expected = truth(logits, targets, 1024)
     assert got[2].isfinite().all()
     torch.testing.assert_close(got[0].double(), expected[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-6, atol=1e-5)
@@ -124,9 +99,7 @@ def test_padding_never_enters_and_gets_no_gradient(passes):
     targets = torch.tensor([0, 149, 77])
     shards = shards_of(256, num_local=8, vocab_size=150)
     logprobs, entropy, d_logits = run(logits, targets, shards)
-    expected = truth(
-        logits, targets, 150, temperature=1.0, d_logprobs=torch.ones(3), d_entropy=torch.zeros(3)
-    )
+    expected = truth(logits, targets, 150)
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=2e-6)
     assert (d_logits[:, 150:] == 0).all()
@@ -224,21 +197,16 @@ def test_row_bits_do_not_depend_on_tile_or_threads(passes):
     finally:
         torch.set_num_threads(threads)
     halves = [
-        stats_of(logits[:, first * 512 :][:, :2048].contiguous(), part)
-        for first, part in (
-            (0, shards_of(2048, num_local=4)),
-            (4, shards_of(2048, num_local=4, first=4)),
-        )
+        stats_of(half.contiguous(), shards_of(2048, num_local=4, first=first))
+        for first, half in zip((0, 4), logits.split(2048, dim=1), strict=True)
     ]
     assert torch.equal(torch.cat(halves), stats)
 
 
 @pytest.fixture
-def fresh_cache(tmp_path, monkeypatch) -> Path:
+def fresh_cache(tmp_path, monkeypatch, fresh_native) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.load_native.cache_clear()
-    yield tmp_path
-    native.load_native.cache_clear()
+    return tmp_path
 
 
 def test_broken_compiler_warns_and_uses_torch(fresh_cache, monkeypatch, caplog):
@@ -287,7 +255,7 @@ def test_folder_writable_by_others_is_not_used(fresh_cache):
     assert list(folder.iterdir()) == []
 
 
-def test_user_without_home(monkeypatch, tmp_path):
+def test_user_without_home(monkeypatch, fresh_native):
     """Containers run under numbers that no passwd file knows."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
@@ -295,9 +263,7 @@ def test_user_without_home(monkeypatch, tmp_path):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    native.load_native.cache_clear()
     assert native.load_native(SOURCE) is not None
-    native.load_native.cache_clear()
 
 
 def test_unreadable_compiler_command_is_ignored(monkeypatch):
