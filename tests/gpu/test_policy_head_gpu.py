@@ -13,13 +13,7 @@ from megadapo.lab.bench.head import HeadShape, step_of_ours
 from megadapo.lab.bench.head_baselines import PRODUCTS
 from megadapo.lab.bench.head_inputs import make_inputs
 from megadapo.lab.bench.measure import peak_extra_mib
-from tests.support.trainer.head_cases import (
-    HeadCase,
-    clip_counts,
-    loss_error,
-    make_case,
-    relative_error,
-)
+from tests.support.trainer.head_cases import HeadCase, clip_counts, loss_error, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,8 +31,7 @@ def check(case: HeadCase, **options) -> None:
     bf16 = case.hidden.dtype == torch.bfloat16
     assert loss_error(got.output.loss, case, expected) <= (1e-5 if bf16 else 1e-6)
     assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
-    assert relative_error(got.d_hidden, expected.d_hidden) <= (4e-3 if bf16 else 2e-6)
-    assert relative_error(got.d_weight, expected.d_weight) <= (4e-3 if bf16 else 2e-6)
+    got.assert_gradients(expected, 4e-3 if bf16 else 2e-6)
     low, high = clip_counts(case, expected.logprobs)
     assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
 
@@ -76,8 +69,7 @@ def test_first_ratio_is_one_and_bits_repeat() -> None:
     case.kwargs["logprobs_old"] = old
     first, second = case.run(chunk_tokens=512), case.run(chunk_tokens=512)
     assert first.output.ratio_max_error == 0.0
-    assert torch.equal(first.d_hidden, second.d_hidden)
-    assert torch.equal(first.d_weight, second.d_weight)
+    first.assert_equal(second)
 
 
 def test_virtual_shards_equal_real_shards() -> None:

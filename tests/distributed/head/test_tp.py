@@ -15,6 +15,7 @@ from torch import Tensor
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from tests.support.processes.forked import run_processes
+from tests.support.trainer.head_cases import relative_error
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -133,12 +134,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
     }
 
 
-def relative(got: Tensor, expected: Tensor) -> float:
-    scale = expected.double().norm().item()
-    error = (got.double() - expected.double()).norm().item()
-    return error / scale if scale else error
-
-
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "not_invariant"])
 def test_values_are_bitwise_equal_for_every_tp_size(results: dict, name: str) -> None:
     expected = results[1][0][name]
@@ -162,12 +157,12 @@ def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) ->
     tolerance = 2e-6 if setting.dtype == torch.float32 else 6e-3
     for prefix in ("", "r_"):
         parts = [results[tp][rank][name][prefix + "d_weight"] for rank in range(tp)]
-        assert relative(torch.cat(parts), expected[prefix + "d_weight"]) <= tolerance
+        assert relative_error(torch.cat(parts), expected[prefix + "d_weight"]) <= tolerance
         hidden = [results[tp][rank][name][prefix + "d_hidden"] for rank in range(tp)]
         if setting.sequence_parallel:
             hidden = [torch.cat(hidden)]
         for got in hidden:
-            assert relative(got, expected[prefix + "d_hidden"]) <= tolerance
+            assert relative_error(got, expected[prefix + "d_hidden"]) <= tolerance
 
 
 def test_unaligned_vocabulary_agrees_up_to_rounding(results: dict) -> None:

@@ -23,4 +23,5 @@ QWEN_235B = {
     "num_experts": 128,
     "moe_intermediate_size": 1536,
 }
+STAGES_235B = [tuple(range(*ends)) for ends in ((0, 23), (23, 47), (47, 71), (71, 94))]
 BUCKET = 64 << 20

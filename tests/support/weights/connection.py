@@ -77,7 +77,7 @@ class Connection:
     def __init__(
         self, folder, trainer, engine, dtype=torch.float32, *, deltas=False, files=None
     ):  # fmt: skip
-        self.layout = open_layout(folder)
+        self.folder, self.layout = folder, open_layout(folder)
         self.engine, self.dtype = engine, dtype
         positions = replica_positions(self.layout, **trainer)
         self.senders, self.params = [], []
@@ -136,6 +136,14 @@ class Connection:
             receiver.verify([list(rounds) for rounds in zip(*sums, strict=True)])
             receiver.finish()
         return targets
+
+    def assert_received(self, targets):
+        """Compare the shards of all engine ranks with the Hugging Face tensors."""
+        for rank, target in enumerate(targets):
+            position = self.engine.position(rank)
+            expected = expected_shards(self.folder, self.layout, position, self.dtype)
+            assert target.done.keys() == expected.keys()
+            assert all(torch.equal(target.done[name], expected[name]) for name in expected)
 
     def begin(self, delta, version=0):
         """Start an update on all senders; return its number of rounds."""

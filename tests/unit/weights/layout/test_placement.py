@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -49,17 +50,9 @@ def test_given_stages_are_used() -> None:
     assert [position.layer_indices for position in interleaved] == [(0, 2), (1, 3)]
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        ("tp_size", "TP"),
-        ("pp_size", "PP"),
-        ("vpp_size", "VPP"),
-        ("ep_size", "EP"),
-        ("num_dp", "DP"),
-    ],
-)
-def test_size_of_zero_is_rejected_by_name(size: str, name: str) -> None:
+@pytest.mark.parametrize("size", ["tp_size", "pp_size", "vpp_size", "ep_size", "num_dp"])
+def test_size_of_zero_is_rejected_by_name(size: str) -> None:
+    name = size.removesuffix("_size").removeprefix("num_").upper()
     with pytest.raises(WeightError, match=f"^{name} must be at least 1, but it is 0"):
         replica_positions(layout_of(), **{size: 0})
 
@@ -80,15 +73,9 @@ def test_expert_tp_defaults_to_tp() -> None:
     assert replace(position, etp_rank=0, etp_size=2).expert_tp == (0, 2)
 
 
-def test_stages_are_even_by_default() -> None:
-    """The default is one chunk per stage."""
-    assert stage_chunks(4, pp_size=2) == [[range(0, 2)], [range(2, 4)]]
-    assert stage_layers(4, pp_size=2) == [(0, 1), (2, 3)]
-    assert stage_layers(2, pp_size=2) == [(0,), (1,)]
-
-
 def test_chunks_alternate_between_stages() -> None:
     """Catches a stage whose chunks are neighbours in the model."""
+    assert stage_chunks(4, pp_size=2) == [[range(0, 2)], [range(2, 4)]]
     first, second = stage_chunks(8, pp_size=2, vpp_size=2)
     assert first == [range(0, 2), range(4, 6)]
     assert second == [range(2, 4), range(6, 8)]
@@ -99,6 +86,11 @@ def test_remaining_layers_go_to_first_chunks() -> None:
     """Catches a layer that is lost, doubled or given to the last chunks."""
     assert stage_layers(6, pp_size=4) == [(0, 1), (2, 3), (4,), (5,)]
     assert stage_layers(7, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6)]
+    for layers in range(4, 20):
+        for pp_size, vpp_size in itertools.product((1, 2, 3, 4), (1, 2)):
+            if pp_size * vpp_size <= layers:
+                stages = stage_layers(layers, pp_size=pp_size, vpp_size=vpp_size)
+                assert sorted(itertools.chain(*stages)) == list(range(layers))
 
 
 @pytest.mark.parametrize(

@@ -184,20 +184,6 @@ def test_first_and_last_engine_stage_have_embedding_and_head() -> None:
         assert stages == [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", last_has}]
 
 
-@pytest.mark.parametrize(
-    ("pp_size", "sizes"),
-    [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (4, [1, 1, 2, 1]), (5, [1, 1, 1, 1, 1])],
-)
-def test_remaining_layers_go_before_last_engine_stage(pp_size: int, sizes: list[int]) -> None:
-    layout = layout_of(num_hidden_layers=5)
-    stages = [
-        layout.engine_layers(EnginePosition(pp_rank=rank, pp_size=pp_size))
-        for rank in range(pp_size)
-    ]
-    assert [len(stage) for stage in stages] == sizes
-    assert [layer for stage in stages for layer in stage] == list(range(5))
-
-
 @pytest.mark.parametrize("layer", [-1, 1])
 def test_unknown_layer_is_rejected(layer: int) -> None:
     with pytest.raises(WeightError, match=rf"^Layer {layer} is not in a 1-layer model\.$"):

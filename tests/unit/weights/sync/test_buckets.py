@@ -11,13 +11,13 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import max_bundle_bytes, pack
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
+from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B, STAGES_235B
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
 MOE = (
     QWEN_235B,
     {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
-     "stages": [tuple(range(*ends)) for ends in [(0, 23), (23, 47), (47, 71), (71, 94)]]},
+     "stages": STAGES_235B},
     {"expert_parallel": True},
 )  # fmt: skip
 RANK_NODES = [f"node {rank // 8}" for rank in range(512)]
