@@ -14,8 +14,9 @@ from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta.codec import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.receiver import WeightReceiver, change_in_place
+from megadapo.weights.sync.receiver import change_in_place
 from megadapo.weights.sync.sender import WeightSender
+from tests.support.weights.connection import receiver_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,14 +57,7 @@ def receive(plan, offers, filled, taken, results: Path) -> None:
     from megadapo.weights.sync.transports.in_place import CudaIpcInbox
 
     layout = layout_for(CONFIG)
-    receiver = WeightReceiver(
-        plan,
-        layout.engine_shards(ENGINE.position(0)),
-        engine=0,
-        engine_rank=0,
-        bucket_bytes=BUCKET,
-        dtype=torch.bfloat16,
-    )
+    receiver = receiver_of(plan, layout, bucket_bytes=BUCKET, dtype=torch.bfloat16)
     live = Live(receiver.shapes)
     inbox = CudaIpcInbox(offers, torch.device("cuda"))
     receiver.start(live, inbox, with_checksums=False)

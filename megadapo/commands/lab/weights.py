@@ -15,9 +15,9 @@ from megadapo.errors import DataError
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.weights.layout.layout import ModelLayout
-    from megadapo.weights.sync.connect import Topology
     from megadapo.weights.sync.plan import UpdatePlan
     from megadapo.weights.sync.planning import Hosts
+    from megadapo.weights.sync.topology import Topology
 
 MIB = 1 << 20
 
@@ -161,7 +161,7 @@ def plan_for(
 
 def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology:
     """Return the topology of a run on nodes with this number of GPUs."""
-    from megadapo.weights.sync.connect import find_topology
+    from megadapo.weights.sync.topology import find_topology
 
     has_gpus = config.cluster.device != "cpu"
 

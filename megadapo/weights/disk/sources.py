@@ -48,7 +48,11 @@ class TensorSource(Protocol):
 
 
 class SafetensorsFolder:
-    """The tensors of one or more safetensors files, each name in exactly one of them."""
+    """The tensors of safetensors files, each name in exactly one of them.
+
+    Args:
+        folder: Folder of the files, or one file.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -61,6 +65,8 @@ class SafetensorsFolder:
                 self._file_of[name] = path
 
     def _files(self) -> list[Path]:
+        if self.folder.suffix == ".safetensors" and not self.folder.is_dir():
+            return [self.folder]
         index = self.folder / INDEX_NAME
         if not index.is_file():
             files = sorted(self.folder.glob("*.safetensors"))
@@ -105,7 +111,7 @@ class MegatronFolder:
         self.folder = Path(folder)
         self.layout = open_layout(self.folder)
         self.ranks = read_positions(self.folder)
-        self._files = [_ShardFile(self.folder / name) for name in self.ranks]
+        self._files = [SafetensorsFolder(self.folder / name) for name in self.ranks]
         self._index: dict[str, list[tuple[int, Shard, int, Run]]] = {}
         for number, position in enumerate(self.ranks.values()):
             self._index_rank(number, position)
@@ -115,12 +121,12 @@ class MegatronFolder:
         for shard in self.layout.megatron_shards(position):
             if found.pop(shard.name, None) != shard.shape:
                 raise WeightError(
-                    f"{self._files[number].path}: {shard.name} is missing or not {shard.shape}."
+                    f"{self._files[number].folder}: {shard.name} is missing or not {shard.shape}."
                 )
             for offset, run in shard.placed_runs():
                 self._index.setdefault(run.tensor, []).append((number, shard, offset, run))
         if found:
-            raise WeightError(f"{self._files[number].path}: {min(found)} is not in the layout.")
+            raise WeightError(f"{self._files[number].folder}: {min(found)} is not in the layout.")
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -159,17 +165,6 @@ class MegatronFolder:
                 full.narrow(axis, low - start, high - low).copy_(piece)
                 covered += high - low
         return covered
-
-
-class _ShardFile(SafetensorsFolder):
-    """The shards of one rank."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        super().__init__(path.parent)
-
-    def _files(self) -> list[Path]:
-        return [self.path]
 
 
 def open_source(folder: Path | str) -> TensorSource:

@@ -108,11 +108,9 @@ class UpdatePeers:
                 logs=self._logs,
             )
 
-    def call_engines(
-        self, method: str, *args: object, doing: str, forgive: bool = True
-    ) -> dict[int, Any]:
+    def call_engines(self, method: str, *args: object, doing: str) -> dict[int, Any]:
         """Call a method of every target and wait for all."""
-        return self.wait_engines(self.submit_engines(method, *args), doing, forgive=forgive)
+        return self.wait_engines(self.submit_engines(method, *args), doing)
 
     def submit_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
         return self._engines.call(method, dict.fromkeys(self.targets, args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,13 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import Schedule
-from megadapo.weights.sync.connect import connect
+from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers, phase
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.sender import SenderInfo
+from megadapo.weights.sync.topology import find_topology
 from megadapo.weights.sync.update import (
     MAX_DELTA,
     Sums,
@@ -30,6 +32,8 @@ from megadapo.weights.sync.update import (
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +247,50 @@ class Publisher:
         incarnations = [self._engines.incarnation(index) for index in targets]
         if self._schedule is None or incarnations != self._incarnations:
             self._schedule, self._incarnations = None, incarnations
-            self._schedule = connect(
-                self._peers,
-                self._engines,
-                self._config,
-                self._engine,
-                dtype=self._dtype,
-                deltas=self._versions.deltas,
-                folder=self._folder,
-            )
+            self._schedule = self._open_buckets()
             self._versions.reset()
         return self._schedule
+
+    def _open_buckets(self) -> Schedule:
+        """Plan the update of the targets, and open the buckets on both sides."""
+        import ray
+
+        peers, engines = self._peers, self._engines
+        infos: list[SenderInfo] = peers.call_ranks("describe")
+        layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
+        nodes = peers.call_engines("node", doing="find engines")
+        topology = find_topology(
+            self._config.transport,
+            [(info.node, info.gpu) for info in infos],
+            [nodes[index] for index in peers.targets],
+            [engines.gpus(index) for index in peers.targets],
+        )
+        transport = peers.transport = topology.transport
+        plan = make_plan(
+            layout,
+            [info.position for info in infos],
+            replace(self._engine, nodes=tuple(topology.receivers), copies=topology.copies),
+            itemsize=self._dtype.itemsize,
+            max_bundle_bytes=max_bundle_bytes(bucket_bytes),
+            source_nodes=topology.sources,
+            hosts=topology.hosts,
+        )
+        both: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "transport": transport,
+            "deltas": self._versions.deltas,
+        }
+        offers = peers.call_ranks(
+            "prepare", ray.put(plan), dtype=self._dtype, folder=self._folder, **both
+        )
+        both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
+        connecting = peers.submit_ranks("connect", offers)
+        own = zip(peers.targets, topology.receiver_of, topology.copy_of_each, strict=True)
+        opening = engines.call(
+            "init_weight_transfer",
+            {index: (both | {"engine": number, "copy": copy},) for index, number, copy in own},
+        )
+        peers.wait_engines(opening, "connect", forgive=False)
+        peers.wait_ranks(connecting, "connect")
+        peers.call_ranks("opened")
+        return pack(plan, bucket_bytes)

@@ -14,11 +14,10 @@ from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta.state import combine
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
-from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from tests.support.models.tiny_models import make_model
-from tests.support.weights.connection import BUCKET, Shards, rank_params
+from tests.support.weights.connection import BUCKET, Shards, rank_params, receiver_of
 from tests.support.weights.message_order import Message, stuck_ranks
 from tests.support.weights.ranks import run_ranks
 
@@ -46,10 +45,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     receiver, inbox, target = None, None, Shards()
     if rank >= 2:
         inbox = SharedMemoryInbox(offers)
-        receiver = WeightReceiver(
-            plan, layout.engine_shards(engine.position(place[1])), engine=place[0],
-            engine_rank=place[1], bucket_bytes=BUCKET, dtype=torch.float32,
-        )  # fmt: skip
+        receiver = receiver_of(plan, layout, engine=place[0], engine_rank=place[1])
     sender.begin(None)
     relay_rounds(sender, receiver, inbox, target, pack(plan, BUCKET), version=1)
     if receiver is not None:
@@ -124,10 +120,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
     dist.all_gather_object(offers, None)
     place = (rank - 2, 0) if engine.num_ranks == 2 else (0, rank - 2)
     position = engine.position(place[0])
-    receiver = WeightReceiver(
-        plan, layout.engine_shards(position), engine=0, engine_rank=place[0],
-        bucket_bytes=BUCKET, dtype=torch.float32,
-    )  # fmt: skip
+    receiver = receiver_of(plan, layout, engine_rank=place[0])
     inbox = receiver.open_inbox("nccl", offers, torch.device("cpu"), copy=place[1])
     for _ in range(2):
         target = Shards()

@@ -13,10 +13,9 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import CHECKSUM_CHUNK, checksum, max_bundle_bytes, pack
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from tests.support.models.tiny_models import make_model
-from tests.support.weights.connection import Live, rank_params
+from tests.support.weights.connection import Live, rank_params, receiver_of
 from tests.support.weights.ranks import run_ranks
 
 LARGE_BUCKET = 8 << 20
@@ -92,9 +91,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
                 sender.fill(number, with_checksums=True)
             dist.barrier()
     else:
-        receiver = WeightReceiver(
-            plan, layout.engine_shards(engine.position(0)), engine=0, engine_rank=0, **sizes
-        )
+        receiver = receiver_of(plan, layout, **sizes)
         assert schedule.capacity.waves[0, 0] > LARGE_BUCKET / 2
         target = Live(receiver.shapes)
         dist.all_gather_object(offers, None)

@@ -103,14 +103,7 @@ class Connection:
         for sender in self.senders:
             sender.opened()
         self.receivers = [
-            WeightReceiver(
-                self.plan,
-                self.layout.engine_shards(engine.position(rank)),
-                engine=0,
-                engine_rank=rank,
-                bucket_bytes=BUCKET,
-                dtype=dtype,
-            )
+            receiver_of(self.plan, self.layout, engine_rank=rank, dtype=dtype)
             for rank in range(engine.num_ranks)
         ]
 
@@ -170,6 +163,14 @@ class Connection:
 
     def fill(self, number, with_checksums):
         return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
+
+
+def receiver_of(plan, layout, *, engine=0, engine_rank=0, dtype=torch.float32, bucket_bytes=BUCKET):
+    """Return the receiver of an engine rank."""
+    return WeightReceiver(
+        plan, layout.engine_shards(plan.engine.position(engine_rank)), engine=engine,
+        engine_rank=engine_rank, bucket_bytes=bucket_bytes, dtype=dtype,
+    )  # fmt: skip
 
 
 def expected_shards(folder, layout, position, dtype):

@@ -60,16 +60,16 @@ class DeltaState:
 
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
-        self._images: dict[tuple[int, int], torch.Tensor] = {}
-        self._sections: dict[tuple[int, int], torch.Tensor] = {}
+        self._images: dict[int, torch.Tensor] = {}
+        self._sections: dict[int, torch.Tensor] = {}
 
     def keep(self, transfer: Transfer, image: torch.Tensor) -> None:
         """Store the bits of a bundle, [n] bytes with zeros between its slices."""
-        kept = self._images.get(_bundle_key(transfer))
-        if kept is None:
-            kept = torch.empty(len(image), dtype=torch.uint8, pin_memory=image.is_cuda)
-            self._images[_bundle_key(transfer)] = kept
-        kept.copy_(image)
+        key = bundle_number(transfer)
+        if key not in self._images:
+            pinned = torch.empty(len(image), dtype=torch.uint8, pin_memory=image.is_cuda)
+            self._images[key] = pinned
+        self._images[key].copy_(image)
 
     def encode(
         self,
@@ -93,53 +93,43 @@ class DeltaState:
         """
         self.drop_sections()
         limit = ALWAYS_ENCODED + max_share * sum(len(image) for image in self._images.values())
-        counts: dict[tuple[int, int], tuple[int, int]] = {}
-        sums: dict[tuple[int, int], int] = {}
+        num_changed = num_elements = 0
+        sums: dict[int, int] = {}
         for transfer in transfers:
             # engines of one shape get the same bundles
-            key = _bundle_key(transfer)
-            if key not in counts:
-                image = image_of(transfer)
-                counts[key] = self._encode_one(transfer, image, base, version)
+            key = bundle_number(transfer)
+            if key not in self._sections:
+                image, kept = image_of(transfer), self._images[key]
+                stamp = Stamp(base, version, key)
+                before = kept.to(image.device)
+                section, count = encode(before, image, stamp, itemsize=self._itemsize)
+                self._sections[key] = image if section is None else section
+                kept.copy_(image)
+                num_changed += count
+                num_elements += len(image) // self._itemsize
                 if with_checksums:
                     sums[key] = checksum(image)
                 limit -= len(self._sections[key])
             if limit < 0:
                 self.drop_sections()
                 return None
-        keys = [_bundle_key(transfer) for transfer in transfers]
+        keys = [bundle_number(transfer) for transfer in transfers]
         return Encoded(
             sizes=[len(self._sections[key]) for key in keys],
             checksums=[sums[key] for key in keys] if with_checksums else [],
-            num_changed=sum(changed for changed, _ in counts.values()),
-            num_elements=sum(elements for _, elements in counts.values()),
+            num_changed=num_changed,
+            num_elements=num_elements,
         )
 
     def section(self, transfer: Transfer) -> torch.Tensor:
         """Return the bytes to send for a transfer: a section, or the whole bundle."""
-        return self._sections[_bundle_key(transfer)]
+        return self._sections[bundle_number(transfer)]
 
     def drop_sections(self) -> None:
         """Free the sections of the last update."""
         self._sections = {}
 
-    def _encode_one(
-        self, transfer: Transfer, image: torch.Tensor, base: int, version: int
-    ) -> tuple[int, int]:
-        """Return the number of changed elements and of all elements."""
-        key = _bundle_key(transfer)
-        kept = self._images[key]
-        stamp = Stamp(base, version, bundle_number(transfer))
-        section, count = encode(kept.to(image.device), image, stamp, itemsize=self._itemsize)
-        self._sections[key] = image if section is None else section
-        kept.copy_(image)
-        return count, len(image) // self._itemsize
-
 
 def bundle_number(transfer: Transfer) -> int:
     """Return the block and bundle of a transfer as one number."""
     return transfer.block << 32 | transfer.bundle
-
-
-def _bundle_key(transfer: Transfer) -> tuple[int, int]:
-    return transfer.block, transfer.bundle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadapo.weights.sync.connect import find_topology
+from megadapo.weights.sync.topology import find_topology
 
 
 def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.transports import in_place
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
@@ -29,7 +28,7 @@ from megadapo.weights.sync.transports.in_place import (
 from megadapo.weights.sync.transports.interface import Message
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
-from tests.support.weights.connection import BUCKET, Connection, Shards
+from tests.support.weights.connection import BUCKET, Connection, Shards, receiver_of
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -195,10 +194,7 @@ def test_receiver_opens_only_buckets_it_reads(transport, opener, model_folders, 
         layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET,
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
-    receiver = WeightReceiver(
-        plan, layout.engine_shards(engine.position(0)), engine=1, engine_rank=0,
-        bucket_bytes=BUCKET, dtype=torch.float32,
-    )  # fmt: skip
+    receiver = receiver_of(plan, layout, engine=1)
     opened = []
     monkeypatch.setattr(in_place, opener, lambda first, *_: opened.append(first))
     offers = [{"path": f"/nowhere/{rank}", "num_bytes": BUCKET} for rank in range(3)]

@@ -1,21 +1,11 @@
-"""Connect trainer and engines for weight updates: one plan, and open buckets."""
+"""Which engines read from which trainer ranks, and over which transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-
-from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
-from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers
-from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.planning import Hosts, make_plan
-from megadapo.weights.sync.sender import SenderInfo
-
-MIB = 1 << 20
+from megadapo.weights.sync.planning import Hosts
 
 Device = tuple[str, str | None]
 """Node, and the GPU's name on it; None on a CPU."""
@@ -44,57 +34,6 @@ class Topology:
     def copy_of_each(self) -> list[int]:
         """Number of each engine among the engines of its receiver."""
         return [self.receiver_of[:index].count(one) for index, one in enumerate(self.receiver_of)]
-
-
-def connect(
-    peers: UpdatePeers,
-    engines: UpdatableEngines,
-    config: WeightsConfig,
-    shape: EngineShape,
-    *,
-    dtype: torch.dtype,
-    deltas: bool,
-    folder: Path | None = None,
-) -> Schedule:
-    """Plan the update of the peers' targets, and open the buckets on both sides.
-
-    Arguments as for `Publisher`; the nodes of the engines are added to their `shape` here.
-    """
-    import ray
-
-    infos: list[SenderInfo] = peers.call_ranks("describe")
-    nodes = peers.call_engines("node", doing="find engines")
-    topology = find_topology(
-        config.transport,
-        [(info.node, info.gpu) for info in infos],
-        [nodes[index] for index in peers.targets],
-        [engines.gpus(index) for index in peers.targets],
-    )
-    peers.transport = topology.transport
-    layout, bucket_bytes = infos[0].layout, int(config.bucket_mib * MIB)
-    plan = make_plan(
-        layout,
-        [info.position for info in infos],
-        replace(shape, nodes=tuple(topology.receivers), copies=topology.copies),
-        itemsize=dtype.itemsize,
-        max_bundle_bytes=max_bundle_bytes(bucket_bytes),
-        source_nodes=topology.sources,
-        hosts=topology.hosts,
-    )
-    transport = topology.transport
-    common = {"bucket_bytes": bucket_bytes, "transport": transport, "deltas": deltas}
-    offers = peers.call_ranks("prepare", ray.put(plan), dtype=dtype, folder=folder, **common)
-    common |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
-    connecting = peers.submit_ranks("connect", offers)
-    own = zip(peers.targets, topology.receiver_of, topology.copy_of_each, strict=True)
-    opening = engines.call(
-        "init_weight_transfer",
-        {index: (common | {"engine": number, "copy": copy},) for index, number, copy in own},
-    )
-    peers.wait_engines(opening, "connect", forgive=False)
-    peers.wait_ranks(connecting, "connect")
-    peers.call_ranks("opened")
-    return pack(plan, bucket_bytes)
 
 
 def find_topology(
