@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -150,34 +151,20 @@ class UpdatePlan:
         """Return the copies of a transfer, with a placeholder for the layer number."""
         return self.templates[self.blocks[transfer.block].template][transfer.bundle]
 
-    def copies(self, transfer: Transfer) -> Iterator[Copy]:
-        """Yield the copies of a transfer, with the names of its layer."""
+    def slices(self, transfer: Transfer, offset: int = 0) -> Iterator[tuple[int, Copy]]:
+        """Yield the copies of a transfer, with its layer's names, and their offsets in a bucket."""
         layer = self.blocks[transfer.block].layer
         for copy in self.bundle(transfer).copies:
-            if layer is None:
-                yield copy
-            else:
-                source = copy.source_name.replace(LAYER, str(layer))
-                target = copy.target_name.replace(LAYER, str(layer))
-                yield copy._replace(source_name=source, target_name=target)
-
-    def slices(self, transfer: Transfer, offset: int = 0) -> Iterator[tuple[int, Copy]]:
-        """Yield the copies of a transfer with their offsets in its bucket."""
-        for copy in self.copies(transfer):
-            yield offset, copy
+            source = copy.source_name.replace(LAYER, str(layer))
+            target = copy.target_name.replace(LAYER, str(layer))
+            yield offset, copy._replace(source_name=source, target_name=target)
             offset += round_up(copy.numel * self.itemsize, ALIGNMENT)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all slices, without alignment."""
-        per_bundle = [
-            [sum(copy.numel for copy in bundle.copies) for bundle in template]
-            for template in self.templates
-        ]
-        return self.itemsize * sum(
-            per_bundle[self.blocks[transfer.block].template][transfer.bundle]
-            for transfer in self.transfers
-        )
+        bundles = (self.bundle(transfer) for transfer in self.transfers)
+        return self.itemsize * sum(copy.numel for bundle in bundles for copy in bundle.copies)
 
     @property
     def num_ranks(self) -> int:

@@ -7,7 +7,8 @@ An engine rank receives exactly the runs of its own shards. If several trainer r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megadapo.errors import WeightError
@@ -151,8 +152,7 @@ def _template_copies(
 ) -> Iterator[tuple[int, tuple[int, ...], Copy]]:
     """Yield engine tensor-parallel rank, owners and copy for every parameter of a block."""
     row = None if kind == "layer" else getattr(layout.family, kind)
-    owned: dict[str, list[_Owned]] = {}
-    merged: dict[tuple[str, int, int], _Owned] = {}
+    owned: dict[str, dict[tuple[int, int], _Owned]] = defaultdict(dict)
     for number, position in enumerate(positions):
         for shard in (
             layout.megatron_layer(position, LAYER)
@@ -160,24 +160,22 @@ def _template_copies(
             else [layout.megatron_shard(row, position)]
         ):
             for offset, run in shard.placed_runs():
-                key = (run.tensor, run.start, run.stop)
-                known = merged.get(key)
+                known = owned[run.tensor].get((run.start, run.stop))
                 owners = (number,) if known is None else (*known.owners, number)
-                merged[key] = _Owned(run, shard.name, offset, owners)
-    for one in merged.values():
-        owned.setdefault(one.run.tensor, []).append(one)
+                one = _Owned(run, shard.name, offset, owners)
+                owned[run.tensor][run.start, run.stop] = one
     for tp_rank in range(engine.tp_size):
         at = engine.position(tp_rank)
         for shard in (
             layout.engine_layer(at, LAYER) if row is None else [layout.engine_shard(row, at)]
         ):
             for offset, run in shard.placed_runs():
-                for one, copy in _intersect(shard, offset, run, owned.get(run.tensor, ())):
+                for one, copy in _intersect(shard, offset, run, owned[run.tensor].values()):
                     yield tp_rank, one.owners, copy
 
 
 def _intersect(
-    shard: Shard, offset: int, run: Run, owned: Sequence[_Owned]
+    shard: Shard, offset: int, run: Run, owned: Iterable[_Owned]
 ) -> Iterator[tuple[_Owned, Copy]]:
     """Yield the copies that fill one run of an engine's shard."""
     covered = 0

@@ -33,7 +33,7 @@ def copied_ranges(plan, engine, engine_rank):
     ranges = {}
     for transfer in plan.transfers:
         if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
-            for copy in plan.copies(transfer):
+            for _, copy in plan.slices(transfer):
                 key = copy.target_name
                 key = key if copy.expert is None else (key, copy.expert)
                 stop = copy.target_offset + copy.size
@@ -98,7 +98,7 @@ def test_copies_carry_the_bytes_they_claim(model_folders, family):
         for rank in range(2)
     ]
     for transfer in plan.transfers:
-        for copy in plan.copies(transfer):
+        for _, copy in plan.slices(transfer):
             key = copy.target_name if copy.expert is None else (copy.target_name, copy.expert)
             source = sources[transfer.owner][copy.source_name]
             target = targets[transfer.engine_rank][key]
