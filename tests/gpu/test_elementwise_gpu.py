@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_definition
 from megadapo.kernels.rotary import rotary, rotary_definition
 from megadapo.kernels.swiglu import swiglu, swiglu_definition
+from tests.support.trainer.layer_checks import check_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,34 +17,23 @@ pytestmark = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
-    """Compare output and gradients with fp64."""
-
-    def run(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-        tensors = [x.clone().requires_grad_() for x in tensors]
-        y = call(*tensors)
-        y.backward(torch.linspace(-1, 2, y.numel(), device="cuda").view(y.shape).to(y.dtype))
-        return [y.detach(), *(x.grad for x in tensors)]
-
-    tolerance = 2e-6 if inputs[0].dtype == torch.float32 else 4e-3
-    truths = run(ref, [x.double() for x in inputs])
-    for value, truth in zip(run(function, inputs), truths, strict=True):
-        assert (value.double() - truth).norm() <= tolerance * truth.norm() + 1e-30
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, size", [(1, 63), (3, 5120), (1000, 5120), (777, 1000)])
 def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, size, device="cuda").to(dtype) * 3
-    check(rmsnorm, rmsnorm_definition, [x, (1 + 0.2 * torch.randn(size, device="cuda")).to(dtype)])
+    check_layer(
+        rmsnorm, rmsnorm_definition, [x, (1 + 0.2 * torch.randn(size, device="cuda")).to(dtype)]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, size", [(1, 1), (300, 27648), (777, 1000)])
 def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check(swiglu, swiglu_definition, [torch.randn(rows, 2 * size, device="cuda").to(dtype) * 4])
+    check_layer(
+        swiglu, swiglu_definition, [torch.randn(rows, 2 * size, device="cuda").to(dtype) * 4]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,4 +43,4 @@ def test_rotary(heads: int, size: int, rotated: int, dtype: torch.dtype) -> None
     angles = torch.randn(500, rotated // 2, device="cuda") * 5
     cos, sin = angles.cos(), angles.sin()
     x = torch.randn(500, heads, size, device="cuda").to(dtype)
-    check(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])
+    check_layer(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])

@@ -13,7 +13,7 @@ from megadapo.lab.bench.head import HeadShape, step_of_ours
 from megadapo.lab.bench.head_baselines import PRODUCTS
 from megadapo.lab.bench.head_inputs import make_inputs
 from megadapo.lab.bench.measure import peak_extra_mib
-from tests.support.trainer.head_cases import HeadCase, clip_counts, loss_error, make_case
+from tests.support.trainer.head_cases import check_head, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,37 +26,27 @@ def is_h200() -> bool:
     return torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
 
 
-def check(case: HeadCase, **options) -> None:
-    got, expected = case.run(**options), case.definition()
-    bf16 = case.hidden.dtype == torch.bfloat16
-    assert loss_error(got.output.loss, case, expected) <= (1e-5 if bf16 else 1e-6)
-    assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
-    got.assert_gradients(expected, 4e-3 if bf16 else 2e-6)
-    low, high = clip_counts(case, expected.logprobs)
-    assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
 @pytest.mark.parametrize("num_tokens", [1, 63, 257, 4099])
 def test_matches_fp64(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
     case = make_case(num_tokens, 40, 3000, padded=3072, kind=kind, dtype=dtype, device="cuda")
-    check(case, chunk_tokens=256)
+    check_head(case, chunk_tokens=256)
 
 
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_vocabularies(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
-    check(make_case(130, 256, vocab_size, padded=padded, dtype=dtype, device="cuda"))
+    check_head(make_case(130, 256, vocab_size, padded=padded, dtype=dtype, device="cuda"))
 
 
 def test_every_option_matches_fp64() -> None:
     options = {"objective": EVERYTHING, "extras": True, "temperature": 0.7, "device": "cuda"}
-    check(make_case(300, 64, 2000, padded=2048, **options))
+    check_head(make_case(300, 64, 2000, padded=2048, **options))
 
 
 def test_ragged_vocabulary_and_all_masked() -> None:
-    check(make_case(77, 64, 1021, device="cuda"))
+    check_head(make_case(77, 64, 1021, device="cuda"))
     got = make_case(50, 64, 1021, masked=1.1, device="cuda").run()
     assert got.output.loss == 0 and not got.d_hidden.any() and not got.d_weight.any()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from tests.support.processes.forked import run_processes
-from tests.support.trainer.head_cases import relative_error
+from tests.support.trainer.head_cases import HeadCase, make_case, relative_error
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -34,27 +34,23 @@ class Setting:
     objective: PolicyObjective = PolicyObjective()
     sequence_parallel: bool = False
 
-    def inputs(self) -> dict[str, Tensor]:
-        """Return the inputs, the same on every rank and for every TP size."""
-        generator = torch.Generator().manual_seed(7)
-        size = self.num_tokens
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        weights = (torch.rand(size, generator=generator) >= self.masked).float() / size
+    def case(self) -> HeadCase:
+        """Return the call, the same on every rank and for every TP size."""
+        case = make_case(
+            self.num_tokens,
+            self.hidden_size,
+            self.vocab_size,
+            padded=self.padded,
+            dtype=self.dtype,
+            masked=self.masked,
+            objective=self.objective,
+            temperature=0.9,
+            extras=True,
+        )
         if self.masked == 0.5:
             # a rank whose part of the sequence has no response token at all
-            weights[: size // 2] = 0.0
-        return {
-            "hidden": normal(size, self.hidden_size).to(self.dtype),
-            "weight": (normal(self.padded, self.hidden_size) * 0.3).to(self.dtype),
-            "targets": torch.randint(0, self.vocab_size, (size,), generator=generator),
-            "logprobs_old": -7.0 + normal(size),
-            "advantages": normal(size),
-            "loss_weights": weights,
-            "logprobs_ref": -7.0 + normal(size),
-        }
+            case.loss_weights[: self.num_tokens // 2] = 0.0
+        return case
 
 
 SETTINGS = {
@@ -76,33 +72,25 @@ SETTINGS = {
 def run_rank(
     setting: Setting, process_group: dist.ProcessGroup, rank: int, tp: int
 ) -> dict[str, Tensor]:
-    inputs = setting.inputs()
-    rows = setting.padded // tp
-    weight = inputs["weight"][rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    hidden = inputs["hidden"]
-    if setting.sequence_parallel:
-        hidden = hidden.chunk(tp)[rank]
+    case = setting.case()
+    weight = case.weight.chunk(tp)[rank].clone().requires_grad_()
+    hidden = case.hidden.chunk(tp)[rank] if setting.sequence_parallel else case.hidden
     hidden = hidden.clone().requires_grad_()
     options = {
         "process_group": process_group,
-        "vocab_size": setting.vocab_size,
         "chunk_tokens": setting.chunk_tokens,
         "sequence_parallel": setting.sequence_parallel,
-        "temperature": 0.9,
     }
-    rest = {k: v for k, v in inputs.items() if k not in ("hidden", "weight", "targets")}
-    output = policy_head_loss(
-        hidden, weight, inputs["targets"], objective=setting.objective, **rest, **options
-    )
+    output = policy_head_loss(hidden, weight, case.targets, **case.kwargs, **options)
     (output.loss * 2.0).backward()
     result = {name: value.detach() for name, value in vars(output).items()}
     result |= {"d_hidden": hidden.grad, "d_weight": weight.grad}
 
     hidden.grad = weight.grad = None
-    logprobs, entropy = token_logprobs(
-        hidden, weight, inputs["targets"], rows=inputs["loss_weights"].nonzero()[:, 0], **options
-    )
-    (logprobs * inputs["advantages"] + 0.1 * entropy).sum().backward()
+    options |= {name: case.kwargs[name] for name in ("temperature", "vocab_size")}
+    rows = case.loss_weights.nonzero()[:, 0]
+    logprobs, entropy = token_logprobs(hidden, weight, case.targets, rows=rows, **options)
+    (logprobs * case.kwargs["advantages"] + 0.1 * entropy).sum().backward()
     result |= {"old": logprobs.detach(), "r_d_hidden": hidden.grad, "r_d_weight": weight.grad}
     return result
 

@@ -180,3 +180,18 @@ def clip_counts(case: HeadCase, logprobs: Tensor) -> tuple[int, int]:
     low = chosen & (kwargs["advantages"] < 0) & (ratio < 1 - objective.clip_low)
     high = chosen & (kwargs["advantages"] > 0) & (ratio > 1 + objective.clip_high)
     return int(low.sum()), int(high.sum())
+
+
+def check_head(
+    case: HeadCase, *, logprobs: float = 1e-5, **options: Any
+) -> tuple[HeadResult, HeadReference]:
+    """Compare loss, log-probs, clip decisions and gradients with fp64; return both results."""
+    got, expected = case.run(**options), case.definition()
+    is_bf16 = case.hidden.dtype == torch.bfloat16
+    assert loss_error(got.output.loss, case, expected) <= (1e-5 if is_bf16 else 1e-6)
+    got.assert_gradients(expected, 4e-3 if is_bf16 else 2e-6)
+    assert (got.output.logprobs - expected.logprobs).abs().max() <= logprobs
+    if case.kwargs["objective"].gate == "clip":
+        counts = got.output.clip_low_count.item(), got.output.clip_high_count.item()
+        assert counts == clip_counts(case, expected.logprobs)
+    return got, expected

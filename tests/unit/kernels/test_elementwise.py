@@ -16,30 +16,11 @@ from megadapo.kernels.cpu.layers import SOURCE
 from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_definition
 from megadapo.kernels.rotary import rotary, rotary_definition
 from megadapo.kernels.swiglu import swiglu, swiglu_definition
+from tests.support.trainer.layer_checks import check_layer
 
 pytestmark = pytest.mark.usefixtures("passes")
 
 ROWS = [0, 1, 3, 300]
-
-
-def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return output and gradients of all inputs for an upstream gradient that is not constant."""
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    y = function(*inputs)
-    upstream = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
-    y.backward(upstream)
-    return [y.detach(), *(x.grad for x in inputs)]
-
-
-def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
-    """Compare with fp64: fp32 within rounding, bf16 within one rounding of each result."""
-    got = values_and_grads(function, inputs)
-    expected = values_and_grads(ref, [x.double() for x in inputs])
-    relative = 2e-6 if inputs[0].dtype == torch.float32 else 4e-3
-    for value, truth in zip(got, expected, strict=True):
-        assert value.shape == truth.shape
-        error = (value.double() - truth).norm()
-        assert error <= relative * truth.norm() + 1e-30
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
@@ -49,7 +30,7 @@ def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, size, dtype=torch.float64).to(dtype) * 3
     weight = (1 + 0.2 * torch.randn(size)).to(dtype)
-    check(
+    check_layer(
         lambda a, w: rmsnorm(a, w, 1e-5), lambda a, w: rmsnorm_definition(a, w, 1e-5), [x, weight]
     )
 
@@ -59,7 +40,7 @@ def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check(swiglu, swiglu_definition, [torch.randn(rows, 2 * size).to(dtype) * 4])
+    check_layer(swiglu, swiglu_definition, [torch.randn(rows, 2 * size).to(dtype) * 4])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
@@ -71,7 +52,7 @@ def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dty
     angles = torch.randn(rows, rotated // 2) * 5
     cos, sin = angles.cos(), angles.sin()
     x = torch.randn(rows, heads, size).to(dtype)
-    check(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])
+    check_layer(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])
 
 
 def test_rotary_of_a_strided_view() -> None:
@@ -129,8 +110,8 @@ def test_row_bits_do_not_depend_on_batch_or_threads() -> None:
 def test_three_dimensions_and_strides() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 4, 32).transpose(0, 1)
-    check(rmsnorm, rmsnorm_definition, [x, torch.rand(32)])
-    check(swiglu, swiglu_definition, [x])
+    check_layer(rmsnorm, rmsnorm_definition, [x, torch.rand(32)])
+    check_layer(swiglu, swiglu_definition, [x])
 
 
 @pytest.mark.parametrize(

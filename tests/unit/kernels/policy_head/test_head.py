@@ -10,12 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.policy_head.head import token_logprobs_definition
 from tests.support.trainer.head_cases import (
     HeadCase,
-    clip_counts,
+    check_head,
     loss_error,
     make_case,
     relative_error,
@@ -27,15 +26,8 @@ EVERYTHING = PolicyObjective(dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1)
 
 
 def check_fp32(case: HeadCase, **options) -> None:
-    """Compare loss, log-probs, entropy, clip decisions and gradients with fp64."""
-    got, expected = case.run(**options), case.definition()
-    assert loss_error(got.output.loss, case, expected) <= LOSS_TOLERANCE
-    got.assert_gradients(expected, GRAD_TOLERANCE)
-    assert (got.output.logprobs - expected.logprobs).abs().max() <= 4e-6
+    got, expected = check_head(case, logprobs=4e-6, **options)
     assert (got.output.entropy - expected.entropy).abs().max() <= 4e-6
-    if case.kwargs["objective"].gate == "clip":
-        counts = got.output.clip_low_count.item(), got.output.clip_high_count.item()
-        assert counts == clip_counts(case, expected.logprobs)
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
@@ -57,45 +49,6 @@ def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
     assert case.run().output.dual_clip_count > 0
 
 
-@pytest.mark.parametrize("gate", ["soft", "weight", "dppo", "none", "logprob"])
-def test_every_gate_matches_fp64(gate: str) -> None:
-    """A gate that is right for a token but reaches the kernel wrong, alone or beside an entropy."""
-    options = {
-        "soft": {"gate": "soft"},
-        "weight": {"gate": "weight", "weight_max": 1.2, "entropy_coef": 0.02},
-        "dppo": {"gate": "dppo", "mask_low": 0.01, "mask_high": 0.01},
-        "none": {"gate": "none", "kl_coef": 0.1, "kl_gradient": "corrected-k3"},
-        "logprob": {"ratio": "none", "gate": "none"},
-    }[gate]
-    objective = PolicyObjective(**options)
-    case = make_case(70, 24, 500, padded=504, objective=objective, extras=True)
-    check_fp32(case, chunk_tokens=64)
-
-
-def test_sequence_ratio_matches_fp64() -> None:
-    """Two calls of the head against the definition, which cuts the tokens itself: one sequence is
-    empty, one has no token with a loss weight, and one is a single token."""
-    objective = PolicyObjective(ratio="sequence", clip_low=0.05, clip_high=0.05)
-    case = make_case(70, 24, 500, objective=objective)
-    cu_seqlens = torch.tensor([0, 13, 13, 14, 30, 49, 70])
-    case.kwargs["loss_weights"][30:49] = 0.0
-    case.kwargs["loss_weights"][13] = 0.02
-    sequences = torch.repeat_interleave(cu_seqlens.diff())
-    rows = case.loss_weights.nonzero()[:, 0]
-    options = {"temperature": 1.0, "vocab_size": 500, "rows": rows, "chunk_tokens": 64}
-    with torch.no_grad():
-        logprobs, _ = token_logprobs(case.hidden, case.weight, case.targets, **options)
-    definition, old = case.definition(cu_seqlens=cu_seqlens), case.kwargs["logprobs_old"].clone()
-    case.kwargs["logprobs_old"][rows] = sequence_shifted(
-        logprobs[rows], old[rows], sequences[rows], num_sequences=6
-    )
-    got = case.run(rows=rows, chunk_tokens=64)
-    assert loss_error(got.output.loss, case, definition) <= LOSS_TOLERANCE
-    got.assert_gradients(definition, GRAD_TOLERANCE)
-    clipped = got.output.clip_low_count + got.output.clip_high_count
-    assert 0 < clipped < got.output.num_tokens
-
-
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
 def test_large_vocabularies(vocab_size: int, padded: int) -> None:
     """The vocabularies where padded columns entered a baseline's log-sum-exp."""
@@ -112,13 +65,8 @@ def test_many_tokens_and_vocabulary_not_divisible_by_eight(num_tokens, vocab_siz
 def test_bf16_gradients_and_clip_counts(padded: int) -> None:
     """Logits rounded to bf16 would be wrong by 1e-2 and flip clip decisions."""
     case = make_case(200, 128, 2000, padded=padded, dtype=torch.bfloat16)
-    got, expected = case.run(chunk_tokens=128), case.definition()
-    assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
-    low, high = clip_counts(case, expected.logprobs)
-    assert low + high > 0
-    assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
-    assert loss_error(got.output.loss, case, expected) <= 1e-5
-    got.assert_gradients(expected, 4e-3)
+    got, _ = check_head(case, chunk_tokens=128)
+    assert got.output.clip_low_count + got.output.clip_high_count > 0
 
 
 def test_padded_vocabulary_never_enters() -> None:

@@ -54,18 +54,13 @@ def test_report_counts_bytes_of_every_engine(tmp_path, capsys):
     assert "(1.000 x)" in text and text.count(" -> ") == 3 + 1
 
 
-def test_report_of_colocated_engines(tmp_path, capsys):
-    plan(tmp_path, placement="colocated")
-    text = capsys.readouterr().out
-    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
-    assert "0 B of them between nodes" not in text
-
-
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_report_shows_memory_of_update(tmp_path, capsys, placement):
     """Catches staged slices left out: two buckets of 64 MiB hold everything."""
     plan(tmp_path, placement=placement)
     text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
+    assert "0 B of them between nodes" not in text
     trainer, engine = re.findall(r"memory, (?:trainer|engine) rank +([\d.]+) MiB at most", text)
     assert 100 < float(trainer) <= 128 and 50 < float(engine) <= 64
 
