@@ -38,15 +38,10 @@ def implementation(*tensors: Tensor) -> Literal["triton", "c", "torch"]:
 
 def rmsnorm_c(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return y [R, H] and 1 / rms(x) [R] for a contiguous x [R, H]."""
-    y = torch.empty_like(x)
+    y, weight = torch.empty_like(x), weight.contiguous()
     inverse_rms = torch.empty(x.shape[0], dtype=torch.float32)
-    weight = weight.contiguous()
-    moved(RMSNORM, x, y)
-    with profiled_range(RMSNORM):
-        _library().megadapo_rmsnorm(
-            *(address(x), address(weight), *integers(*x.shape), ctypes.c_float(eps)),
-            *(address(y), address(inverse_rms), torch.get_num_threads()),
-        )
+    inputs = (address(x), address(weight), *integers(*x.shape), ctypes.c_float(eps))
+    _run(RMSNORM, (x, y), *inputs, address(y), address(inverse_rms))
     return y, inverse_rms
 
 
@@ -56,54 +51,39 @@ def rmsnorm_grads_c(
     """Return d_x [R, H] and d_weight [H] for contiguous x and d_y [R, H]."""
     d_x, weight = torch.empty_like(x), weight.contiguous()
     d_weights = x.new_empty(-(-x.shape[0] // _ROWS_OF_SUM), x.shape[1])
-    moved(RMSNORM_GRADS, x, d_y, d_x)
-    with profiled_range(RMSNORM_GRADS):
-        _library().megadapo_rmsnorm_grads(
-            *map(address, (x, weight, inverse_rms, d_y)),
-            *(*integers(*x.shape), address(d_x), address(d_weights), torch.get_num_threads()),
-        )
+    inputs = (*map(address, (x, weight, inverse_rms, d_y)), *integers(*x.shape))
+    _run(RMSNORM_GRADS, (x, d_y, d_x), *inputs, address(d_x), address(d_weights))
     return d_x, d_weights.sum(0)
 
 
 def rotate_c(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Return y [T, heads, D] for x with contiguous last dimension, and contiguous cos and sin."""
-    num_tokens, num_heads, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype)
-    moved(ROTARY, x, y)
-    with profiled_range(ROTARY):
-        _library().megadapo_rotary(
-            *(address(x), *integers(x.stride(0), x.stride(1)), address(cos), address(sin)),
-            *(ctypes.c_float(sign), *integers(num_tokens, num_heads, size, cos.shape[1])),
-            *(address(y), torch.get_num_threads()),
-        )
+    inputs = (address(x), *integers(x.stride(0), x.stride(1)), address(cos), address(sin))
+    sizes = (ctypes.c_float(sign), *integers(*x.shape, cos.shape[1]))
+    _run(ROTARY, (x, y), *inputs, *sizes, address(y))
     return y
 
 
 def swiglu_c(gate_up: Tensor) -> Tensor:
     """Return y [R, F] for a contiguous gate_up [R, 2 F]."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    y = gate_up.new_empty(num_rows, size)
-    moved(SWIGLU, gate_up, y)
-    with profiled_range(SWIGLU):
-        _library().megadapo_swiglu(
-            *(address(gate_up), *integers(num_rows, size), address(y), torch.get_num_threads())
-        )
+    y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _run(SWIGLU, (gate_up, y), address(gate_up), *integers(*y.shape), address(y))
     return y
 
 
 def swiglu_grads_c(gate_up: Tensor, d_y: Tensor) -> Tensor:
     """Return d_gate_up [R, 2 F] for contiguous gate_up [R, 2 F] and d_y [R, F]."""
     d_gate_up = torch.empty_like(gate_up)
-    moved(SWIGLU_GRADS, gate_up, d_y, d_gate_up)
-    with profiled_range(SWIGLU_GRADS):
-        _library().megadapo_swiglu_grads(
-            *(address(gate_up), address(d_y), *integers(*d_y.shape), address(d_gate_up)),
-            torch.get_num_threads(),
-        )
+    inputs = (address(gate_up), address(d_y), *integers(*d_y.shape))
+    _run(SWIGLU_GRADS, (gate_up, d_y, d_gate_up), *inputs, address(d_gate_up))
     return d_gate_up
 
 
-def _library() -> ctypes.CDLL:
+def _run(name: str, moves: tuple[Tensor, ...], *arguments: object) -> None:
+    """Call a C pass on all threads; "megadapo::x" in a profile is `megadapo_x` in C."""
     library = load_native(SOURCE)
     assert library is not None, "call implementation() first"
-    return library
+    moved(name, *moves)
+    with profiled_range(name):
+        getattr(library, name.replace("::", "_"))(*arguments, torch.get_num_threads())

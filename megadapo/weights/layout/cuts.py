@@ -83,6 +83,16 @@ def cut_heads(tensor: str, full: int, num_heads: int, rank: int, size: int) -> l
     return [Run(tensor, head * head_dim, (head + 1) * head_dim)]
 
 
+def stack_heads(
+    tensors: Sequence[str], sizes: Sequence[int], num_heads: int, rank: int, size: int
+) -> list[Run]:
+    """Return vLLM's QKV: q rows cut evenly, then k and v heads."""
+    runs = cut_evenly([Run(tensors[0], 0, sizes[0])], rank, size)
+    for tensor, full in zip(tensors[1:], sizes[1:], strict=True):
+        runs += cut_heads(tensor, full, num_heads, rank, size)
+    return runs
+
+
 def cut_padded(tensor: str, full: int, padded: int, rank: int, size: int) -> list[Run]:
     """Return part `rank` of a vocabulary padded to `padded` rows; padding rows are in no run."""
     if padded % size or padded < full:

@@ -7,7 +7,7 @@ copies runs out, and the plan of a weight update intersects the runs of trainer 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,21 +104,16 @@ class ModelLayout:
         """Return one trainer parameter; `expert` is its local and its global index."""
         local, number = expert if expert is not None else (None, None)
         rank, size = position.expert_tp if row.expert else (position.tp_rank, position.tp_size)
-        padded = position.padded_vocab_size or padded_vocab_size(self.shape.vocab_size, size)
-        tensors = hf_names(row, layer, number)
-        sizes = self._cut_sizes(row)
-        if row.cut is Cut.QKV:
-            runs = cuts.interleave_groups(tensors, sizes, self.shape.num_kv_heads, rank, size)
-        else:
-            runs = self._plain_runs(row, tensors, sizes, rank, size, padded)
         prefix = "" if layer is None else f"decoder.layers.{layer}."
         alias = row.megatron_alias
-        return Shard(
+        return self._shard(
+            row,
+            hf_names(row, layer, number),
+            rank=rank,
+            size=size,
+            padded=position.padded_vocab_size or padded_vocab_size(self.shape.vocab_size, size),
+            cut_qkv=cuts.interleave_groups,
             name=prefix + _numbered(row.megatron, local),
-            runs=tuple(runs),
-            axis=_axis(row),
-            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
-            width=self._width(row),
             alias=None if alias is None else prefix + _numbered(alias, local),
         )
 
@@ -172,46 +167,51 @@ class ModelLayout:
         local, number = expert if expert is not None else (None, None)
         whole_experts = row.expert and position.expert_parallel
         rank, size = (0, 1) if whole_experts else (position.tp_rank, position.tp_size)
-        padded = cuts.round_up(self.shape.vocab_size, VOCAB_MULTIPLE)
-        tensors = hf_names(row, layer, number)
-        sizes = self._cut_sizes(row)
-        if row.cut is Cut.QKV:
-            runs = cuts.cut_evenly([Run(tensors[0], 0, sizes[0])], rank, size)
-            for tensor, full in zip(tensors[1:], sizes[1:], strict=True):
-                runs += cuts.cut_heads(tensor, full, self.shape.num_kv_heads, rank, size)
-        else:
-            runs = self._plain_runs(row, tensors, sizes, rank, size, padded)
-        return Shard(
+        return self._shard(
+            row,
+            hf_names(row, layer, number),
+            rank=rank,
+            size=size,
+            padded=cuts.round_up(self.shape.vocab_size, VOCAB_MULTIPLE),
+            cut_qkv=cuts.stack_heads,
             name=row.vllm if layer is None else f"model.layers.{layer}.{row.vllm}",
-            runs=tuple(runs),
-            axis=_axis(row),
-            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
-            width=self._width(row),
             expert=local,
             num_experts=num_experts,
         )
 
-    def _plain_runs(
-        self, row: Weight, tensors: list[str], sizes: list[int], rank: int, size: int, padded: int
-    ) -> list[Run]:
-        """Return the runs of a cut that Megatron and vLLM make in the same way."""
-        if row.cut is Cut.REPLICATED:
-            return cuts.whole(tensors, sizes)
-        if row.cut is Cut.VOCAB:
-            return cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
-        return cuts.cut_each(tensors, sizes, rank, size)
-
-    def _cut_sizes(self, row: Weight) -> list[int]:
-        symbols = row.rows
-        if row.cut is Cut.COLUMNS:
+    def _shard(
+        self,
+        row: Weight,
+        tensors: list[str],
+        *,
+        rank: int,
+        size: int,
+        padded: int,
+        cut_qkv: Callable[[list[str], list[int], int, int, int], list[Run]],
+        **names: Any,
+    ) -> Shard:
+        """Return part `rank` of `size` of a row; Megatron and vLLM cut all but QKV equally."""
+        is_column_cut = row.cut is Cut.COLUMNS
+        symbols, across = row.rows, row.columns
+        if is_column_cut:
             assert row.columns is not None, "a vector has no columns to cut"
-            symbols = (row.columns,)
-        return [self.shape.size(symbol) for symbol in symbols]
-
-    def _width(self, row: Weight) -> int | None:
-        if row.columns is None:
-            return None
-        return self.shape.size(row.rows[0] if row.cut is Cut.COLUMNS else row.columns)
+            symbols, across = (row.columns,), row.rows[0]
+        sizes = [self.shape.size(symbol) for symbol in symbols]
+        if row.cut is Cut.REPLICATED:
+            runs = cuts.whole(tensors, sizes)
+        elif row.cut is Cut.QKV:
+            runs = cut_qkv(tensors, sizes, self.shape.num_kv_heads, rank, size)
+        elif row.cut is Cut.VOCAB:
+            runs = cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
+        else:
+            runs = cuts.cut_each(tensors, sizes, rank, size)
+        return Shard(
+            runs=tuple(runs),
+            axis=1 if is_column_cut else 0,
+            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
+            width=None if across is None else self.shape.size(across),
+            **names,
+        )
 
     def _row_axes(self, row: Weight, prefix: str) -> dict[str, tuple[str, ...]]:
         tail = () if row.columns is None else (row.columns,)
@@ -238,10 +238,6 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def layout_for(hf_config: Mapping[str, Any]) -> ModelLayout:
     """Return the layout of the model that a Hugging Face configuration describes."""
     return ModelLayout(family_of(hf_config), model_shape(hf_config))
-
-
-def _axis(row: Weight) -> int:
-    return 1 if row.cut is Cut.COLUMNS else 0
 
 
 def _numbered(name: str, expert: int | None) -> str:
