@@ -118,9 +118,16 @@ def with_right_checksum(section: torch.Tensor) -> torch.Tensor:
     return section
 
 
-def refused(section: torch.Tensor, message: str = "A delta", *, stamp: Stamp = STAMP) -> None:
+def refused(
+    section: torch.Tensor,
+    message: str = "A delta",
+    *,
+    stamp: Stamp = STAMP,
+    itemsize: int = 2,
+    num_elements: int = NUM_ELEMENTS,
+) -> None:
     with pytest.raises(WeightError, match=message):
-        decode(section, stamp, itemsize=2, num_elements=NUM_ELEMENTS)
+        decode(section, stamp, itemsize=itemsize, num_elements=num_elements)
 
 
 def test_section_of_wrong_length_is_refused():
@@ -131,20 +138,15 @@ def test_section_of_wrong_length_is_refused():
     refused(torch.cat([section, section[:16]]), "bytes, but its header says")
 
 
-@pytest.mark.parametrize("stamp", [
-    Stamp(base=6, version=8, bundle=3), Stamp(base=7, version=7, bundle=3),
-    Stamp(base=8, version=9, bundle=3), Stamp(base=7, version=8, bundle=4),
+@pytest.mark.parametrize("expected", [
+    {"stamp": Stamp(base=6, version=8, bundle=3)}, {"stamp": Stamp(base=7, version=7, bundle=3)},
+    {"stamp": Stamp(base=8, version=9, bundle=3)}, {"stamp": Stamp(base=7, version=8, bundle=4)},
+    {"itemsize": 4}, {"num_elements": NUM_ELEMENTS - 1},
+    {"itemsize": 1, "num_elements": 2 * NUM_ELEMENTS},
 ])  # fmt: skip
-def test_section_with_other_stamp_is_refused(stamp):
+def test_section_with_other_stamp_shape_or_type_is_refused(expected):
     """Catches a lost or repeated update, and a section of another bundle."""
-    refused(some_section()[1], "is to be applied", stamp=stamp)
-
-
-def test_section_of_other_shape_or_type_is_refused():
-    _, section = some_section()
-    for itemsize, count in ((4, NUM_ELEMENTS), (2, NUM_ELEMENTS - 1), (1, 2 * NUM_ELEMENTS)):
-        with pytest.raises(WeightError, match="is to be applied"):
-            decode(section, STAMP, itemsize=itemsize, num_elements=count)
+    refused(some_section()[1], "is to be applied", **expected)
 
 
 def test_any_flipped_bit_is_found():
