@@ -60,7 +60,7 @@ class Publisher:
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
             `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and for `pinned`
-            a method `pinned_sender` that calls its `PinnedWeightSender`.
+            a method `pinned_sender` that calls a second one.
         engines: The rollout engines.
         config: The `[weights]` section.
         tensor_parallel: Ranks of one stage of an engine.
