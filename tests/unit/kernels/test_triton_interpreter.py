@@ -19,7 +19,7 @@ CHOSEN = {
     "policy_head/test_head.py": (
         "matches_fp64 and (63 or 1-) or every_option and (k1-0.7 or k2-1.3 or k3-1.3)"
         " or padded or whole_shards or no_token or dropped and nan-importance"
-        " or non_finite_hidden or first_ratio and bf16 or gradient_of_any_objective"
+        " or non_finite_hidden or first_ratio and bf16 or gradient_of_any_objective or beside"
     ),
     "policy_head/test_edges.py": "compiled and infinity and (sequence or weight or entropy)",
     "policy_head/test_terms.py": "",

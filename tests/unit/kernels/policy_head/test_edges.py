@@ -36,7 +36,6 @@ OBJECTIVES = {
     "no-ratio": PolicyObjective(ratio="none", gate="none"),
     "corrected-kl": PolicyObjective(kl_coef=0.1, kl_value="k3", kl_gradient="corrected-k3"),
     "entropy": PolicyObjective(entropy_coef=0.02),
-    "weight-entropy": PolicyObjective(gate="weight", weight_max=1.2, entropy_coef=0.02),
 }
 EDGES = torch.tensor([0, 3, 3, 5, 7, 8, 10, 12])
 """Seven sequences: usual, empty, masked, ratio 0, one token, ratio infinite, usual."""

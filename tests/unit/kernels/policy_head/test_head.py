@@ -49,6 +49,18 @@ def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
     assert case.run().output.dual_clip_count > 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate": "weight", "weight_max": 1.2, "entropy_coef": 0.02},
+        {"gate": "none", "kl_coef": 0.1, "kl_gradient": "corrected-k3"},
+    ],
+)
+def test_gate_beside_entropy_or_kl_matches_fp64(options: dict) -> None:
+    objective = PolicyObjective(**options)
+    check_fp32(make_case(70, 24, 500, padded=504, objective=objective, extras=True))
+
+
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
 def test_large_vocabularies(vocab_size: int, padded: int) -> None:
     """The vocabularies where padded columns entered a baseline's log-sum-exp."""
