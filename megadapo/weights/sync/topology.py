@@ -1,4 +1,4 @@
-"""Which engines read from which trainer ranks, and over which transport."""
+"""Topology of an update: the engines that read from each trainer rank, and the transport."""
 
 from __future__ import annotations
 
