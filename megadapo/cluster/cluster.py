@@ -215,12 +215,7 @@ def _sort_key(slot: Slot) -> tuple[str, int, str]:
 
 
 def share_cores(nodes: Sequence[str], num_cores: Mapping[str, int]) -> list[int]:
-    """Return the cores of each process, at least one.
-
-    Args:
-        nodes: node of each process.
-        num_cores: cores of each node.
-    """
+    """Return the cores of each process, at least one, from the cores of each node."""
     processes = Counter(nodes)
     return [max(1, num_cores[node] // processes[node]) for node in nodes]
 

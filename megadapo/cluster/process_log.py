@@ -37,13 +37,7 @@ def engine_log(folder: Path, index: int) -> Path:
 
 
 def redirect_output(path: Path, *, max_bytes: int = MAX_BYTES, check_s: float = _CHECK_S) -> None:
-    """Redirect the output of this process and its children to a log, and limit the log's size.
-
-    Args:
-        path: the log; earlier contents are kept.
-        max_bytes: size limit.
-        check_s: seconds between two checks of the size.
-    """
+    """Append the output of this process and its children to a log, and limit the log's size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # appending lets several processes share the file, also after it is truncated
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

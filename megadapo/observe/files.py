@@ -10,10 +10,7 @@ from megadapo.errors import InfraError
 
 
 def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Replace a file's text atomically.
-
-    Args:
-        sync: whether to flush to disk before returning.
+    """Replace a file's text atomically; `sync` flushes it to the disk.
 
     Raises:
         InfraError: the disk refuses the write; the old text is unchanged.
@@ -33,10 +30,7 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def append_line(path: Path, line: str, *, sync: bool = True) -> None:
-    """Append a line to a file: the whole line, or nothing.
-
-    Args:
-        sync: whether to flush to disk before returning.
+    """Append a line to a file, the whole line or nothing; `sync` flushes it to the disk.
 
     Raises:
         InfraError: the disk refuses the write; the file is unchanged.

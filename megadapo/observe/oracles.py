@@ -26,6 +26,10 @@ class OracleConfig(Section, title="oracles"):
 
 
 RATIO = "ratio_first_max_error"
+_DISAGREE = (
+    "trainer and engine disagree about the same tokens: look at the weight transfer, the dtypes "
+    "and the sampling temperature"
+)
 BOUNDED = (
     (
         RATIO,
@@ -33,18 +37,8 @@ BOUNDED = (
         "old and new log-probs of the same policy differ, so the clip acts on noise: the trainer "
         "does not compute the same thing twice",
     ),
-    (
-        "logprob_abs_mean",
-        "parity/logprob_abs_mean",
-        "trainer and engine disagree about the same tokens: look at the weight transfer, the "
-        "dtypes and the sampling temperature",
-    ),
-    (
-        "logprob_abs_max",
-        "parity/logprob_abs_max",
-        "trainer and engine disagree about the same tokens: look at the weight transfer, the "
-        "dtypes and the sampling temperature",
-    ),
+    ("logprob_abs_mean", "parity/logprob_abs_mean", _DISAGREE),
+    ("logprob_abs_max", "parity/logprob_abs_max", _DISAGREE),
 )
 """(key of `[oracles]`, the metric that it bounds, what a broken bound means)."""
 

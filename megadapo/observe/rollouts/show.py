@@ -43,14 +43,13 @@ class Filter:
             return []
         if self.prompt is not None and not group.prompt.id.startswith(self.prompt):
             return []
-        return [(i, r) for i, r in enumerate(group.responses, start=1) if self._shows(r)]
-
-    def _shows(self, saved: SavedResponse) -> bool:
-        return (
-            self.correct in (None, saved.score.correct)
+        return [
+            (number, saved)
+            for number, saved in enumerate(group.responses, start=1)
+            if self.correct in (None, saved.score.correct)
             and (saved.response.truncated or not self.truncated)
             and (saved.disagreed or not self.disagreed)
-        )
+        ]
 
 
 def show_step(

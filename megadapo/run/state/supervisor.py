@@ -51,8 +51,6 @@ class Supervisor:
         """
         Args:
             command: starts the training; config overrides can be appended.
-            folder: run folder.
-            max_restarts: limit on the number of restarts.
             say: shows a line to the user.
             first_wait_s: seconds before a restart if steps were completed.
             stale_s: seconds without a heartbeat after which a driver counts as hung.
