@@ -19,13 +19,13 @@ from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
-    EvaluationRecord,
     MetricRecord,
     MetricsLog,
     read_evaluations,
     read_metrics,
     unused_share,
 )
+from tests.support.runs.recorded_runs import evaluation_record
 
 CONTRACT = """
 step, policy_version, time/step_s, time/rollout_s, time/train_s, time/sync_s, time/reward_s,
@@ -60,18 +60,6 @@ memory/driver_mib, memory/rank_min_mib, memory/rank_max_mib, memory/engine_min_m
 memory/engine_max_mib,
 eval/accuracy, eval/policy_version
 """
-
-
-def evaluation(step: int, accuracy: float = 0.5) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=step,
-        accuracy=accuracy,
-        standard_error=0.05,
-        num_problems=30,
-        samples_per_problem=8,
-        response_length=20.0,
-    )
 
 
 def steps_of(folder: Path) -> list[int | float | None]:
@@ -182,7 +170,7 @@ def test_rewind_keeps_the_steps_up_to_the_resume_point(
     log = MetricsLog(tmp_path)
     for step in range(1, 5):
         log.record({"step": step, "policy/loss": 1 / 3, "policy/grad_norm": math.nan})
-        log.record_evaluation(evaluation(step))
+        log.record_evaluation(evaluation_record(step))
     before = (tmp_path / METRICS_FILE).read_text().splitlines(keepends=True)
     log.rewind(to)
     assert steps_of(tmp_path) == left
@@ -212,7 +200,7 @@ def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path: Path) -> N
 def test_evaluation_done_again_replaces_the_first(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step, accuracy in ((0, 0.1), (5, 0.2), (5, 0.3)):
-        log.record_evaluation(evaluation(step, accuracy))
+        log.record_evaluation(evaluation_record(step, accuracy))
     assert [(e.step, e.accuracy) for e in read_evaluations(tmp_path)] == [(0, 0.1), (5, 0.3)]
 
 
