@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -171,7 +172,7 @@ def simulate(
 def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
     """Combine repetitions of one policy with equally many steps."""
     seconds = tuple(one for result in results for one in result.seconds)
-    means = {
+    means: dict[str, Any] = {
         name: float(np.mean([getattr(result, name) for result in results]))
         for name in (
             "seconds_per_batch",
