@@ -239,8 +239,8 @@ def _check_router_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> Iter
     if not trainer.router_replay:
         return
     wanted = "trainer.router_replay: vLLM hands over the experts of each token only"
-    if not rollout.prefix_caching:
-        yield f"{wanted} with rollout.prefix_caching = true"
+    if not rollout.vllm_arguments["enable_prefix_caching"]:
+        yield f"{wanted} with rollout.vllm.enable_prefix_caching = true"
     if rollout.pipeline_parallel > 1:
         yield f"{wanted} where an engine has one stage: set rollout.pipeline_parallel = 1"
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megadapo.config.recipe import toml_value
+from megadapo.rollout.config import vllm_argument_names
 from megadapo.section import COLLECT, NONE_TEXT, Section
 
 _WHOLE_SOFTMAX = (
@@ -152,6 +153,8 @@ def _unknown(root: type[Section], keys: tuple[str, ...]) -> str:
     assert section is not None
     siblings = list(section.model_fields)
     hint = HINTS.get(".".join(keys))
+    if hint is None and keys[:-1] == ("rollout",) and keys[-1] in vllm_argument_names():
+        hint = f"did you mean rollout.vllm.{keys[-1]}?"
     if hint is None:
         meant = _meant(keys, siblings, list(known_keys(root)))
         hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(siblings)}"

@@ -5,7 +5,12 @@ Imports neither torch nor vLLM: a configuration is checked before anything heavy
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,6 +31,56 @@ NUMBER_OR_AUTO: dict[str, Any] = {
 """JSON schema of a count in a recipe; "auto" is replaced before the section is made."""
 
 
+VLLM_DEFAULTS: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192}
+"""Values of vLLM's arguments where rollout.vllm has none. With prefix caching, the responses of a
+group share the key-value cache of their prompt."""
+OWN_ARGUMENTS = {
+    "model": "set model.path",
+    "dtype": "set model.dtype",
+    "quantization": "set rollout.quantization",
+    "tensor_parallel_size": "set rollout.tensor_parallel",
+    "pipeline_parallel_size": "set rollout.pipeline_parallel",
+    "enable_expert_parallel": "set rollout.expert_parallel",
+    "data_parallel_size": "set rollout.num_engines",
+    "max_model_len": "set data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set rollout.kv_cache_gib, or rollout.gpu_memory_utilization",
+    "enable_return_routed_experts": "set trainer.router_replay",
+    "enable_sleep_mode": "set cluster.placement",
+    "weight_transfer_config": "the [weights] section has its keys",
+    "load_format": "an engine of a run gets its weights from the trainer",
+    "worker_extension_cls": "the one of megadapo receives the weights",
+    "distributed_executor_backend": "an engine is one Ray actor with processes of its own",
+    "scheduler_cls": "the one of megadapo keeps the order of prompts",
+    "scheduling_policy": "prompts are answered in their order",
+    "logprobs_mode": "the trainer compares its log-probs with the engine's",
+    "seed": "each response has a seed of its own, from run.seed",
+    "profiler_config": "megadapo profile sets it",
+    "disable_log_stats": "megadapo counts an engine's steps itself",
+}
+"""Arguments of vLLM's engine that rollout.vllm cannot set, with the reason."""
+
+
+@cache
+def vllm_argument_names() -> tuple[str, ...]:
+    """Return the names of vLLM's engine arguments; none if vLLM is not installed.
+
+    They are read from its source, because importing vLLM takes seconds.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ()
+    source = Path(spec.origin).with_name("engine") / "arg_utils.py"
+    return tuple(
+        field.target.id
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
 class RolloutConfig(Section, title="rollout"):
     """The engines: their number, their size, and the sampling of responses."""
 
@@ -43,34 +98,28 @@ class RolloutConfig(Section, title="rollout"):
     """Longest response, in tokens; a longer one is cut off with finish reason "length"."""
     max_num_seqs: PositiveInt = 256
     """Responses that an engine generates at the same time."""
-    max_num_batched_tokens: PositiveInt = 8192
-    """Tokens of one engine step; at least the longest sequence if prompts are not split."""
-    prefix_caching: bool = True
-    """Let the responses of a group share the key-value cache of their prompt."""
     kv_cache_gib: PositiveFloat = 1.0
     """Main memory in GiB for the key-value cache of one engine rank; only without a GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
     """Share of a GPU's memory for an engine's weights and key-value cache; only with CUDA."""
     num_threads: PositiveInt = 1
     """CPU threads of one engine rank; only without a GPU."""
-    enforce_eager: bool = False
-    """Run without CUDA graphs; an engine without a GPU always does."""
     quantization: Literal["none", "fp8"] = "none"
     """Number format of an engine's linear layers; only with CUDA. none: model.dtype. fp8: 8-bit
     floats with one scale per 128 x 128 weights, quantized again at every update."""
     sleep_level: Literal[1, 2] = 2
     """Treatment of the weights of an engine that sleeps on the trainer's GPUs. 1: keep them in main
     memory, so that updates may send only changes (weights.mode). 2: drop them."""
-    sleep_mode_offload_cudagraph: bool = False
-    """Whether a sleeping engine moves its CUDA graphs to main memory as well."""
-    enable_nccl_comm_suspend: bool = False
-    """Whether a sleeping engine frees the NCCL buffers between its ranks; experimental in vLLM."""
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     engine_progress_timeout_s: Timeout = 180.0
     """Seconds without a token after which an engine with work counts as dead."""
     max_engine_restarts: NonNegativeInt = 3
     """Restarts of dead engines in a run; after that it continues with the others."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, under its names, such as enforce_eager. Without them,
+    enable_prefix_caching is true and max_num_batched_tokens 8192. An engine without a GPU runs
+    without graphs and splits no prompt, whatever is set here."""
     tools: ToolsConfig = ToolsConfig()
     """The tool that responses may call while they are written."""
 
@@ -80,20 +129,31 @@ class RolloutConfig(Section, title="rollout"):
                 "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "
                 "rollout.tensor_parallel above 1, or turn it off"
             )
-        if self.sleep_mode_offload_cudagraph and self.enforce_eager:
-            yield (
-                "rollout.sleep_mode_offload_cudagraph: with rollout.enforce_eager there are no "
-                "CUDA graphs; leave one of them out"
-            )
-        if self.enable_nccl_comm_suspend and self.ranks_per_engine == 1:
-            yield (
-                "rollout.enable_nccl_comm_suspend: an engine of one rank has no use for NCCL; "
-                "leave it out"
-            )
+        yield from self._vllm_conflicts()
 
     @property
     def ranks_per_engine(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's engine that have no key of their own."""
+        return VLLM_DEFAULTS | self.vllm
+
+    def _vllm_conflicts(self) -> Iterator[str]:
+        if not self.vllm:
+            return
+        known = vllm_argument_names()
+        for name, value in self.vllm.items():
+            default = VLLM_DEFAULTS.get(name)
+            if name in OWN_ARGUMENTS:
+                yield f"rollout.vllm.{name} cannot be set: {OWN_ARGUMENTS[name]}"
+            elif known and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                yield f"rollout.vllm.{name}: vLLM's engine has no such argument{hint}"
+            elif default is not None and type(value) is not type(default):
+                yield f"rollout.vllm.{name} = {value!r} must be of type {type(default).__name__}"
 
 
 class BranchingConfig(Section, title="sampling.branching"):

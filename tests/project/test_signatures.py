@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.multiprocessing.reductions
 
+from megadapo.rollout.config import OWN_ARGUMENTS, VLLM_DEFAULTS, vllm_argument_names
 from megadapo.weights.sync.transports import in_place
 from tests.support.rollout.engine_specs import engine_spec
 
@@ -66,9 +67,21 @@ def test_what_engines_call_by_name_is_vllms() -> None:
 
 def test_engines_start_with_arguments_that_vllm_has() -> None:
     """Those of a GPU are given as a dict, and only GPUs meet them."""
-    fields = class_of("engine/arg_utils.py", "EngineArgs").body
-    names = {ast.unparse(one.target) for one in fields if isinstance(one, ast.AnnAssign)}
-    assert engine_spec(gpus=("0",)).engine_arguments().keys() <= names
+    names = set(vllm_argument_names())
+    assert engine_spec(gpus=("0",)).engine_arguments().keys() | OWN_ARGUMENTS.keys() <= names
+
+
+def test_arguments_that_are_set_already_cannot_be_given() -> None:
+    """rollout.vllm would replace them, or the engine would not start."""
+    start = ast.parse((ROOT / "megadapo" / "rollout" / "engine" / "start_vllm.py").read_text())
+    (call,) = (
+        node
+        for node in ast.walk(start)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "AsyncEngineArgs"
+    )
+    given = {keyword.arg for keyword in call.keywords if keyword.arg}
+    given |= engine_spec(gpus=("0",)).engine_arguments().keys() - VLLM_DEFAULTS.keys()
+    assert given <= OWN_ARGUMENTS.keys()
 
 
 def test_memory_is_offered_as_torch_shares_it() -> None:

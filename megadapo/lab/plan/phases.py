@@ -216,7 +216,8 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
         offload = config.trainer.offload
         # engines sleep while the trainer works, or while a checkpoint is written
         engine_share = engine.weights
-        engine_share += GRAPH_BYTES if config.rollout.sleep_mode_offload_cudagraph else 0
+        if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
+            engine_share += GRAPH_BYTES
     has_reference = config.algorithm.objective.kl_coef != 0.0
     rank_share = max(
         state.main_memory
@@ -286,7 +287,7 @@ def _process_bytes(trainer: TrainerConfig) -> int:
 
 def sleeping_bytes(config: RunConfig) -> int:
     """Return the GPU memory of a sleeping engine rank."""
-    rollout = config.rollout
-    keeps_graphs = not (rollout.enforce_eager or rollout.sleep_mode_offload_cudagraph)
-    keeps_buffers = rollout.ranks_per_engine > 1 and not rollout.enable_nccl_comm_suspend
+    vllm = config.rollout.vllm
+    keeps_graphs = not (vllm.get("enforce_eager") or vllm.get("sleep_mode_offload_cudagraph"))
+    keeps_buffers = config.rollout.ranks_per_engine > 1 and not vllm.get("enable_nccl_comm_suspend")
     return CONTEXT_BYTES + keeps_graphs * GRAPH_BYTES + keeps_buffers * COMMUNICATOR_BYTES

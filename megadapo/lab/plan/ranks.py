@@ -160,9 +160,9 @@ def engine_bytes(
     if rollout.quantization == "fp8":
         weights -= num_linear * (itemsize - 1) - num_linear * SCALE_BYTES // SCALED_WEIGHTS
     activation = 3 * mlp_width(model) // tp + 4 * shape.hidden_size
-    workspace = rollout.max_num_batched_tokens * activation * itemsize
+    workspace = rollout.vllm_arguments["max_num_batched_tokens"] * activation * itemsize
     workspace += rollout.max_num_seqs * shape.vocab_size * LOGIT_BYTES
-    workspace += 0 if rollout.enforce_eager else GRAPH_BYTES
+    workspace += 0 if rollout.vllm.get("enforce_eager") else GRAPH_BYTES
     num_layers = max(len(layout.engine_layers(position)) for position in positions)
     kv_heads = max(1, shape.num_kv_heads // tp)
     return EngineBytes(

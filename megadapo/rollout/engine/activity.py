@@ -22,7 +22,7 @@ class EngineActivity:
     """Largest number of waiting responses."""
     num_preemptions: int = 0
     """Number of responses that lost their key-value cache and were computed again; counted only
-    with rollout.prefix_caching."""
+    with prefix caching."""
     max_kv_use: float = 0.0
     """Largest share of the key-value cache in use."""
     private_bytes: int = 0

@@ -89,21 +89,19 @@ class EngineSpec:
         return variables | cpu_environment(self.config.num_threads)
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's AsyncEngineArgs that depend on the device."""
+        """Return the arguments of vLLM's AsyncEngineArgs that depend on the device or are given in
+        rollout.vllm."""
         config = self.config
+        given = config.vllm_arguments
         if self.uses_cuda:
-            return {
+            return given | {
                 "worker_extension_cls": EXTENSION,
-                "enforce_eager": config.enforce_eager,
                 "gpu_memory_utilization": config.gpu_memory_utilization,
-                "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
                 "enable_return_routed_experts": self.returns_experts,
                 "quantization": VLLM_QUANTIZATION[config.quantization],
-                "sleep_mode_offload_cudagraph": config.sleep_mode_offload_cudagraph,
-                "enable_nccl_comm_suspend": config.enable_nccl_comm_suspend,
             }
-        return {
+        return given | {
             "worker_extension_cls": CPU_EXTENSION,
             "scheduler_cls": CPU_SCHEDULER,
             "enforce_eager": True,
@@ -111,7 +109,7 @@ class EngineSpec:
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU
             # generator cannot do: the engine would die at the first prompt that is split
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_num_batched_tokens, self.max_model_len),
+            "max_num_batched_tokens": max(given["max_num_batched_tokens"], self.max_model_len),
         }
 
 

@@ -43,7 +43,6 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         ),
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.config.max_num_seqs,
-        enable_prefix_caching=spec.config.prefix_caching,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=(
             WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND) if from_trainer else None

@@ -22,7 +22,10 @@ SAMPLES = (
 )
 """Keys that decide how a group is sampled, scored or selected: groups in the reserve depend on
 them."""
-SAMPLED_BY = (*SAMPLES, "run.seed", "data.shuffle", "model.dtype", "rollout.quantization")
+SAMPLED_BY = (
+    *SAMPLES,
+    *("run.seed", "data.shuffle", "model.dtype", "rollout.quantization", "rollout.vllm"),
+)
 """Keys that decide a group's tokens, log-probs and scores, given the weights."""
 MEANING = (
     *SAMPLES,

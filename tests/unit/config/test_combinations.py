@@ -37,8 +37,8 @@ trainer.optimizer.cpu_offload_fraction=1.0; cluster.device=cuda; model.dtype=flo
 weights.transport=cuda_ipc; cluster.device=cpu -> weights.transport; cluster.device
 algorithm.advantage=maxrl; algorithm.overlong_buffer=0; reward.functions=["length"]
     -> algorithm.advantage; reward.functions
-trainer.router_replay=true; rollout.prefix_caching=false
-    -> trainer.router_replay; rollout.prefix_caching
+trainer.router_replay=true; rollout.vllm.enable_prefix_caching=false
+    -> trainer.router_replay; rollout.vllm.enable_prefix_caching
 trainer.router_replay=true; rollout.pipeline_parallel=2
     -> trainer.router_replay; rollout.pipeline_parallel
 rollout.quantization=fp8 -> rollout.quantization; algorithm.importance.scope
@@ -72,6 +72,7 @@ trainer.timeout_s=60 -> weights.deadline_s; trainer.timeout_s
 trainer.timeout_s=60 -> trainer.progress_timeout_s; trainer.timeout_s
 rollout.top_p=0.9 -> rollout.top_p; evaluation.top_p
 rollout.top_k=50 -> rollout.top_k; whole softmax
+rollout.enforce_eager=true -> rollout.vllm.enforce_eager
 """
 """Overrides, and what the message must contain."""
 

@@ -50,7 +50,7 @@ def test_gpu_environment_shows_own_gpus_only():
 
 def test_cpu_engine_does_not_split_prompts():
     """A seeded request whose prompt is prefilled in parts kills vLLM's CPU engine."""
-    config = RolloutConfig(max_num_batched_tokens=64)
+    config = RolloutConfig(vllm={"max_num_batched_tokens": 64, "enable_chunked_prefill": True})
     arguments = engine_spec(config=config, max_model_len=500).engine_arguments()
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] == 500
