@@ -223,10 +223,9 @@ class SamplingConfig(Section, title="sampling"):
     max_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of correct responses below which a group is mixed."""
     max_staleness: NonNegativeInt = 0
-    """Largest age of a trained token, in weight publications. 0: surplus groups are dropped, and
-    their prompts are sampled again with the next weights."""
-    reserve_limit: NonNegativeInt | None = None
-    """Surplus groups kept for the next step; none: half of prompts_per_step."""
+    """Largest age of a trained token, in weight publications. Surplus groups are kept for the next
+    step, at most half of prompts_per_step. 0: they are dropped, and their prompts are sampled again
+    with the next weights."""
     rest_after: PositiveInt | None = None
     """Leave a prompt out after this many all-correct groups in a row; none: never."""
     rest_epochs: PositiveInt = 2
@@ -273,17 +272,6 @@ class SamplingConfig(Section, title="sampling"):
                 f"sampling.max_staleness = {self.max_staleness} has no effect with "
                 'sampling.mode = "rounds", which discards surplus groups: set it to 0'
             )
-        if self.reserve_limit is not None and (self.max_staleness == 0 or self.mode != "sync"):
-            yield (
-                f"sampling.reserve_limit = {self.reserve_limit} is for surplus groups of "
-                'sampling.mode = "sync" with sampling.max_staleness above 0: leave it out'
-            )
-        if self.reserve_limit is not None and self.reserve_limit >= self.prompts_per_step:
-            yield (
-                f"sampling.reserve_limit = {self.reserve_limit} must be below "
-                f"sampling.prompts_per_step = {self.prompts_per_step}: a step of reserved groups "
-                "alone would contain no sample of the current policy"
-            )
 
     def _branching_conflicts(self) -> Iterator[str]:
         initial = self.branching.initial_rollouts
@@ -322,7 +310,7 @@ class SamplingConfig(Section, title="sampling"):
         if self.mode == "partial":
             # no started group may be lost, so the open groups are limited instead
             return self.max_staleness * self.prompts_per_step
-        return self.prompts_per_step // 2 if self.reserve_limit is None else self.reserve_limit
+        return self.prompts_per_step // 2
 
     @property
     def follows_speed(self) -> bool:

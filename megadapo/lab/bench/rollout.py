@@ -130,9 +130,7 @@ def _start(
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with other sampling keys."""
-    plain = config.sampling.model_dump(
-        exclude={"mode", "prompts_per_round", "max_staleness", "reserve_limit"}
-    )
+    plain = config.sampling.model_dump(exclude={"mode", "prompts_per_round", "max_staleness"})
     sampling = SamplingConfig(**{**plain, **settings})
     return config.model_copy(update={"sampling": sampling})
 

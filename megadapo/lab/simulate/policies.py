@@ -62,7 +62,6 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
         update={
             "mode": "sync",
             "max_staleness": 0,
-            "reserve_limit": None,
             "prompts_per_round": None,
             "rest_after": None,
             "longest_first": False,

@@ -50,12 +50,7 @@ def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
         "model": {"path": str(model)},
         "data": {"train": "arithmetic:train:64", "max_prompt_tokens": 64},
         "rollout": {"max_response_tokens": MAX_TOKENS},
-        "sampling": {
-            "prompts_per_step": 8,
-            "responses_per_prompt": 3,
-            "max_staleness": 1,
-            "reserve_limit": 5,
-        },
+        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3, "max_staleness": 1},
         "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 12},
         "trainer": {"optimizer": {"warmup_steps": 0}},
         "observe": {"saved_groups": "all"},

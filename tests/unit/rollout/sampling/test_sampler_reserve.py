@@ -17,7 +17,7 @@ from tests.support.rollout.scripted_engines import (
 
 def test_surplus_is_used_first():
     engines = ScriptedEngines("last first", slots=200)
-    batches = take(make_sampler(engines, max_staleness=1, reserve_limit=7), 6)
+    batches = take(make_sampler(engines, max_staleness=1), 6)
     assert sum(batch.num_to_reserve for batch in batches) > 0
     for before, after in zip(batches, batches[1:], strict=False):
         assert after.num_from_reserve == before.num_to_reserve
@@ -28,7 +28,7 @@ def test_surplus_is_used_first():
 
 def test_no_group_exceeds_max_staleness():
     engines = ScriptedEngines("at random", slots=200)
-    sampler = make_sampler(engines, max_staleness=2, reserve_limit=7)
+    sampler = make_sampler(engines, max_staleness=2)
     for version, batch in enumerate(take(sampler, 8), start=POLICY_VERSION):
         assert min(group.oldest_version for group in batch.groups) >= version - 2
 
@@ -50,7 +50,7 @@ def test_every_prompt_is_used_once(max_staleness):
 
 def test_counts_add_up_with_a_full_reserve():
     engines = ScriptedEngines("last first", slots=200)
-    sampler = make_sampler(engines, max_staleness=1, reserve_limit=1)
+    sampler = make_sampler(engines, max_staleness=1)
     dropped = 0
     for batch in take(sampler, 6):
         fresh = batch.num_kept - batch.num_from_reserve

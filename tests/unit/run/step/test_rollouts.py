@@ -40,7 +40,7 @@ CONFIG: RunConfig = from_dict(
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
     """Return the batch of a step with a reserve."""
     engines = ScriptedEngines("last first", slots=200)
-    sampler = make_sampler(engines, saved_groups=saved, max_staleness=1, reserve_limit=5)
+    sampler = make_sampler(engines, saved_groups=saved, max_staleness=1)
     for _ in range(num_steps):
         engines.policy_version += 1
         batch = sampler.next_batch()
