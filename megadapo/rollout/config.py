@@ -230,8 +230,6 @@ class SamplingConfig(Section, title="sampling"):
     """Leave a prompt out after this many all-correct groups in a row; none: never."""
     rest_epochs: PositiveInt = 2
     """Number of epochs for which such a prompt is left out."""
-    longest_first: bool = False
-    """Let engines start with the prompts whose latest responses were longest."""
     branching: BranchingConfig = BranchingConfig()
     """Responses that branch off others of their group."""
     journal: bool = True

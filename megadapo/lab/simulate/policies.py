@@ -64,7 +64,6 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
             "max_staleness": 0,
             "prompts_per_round": None,
             "rest_after": None,
-            "longest_first": False,
             "on_shortfall": "train",
         }
     )

@@ -19,7 +19,6 @@ class PromptRecord(NamedTuple):
     level: Level
     num_all_correct: int
     """Number of its latest groups in a row that were all correct."""
-    mean_length: float
     epoch: int
     """Epoch of its latest request."""
 
@@ -41,11 +40,6 @@ class Difficulty:
     def keep_rate(self, prompt_id: str) -> KeepRate:
         """Return the keep rate of prompts at the level of this one."""
         return self._rates[self._level(prompt_id)]
-
-    def mean_length(self, prompt_id: str) -> float:
-        """Return the mean number of tokens of its latest responses; infinite without any."""
-        record = self._records.get(prompt_id)
-        return float("inf") if record is None else record.mean_length
 
     def on_cooldown(self, prompt_id: str, epoch: int) -> bool:
         """Return whether the prompt is skipped in this epoch."""
@@ -74,7 +68,6 @@ class Difficulty:
         return PromptRecord(
             level="all_correct" if all_correct else other,
             num_all_correct=num_before + 1 if all_correct else 0,
-            mean_length=sum(group.lengths) / group.num_responses,
             epoch=epoch,
         )
 

@@ -221,11 +221,6 @@ class Sampler:
             group = self._open(prompt_index)
             if not self._recall(step, group):
                 groups.append(group)
-        if self._config.longest_first:
-            groups.sort(
-                key=lambda one: self._difficulty.mean_length(self._cursor.prompt(one.key).id),
-                reverse=True,
-            )
         if groups:
             step.pool.submit(groups)
 

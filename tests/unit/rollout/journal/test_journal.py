@@ -50,7 +50,7 @@ def killed_after(folder: Path, num_groups: int, **config) -> list[int]:
     return [key for key in engines.asked if key not in engines._in_flight]
 
 
-MODES = [{}, {"mode": "rounds"}, {"selection": "all"}, {"longest_first": True}]
+MODES = [{}, {"mode": "rounds"}, {"selection": "all"}]
 
 
 @pytest.mark.parametrize("config", MODES)

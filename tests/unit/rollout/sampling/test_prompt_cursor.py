@@ -8,15 +8,15 @@ from megadapo.rollout.sampling.prompt_cursor import Difficulty
 from megadapo.rollout.sampling.step import GroupStats
 
 
-def stats(prompt_id: str, num_correct: int, *, index: int = 0, length: int = 10) -> GroupStats:
+def stats(prompt_id: str, num_correct: int) -> GroupStats:
     return GroupStats(
-        num_generated=4 * length,
-        prompt_index=index,
+        num_generated=40,
+        prompt_index=0,
         prompt_id=prompt_id,
         num_correct=num_correct,
         num_responses=4,
         reward_sum=0.0,
-        lengths=(length,) * 4,
+        lengths=(10,) * 4,
         num_truncated=0,
         is_mixed=0 < num_correct < 4,
         seconds=1.0,
@@ -60,10 +60,8 @@ def test_keep_rate_depends_on_the_level():
 
 def test_state_survives_json_exactly():
     difficulty = Difficulty(rest_after=1, rest_epochs=2)
-    difficulty.end_step([stats("a", 4), stats("b", 0, length=7)], lambda _: 5)
+    difficulty.end_step([stats("a", 4), stats("b", 0)], lambda _: 5)
     restored = Difficulty(rest_after=1, rest_epochs=2)
     restored.load_state_dict(json.loads(json.dumps(difficulty.state_dict())))
     assert restored.state_dict() == difficulty.state_dict()
     assert restored.on_cooldown("a", 6) and not restored.on_cooldown("b", 6)
-    assert restored.mean_length("b") == 7.0
-    assert restored.mean_length("never seen") == float("inf")

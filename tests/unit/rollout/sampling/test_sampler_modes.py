@@ -114,17 +114,3 @@ def test_max_accuracy():
     assert set(right) == {1}
     out = [s for b in batches for s in b.saved if s.disposition == "out_of_band"]
     assert {sum(s.group.correct) for s in out} == {2}
-
-
-def test_longest_first():
-    engines = ScriptedEngines(slots=60)
-    sampler = make_sampler(engines, num_prompts=10, selection="all", longest_first=True)
-    take(sampler, 3)
-    # private: the sampler does not report the lengths that it expects
-    difficulty, cursor = sampler._difficulty, sampler._cursor
-    lengths = [difficulty.mean_length(cursor.prompt(index).id) for index in range(60)]
-    assert min(lengths) < max(lengths) < float("inf")
-    seen = len(engines.asked)
-    take(sampler, 1)
-    first = [lengths[index] for index in engines.asked[seen:][:8]]
-    assert first == sorted(first, reverse=True)

@@ -67,7 +67,7 @@ def test_counts_add_up_with_a_full_reserve():
         {},
         {"max_staleness": 2},
         {"mode": "partial", "max_staleness": 2},
-        {"rest_after": 1, "longest_first": True},
+        {"rest_after": 1},
     ],
     ids=["sync", "reserve", "partial", "memory"],
 )
