@@ -149,9 +149,9 @@ def _check_steps(
             f"{process} needs scores of steps, and no entry of reward.functions gives any: name a "
             "function that does (docs/rewards.md)"
         )
-    for key in sampling.changed("min_accuracy", "max_accuracy"):
+    if sampling.changed("accuracy_range"):
         yield (
-            f"sampling.{key}: with {process} a group has a signal where its steps differ, "
+            f"sampling.accuracy_range: with {process} a group has a signal where its steps differ, "
             "whatever its accuracy; leave it out"
         )
 

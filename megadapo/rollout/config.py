@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.section import Section, Timeout
+from megadapo.section import Pair, Section, Timeout
 
 NUMBER_OR_AUTO: dict[str, Any] = {
     "anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]
@@ -218,10 +218,8 @@ class SamplingConfig(Section, title="sampling"):
     """At that limit: train on the groups found, if there are any, or stop with a message."""
     selection: Literal["signal", "all"] = "signal"
     """Keep mixed groups only, or all groups as plain GRPO does."""
-    min_accuracy: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of correct responses above which a group is mixed."""
-    max_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of correct responses below which a group is mixed."""
+    accuracy_range: Pair[Annotated[float, Field(ge=0.0, le=1.0)]] = (0.0, 1.0)
+    """Shares of correct responses between which a group is mixed; both bounds are excluded."""
     max_staleness: NonNegativeInt = 0
     """Largest age of a trained token, in weight publications. Surplus groups are kept for the next
     step, at most half of prompts_per_step. 0: they are dropped, and their prompts are sampled again
@@ -240,11 +238,9 @@ class SamplingConfig(Section, title="sampling"):
         yield from self._round_conflicts()
         yield from self._staleness_conflicts()
         yield from self._branching_conflicts()
-        if self.min_accuracy >= self.max_accuracy:
-            yield (
-                f"sampling.min_accuracy = {self.min_accuracy} must be below "
-                f"sampling.max_accuracy = {self.max_accuracy}"
-            )
+        low, high = self.accuracy_range
+        if low >= high:
+            yield f"sampling.accuracy_range = [{low}, {high}]: the first must be below the second"
 
     def _round_conflicts(self) -> Iterator[str]:
         if self.prompts_per_round is not None and self.mode != "rounds":

@@ -54,7 +54,7 @@ from megadapo.data.prompts import Prompt
 Disposition = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
 """The use of a group: trained on in this step, kept for the next one, dropped because the reserve
 was full, or rejected because the share of correct responses is 1, 0, or outside of
-sampling.min_accuracy to sampling.max_accuracy."""
+sampling.accuracy_range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -249,9 +249,8 @@ class Sampler:
         elif self._is_mixed is not None:
             mixed = self._is_mixed(group)
         else:
-            mixed = is_mixed(
-                group.correct, min_accuracy=config.min_accuracy, max_accuracy=config.max_accuracy
-            )
+            low, high = config.accuracy_range
+            mixed = is_mixed(group.correct, min_accuracy=low, max_accuracy=high)
         step.add(group, is_mixed=mixed)
         self._difficulty.keep_rate(group.prompt.id).add(mixed)
 

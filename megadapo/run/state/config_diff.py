@@ -18,7 +18,7 @@ SAMPLES = (
     *("reward.rule", "reward.decide", "reward.functions"),
     *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
-    *("sampling.min_accuracy", "sampling.max_accuracy"),
+    "sampling.accuracy_range",
 )
 """Keys that decide how a group is sampled, scored or selected: groups in the reserve depend on
 them."""

@@ -45,8 +45,8 @@ rollout.quantization=fp8 -> rollout.quantization; algorithm.importance.scope
 rollout.quantization=fp8; model.dtype=float32 -> rollout.quantization; model.dtype
 rollout.quantization=fp8; cluster.device=cpu -> rollout.quantization; cluster.device
 algorithm.advantage=grpo-process -> algorithm.advantage; reward.functions
-algorithm.advantage=grpo-process; reward.functions=["arithmetic_steps"]; sampling.min_accuracy=0.1
-    -> algorithm.advantage; sampling.min_accuracy
+algorithm.advantage=grpo-process; reward.functions=["arithmetic_steps"];
+    sampling.accuracy_range=[0.1, 1.0] -> algorithm.advantage; sampling.accuracy_range
 critic.warmup=1 -> critic: ; algorithm.advantage = "gae"
 algorithm.advantage=gae; critic.warmup=3; critic.optimizer.warmup_steps=0
     -> critic.warmup = 3; run.num_steps

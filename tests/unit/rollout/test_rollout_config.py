@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_paper():
         (RolloutConfig, {"gpu_memory_utilization": 1.0}, "rollout.gpu_memory_utilization"),
         (RolloutConfig, {"engine_progress_timeout_s": 0.0}, "rollout.engine_progress_timeout_s"),
         (SamplingConfig, {"responses_per_prompt": 1}, "sampling.responses_per_prompt"),
-        (SamplingConfig, {"min_accuracy": 0.5, "max_accuracy": 0.5}, "sampling.min_accuracy"),
+        (SamplingConfig, {"accuracy_range": (0.5, 0.5)}, "sampling.accuracy_range"),
         (SamplingConfig, {"prompts_per_round": 600}, "sampling.prompts_per_round"),
         (SamplingConfig, {"mode": "rounds", "prompts_per_round": 6000}, "prompts_per_round"),
         (SamplingConfig, {"mode": "rounds", "max_staleness": 1}, "sampling.max_staleness"),

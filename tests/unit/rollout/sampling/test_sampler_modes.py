@@ -108,8 +108,9 @@ def test_cooldown_is_ignored_if_it_covers_all_prompts():
     assert [batch.num_kept for batch in take(sampler, 4)] == [8] * 4
 
 
-def test_max_accuracy():
-    batches = take(make_sampler(ScriptedEngines(), max_accuracy=0.5, saved_groups="all"), 3)
+def test_accuracy_range():
+    config = {"accuracy_range": (0.0, 0.5), "saved_groups": "all"}
+    batches = take(make_sampler(ScriptedEngines(), **config), 3)
     right = [sum(group.correct) for batch in batches for group in batch.groups]
     assert set(right) == {1}
     out = [s for b in batches for s in b.saved if s.disposition == "out_of_band"]
