@@ -174,8 +174,6 @@ class BranchingConfig(Section, title="sampling.branching"):
     """Responses that continue from a branching point, its own response included."""
     num_tokens: PositiveInt = 20
     """Tokens at a response's start, and after a call, over which the entropy is averaged."""
-    top_logprobs: Annotated[int, Field(ge=2, le=20)] = 10
-    """Most probable tokens of a position over which its entropy is summed."""
 
     @property
     def is_on(self) -> bool:

@@ -25,6 +25,9 @@ from megadapo.rollout.engine.branching import choose_branches, normalized_entrop
 from megadapo.rollout.tools import Tool
 from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
 
+TOP_LOGPROBS = 10
+"""Most probable tokens of a position over which its entropy is summed."""
+
 
 @dataclass(eq=False, kw_only=True)
 class InFlightGroup:
@@ -273,13 +276,12 @@ class InFlightResponse:
     def _sampling_params(self, before: Sequence[int]) -> SamplingParams:
         settings, tool = self._group.request.settings, self._group.tool
         may_call = tool is not None and len(self._calls) < settings.tools.max_calls
-        branching = settings.branching
         return SamplingParams(
             temperature=settings.temperature,
             top_p=settings.top_p,
             max_tokens=self._num_left(before),
             seed=continued_seed(self._seed, np.array(before, dtype=np.int32)),
-            logprobs=branching.top_logprobs if branching.is_on else 0,
+            logprobs=TOP_LOGPROBS if settings.branching.is_on else 0,
             flat_logprobs=True,
             detokenize=may_call,
             stop=list(tool.stop_strings) if tool is not None and may_call else None,

@@ -231,7 +231,7 @@ def test_stopped_responses_continue_after_tool_output(engines, reference):
 @pytest.mark.parametrize("tools", [CALCULATOR, ToolsConfig(tool="mark", stop="2")])
 def test_branches_are_independent_of_the_batch(engines, reference, tools):
     """The tree has the same bits; a branch has its parent's prefix and its own end."""
-    branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
+    branching = BranchingConfig(initial_rollouts=3, num_tokens=4)
     groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
     slots = engines.capacity
     answers = ask(engines, groups, **settings)
