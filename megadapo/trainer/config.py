@@ -234,8 +234,6 @@ class CriticOptimizerConfig(Section, title="critic.optimizer"):
     """Learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 20
     """Rollout steps over which the learning rate rises linearly to `lr`."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of matrices; biases and norms get none."""
 
     def completed_by(self, policy: OptimizerConfig) -> OptimizerConfig:
         """Return the critic's optimizer: these values, and the policy's for all others."""

@@ -25,7 +25,7 @@ DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
 
 def with_critic(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
     """The same trainer with a critic."""
-    optimizer = CriticOptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.01)
+    optimizer = CriticOptimizerConfig(lr=1e-3, warmup_steps=0)
     critic = CriticConfig(**{"value_clip": VALUE_CLIP, "optimizer": optimizer, **keys})
     settings = with_algorithm(settings, discount=DISCOUNT, gae_lambda=GAE_LAMBDA)
     return replace(settings, critic=critic)
