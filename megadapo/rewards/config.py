@@ -211,8 +211,6 @@ class RewardConfig(Section, title="reward"):
     """Compare answers symbolically too, and count where that differs from the rule. If the rule
     decides, this runs after each batch on idle cores; answers that are still waiting when the next
     batch comes are left out and counted."""
-    symbolic_workers: PositiveInt = 2
-    """Number of processes for the symbolic comparison, one thread each."""
 
     @property
     def is_rule_alone(self) -> bool:

@@ -28,6 +28,8 @@ MAX_LOST_SHARE = 0.02
 """Share of comparisons that may be lost to time limits and crashes without a warning."""
 LOSS_WINDOW = 1024
 """Number of answers over which that share is measured."""
+NUM_SYMBOLIC_WORKERS = 2
+"""Number of processes for the symbolic comparison, one thread each."""
 SYMBOLIC_TIMEOUT_S = 2.0
 """Limit of one symbolic comparison, after which its process is killed: wall-clock time if it
 decides, CPU time otherwise."""
@@ -201,10 +203,10 @@ class Verifier:
         return warnings
 
     def _start_pool(self) -> SymbolicPool | None:
-        config, decides = self._config, self._config.decide == "symbolic"
+        decides = self._config.decide == "symbolic"
         try:
             pool = SymbolicPool(
-                num_workers=config.symbolic_workers,
+                num_workers=NUM_SYMBOLIC_WORKERS,
                 timeout_s=self._symbolic_timeout_s,
                 seconds_per_minute=SYMBOLIC_SECONDS_PER_MINUTE if decides else math.inf,
                 memory_bytes=SYMBOLIC_MEMORY_BYTES,

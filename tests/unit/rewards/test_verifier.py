@@ -52,7 +52,7 @@ def test_disagreements_are_counted(monkeypatch) -> None:
         return ask(self, pairs)
 
     monkeypatch.setattr(CrossCheck, "ask", watched)
-    with Verifier(RewardConfig(symbolic_workers=1), symbolic_timeout_s=30.0) as verifier:
+    with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
         verifier.score_batch(RESPONSES, GOLDS)
         # the rule removes "cm", the symbolic comparison does not know it
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
@@ -75,7 +75,7 @@ def test_disagreements_are_counted(monkeypatch) -> None:
 
 @pytest.mark.fault
 def test_slow_cross_check_drops_and_counts_pairs() -> None:
-    config = RewardConfig(symbolic_workers=1)
+    config = RewardConfig()
     with Verifier(config, symbolic_timeout_s=300.0) as verifier:
         started = time.perf_counter()
         for step in range(3):
@@ -85,7 +85,7 @@ def test_slow_cross_check_drops_and_counts_pairs() -> None:
             verifier.ask_cross_check()
         assert time.perf_counter() - started < 2.0
         left_out = verifier.counts.num_left_out
-        # the first two batches, except for chunks that the worker already had
+        # the first two batches, except for chunks that the workers already had
         assert 2 * 30 - 2 * CHUNK <= left_out <= 2 * 30
         verifier.finish_cross_check(0.1)
         assert verifier.counts.num_scored == 90
@@ -99,9 +99,10 @@ def test_slow_cross_check_drops_and_counts_pairs() -> None:
 )
 def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable, reason) -> None:
     """The cross-check only observes, so it must not end a long run, but must report its end."""
-    with Verifier(RewardConfig(symbolic_workers=1), symbolic_timeout_s=30.0) as verifier:
+    with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
         monkeypatch.setattr(sys, "executable", executable)
-        os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
+        for pid in verifier._pool.process_ids:
+            os.kill(pid, signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
         verifier.ask_cross_check()
         verifier.finish_cross_check(SOON_S)
@@ -119,7 +120,7 @@ def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable
 @pytest.mark.fault
 def test_hung_workers_delay_nothing() -> None:
     """All of them hang, also after they are replaced."""
-    with Verifier(RewardConfig(symbolic_workers=2), symbolic_timeout_s=1.0) as verifier:
+    with Verifier(RewardConfig(), symbolic_timeout_s=1.0) as verifier:
         started = time.perf_counter()
         for _ in range(3):
             for pid in verifier._pool.process_ids:
@@ -134,7 +135,7 @@ def test_hung_workers_delay_nothing() -> None:
 
 def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
+    with Verifier(RewardConfig()) as verifier:
         assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
         verifier.ask_cross_check()
         verifier.finish_cross_check(SOON_S)
@@ -142,7 +143,7 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "reward.symbolic = false" in note
     with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
-        Verifier(RewardConfig(symbolic_workers=1, decide="symbolic"))
+        Verifier(RewardConfig(decide="symbolic"))
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
@@ -185,7 +186,7 @@ def test_batch_needs_a_gold_per_response(verifier: Verifier) -> None:
 @pytest.mark.fault
 def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
     """Without a warning, every reward could be 0."""
-    config = RewardConfig(symbolic_workers=1)
+    config = RewardConfig()
     texts = [SLOW, "Answer: 42"]
     with caplog.at_level(logging.WARNING), Verifier(config, symbolic_timeout_s=3.0) as verifier:
         assert [v.correct for v in verifier.score_batch(texts, ["42", "42"])] == [False, True]
@@ -194,16 +195,9 @@ def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
     assert "crashes: 1 for the last 2 answers" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    [
-        ({"decide": "symbolic", "symbolic": False}, "reward.decide"),
-        ({"symbolic_workers": 0}, "reward.symbolic_workers"),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_key(wrong: dict, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        RewardConfig(**wrong)
+def test_deciding_comparison_cannot_be_off() -> None:
+    with pytest.raises(ConfigError, match="reward.decide"):
+        RewardConfig(decide="symbolic", symbolic=False)
 
 
 @ray.remote(num_cpus=0)
