@@ -117,14 +117,10 @@ class TrainerConfig(Section, title="trainer"):
     tokens_per_micro_batch: PositiveInt = 16384
     """Token budget of one forward pass per copy of the model, shared by its context-parallel ranks;
     a longer sequence is a micro-batch of its own."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: tuple[Literal["core_attn", "mlp"], ...] | Literal["full"] = ()
     """Activations that are computed again for the backward pass instead of being kept: those of
-    `recompute_modules`, or all but each layer's input (least memory, a third more work)."""
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
-    """Parts of a layer, with recompute = "selective". The MLP keeps two thirds of a layer's
-    activations; fused attention keeps few."""
-    recompute_layers: NonNegativeInt = 0
-    """Number of first layers of each stage's chunk, with recompute = "full"; 0: all."""
+    parts of each layer, or with "full" all but each layer's input (least memory, a third more
+    work). The MLP keeps two thirds of a layer's activations; fused attention keeps few."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data parallel during the last backward pass, not after it."""
     overlap_param_gather: bool = False
@@ -157,7 +153,6 @@ class TrainerConfig(Section, title="trainer"):
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()
         yield from self._overlap_conflicts()
-        yield from self._recompute_conflicts()
         yield from self._expert_conflicts()
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield (
@@ -197,18 +192,6 @@ class TrainerConfig(Section, title="trainer"):
                 f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
                 "(trainer.tensor_parallel x trainer.context_parallel x trainer.data_parallel), "
                 "which share the experts"
-            )
-
-    def _recompute_conflicts(self) -> Iterator[str]:
-        if self.recompute_layers and self.recompute != "full":
-            yield (
-                f"trainer.recompute_layers = {self.recompute_layers} counts layers that are "
-                'recomputed as a whole: set trainer.recompute = "full", or leave it out'
-            )
-        if self.recompute == "selective" and not self.recompute_modules:
-            yield (
-                'trainer.recompute = "selective" without trainer.recompute_modules recomputes '
-                'nothing: name some, or set trainer.recompute = "none"'
             )
 
     def _overlap_conflicts(self) -> Iterator[str]:

@@ -158,41 +158,26 @@ def kept_by_choice(kept: Kept, trainer: TrainerConfig) -> float:
     if trainer.recompute == "full":
         return kept.layer_input
     total = kept.whole
-    if trainer.recompute == "selective":
-        if "mlp" in trainer.recompute_modules:
-            total -= kept.mlp
-        if "core_attn" in trainer.recompute_modules:
-            total += kept.unrotated - kept.attention
+    if "mlp" in trainer.recompute:
+        total -= kept.mlp
+    if "core_attn" in trainer.recompute:
+        total += kept.unrotated - kept.attention
     return total
 
 
-def kept_by_chunk(kept: Kept, trainer: TrainerConfig, num_layers: int) -> float:
-    """Return the kept bytes of one chunk of layers and a micro-batch."""
-    chosen = num_layers
-    if trainer.recompute == "full" and trainer.recompute_layers:
-        chosen = min(trainer.recompute_layers, num_layers)
-    return chosen * kept_by_choice(kept, trainer) + (num_layers - chosen) * kept.whole
-
-
-def backward_extra(
-    widths: LayerWidths, trainer: TrainerConfig, *, num_layers: int, num_tokens: int
-) -> float:
+def backward_extra(widths: LayerWidths, trainer: TrainerConfig, *, num_tokens: int) -> float:
     """Return the peak bytes beyond all kept tensors during the first layer's backward pass.
 
     That is the last layer of a chunk: the tensors of all other layers still exist.
     """
     kept = kept_by_layer(widths)
-    recomputed = kept.whole - kept_by_choice(kept, trainer)
-    if trainer.recompute == "full" and 0 < trainer.recompute_layers < num_layers:
-        recomputed = 0.0  # the last layer is not among the recomputed ones
-    is_selective = trainer.recompute == "selective"
-    of_mlp = recomputed
-    if is_selective:
-        of_mlp = kept.mlp if "mlp" in trainer.recompute_modules else 0.0
-    of_attention = recomputed - kept.mlp - kept.mlp_inputs
-    if is_selective:
+    if trainer.recompute == "full":
+        of_mlp = kept.whole - kept_by_choice(kept, trainer)
+        of_attention = of_mlp - kept.mlp - kept.mlp_inputs
+    else:
+        of_mlp = kept.mlp if "mlp" in trainer.recompute else 0.0
         of_attention = -kept.mlp_inputs - (0.0 if of_mlp else kept.mlp)
-        if "core_attn" in trainer.recompute_modules:
+        if "core_attn" in trainer.recompute:
             of_attention += kept.attention
     return max(
         of_mlp * num_tokens + _mlp_backward(widths, num_tokens),

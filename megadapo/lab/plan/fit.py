@@ -123,10 +123,10 @@ def _remedies(config: RunConfig) -> Iterator[dict[str, Any]]:
     if trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         changes["sequence_parallel"] = True
         yield dict(changes)
-    if trainer.recompute == "none":
-        yield changes | {"recompute": "selective", "recompute_modules": ("mlp",)}
-    if trainer.recompute != "full" or trainer.recompute_layers:
-        yield changes | {"recompute": "full", "recompute_layers": 0}
+    if not trainer.recompute:
+        yield changes | {"recompute": ("mlp",)}
+    if trainer.recompute != "full":
+        yield changes | {"recompute": "full"}
 
 
 def _offloads(config: RunConfig) -> Iterator[dict[str, Any]]:

@@ -104,7 +104,7 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     length = PROMPT_TOKENS + mean_response(config)
     layer, mlp = _layer_flops(model, length)
     forward = _forward_flops(model, length)
-    again = model.shape.num_layers * _recomputed(trainer, model, layer=layer, mlp=mlp)
+    again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
     # old log-probs, then the update's forward and backward pass
     flops = num_sequences * length * ((2 + BACKWARD_PASSES) * forward + again)
     seconds = flops / (trainer.num_ranks * TRAIN_SHARE * card.flops)
@@ -127,16 +127,10 @@ def _layer_flops(model: ModelDescription, length: float) -> tuple[float, float]:
     return projections + 4.0 * query * length / 2 + mlp, mlp
 
 
-def _recomputed(
-    trainer: TrainerConfig, model: ModelDescription, *, layer: float, mlp: float
-) -> float:
-    if trainer.recompute == "none":
-        return 0.0
-    if trainer.recompute == "selective":
-        return mlp if "mlp" in trainer.recompute_modules else 0.0
-    per_stage = model.shape.num_layers / trainer.pipeline_parallel / trainer.virtual_pipeline
-    chosen = trainer.recompute_layers or per_stage
-    return layer * min(1.0, chosen / per_stage)
+def _recomputed(trainer: TrainerConfig, *, layer: float, mlp: float) -> float:
+    if trainer.recompute == "full":
+        return layer
+    return mlp if "mlp" in trainer.recompute else 0.0
 
 
 def _bubble(config: RunConfig, length: float) -> float:

@@ -8,7 +8,7 @@ from megadapo.lab.plan.activations import (
     FP32_BYTES,
     LayerWidths,
     backward_extra,
-    kept_by_chunk,
+    kept_by_choice,
     kept_by_layer,
     layer_widths,
 )
@@ -70,7 +70,7 @@ def update_bytes(
     widths = layer_widths(model, trainer, itemsize=itemsize, fused=fused)
     tokens = load.tokens_per_micro_batch // trainer.context_parallel
     kept = kept_by_layer(widths)
-    chunks = [kept_by_chunk(kept, trainer, size) for size in kind.chunk_layers]
+    chunks = [size * kept_by_choice(kept, trainer) for size in kind.chunk_layers]
     in_flight = chunks_in_flight(kind, load.num_micro_batches)
     # the pipeline's schedule keeps each chunk's output
     sent = widths.residual * itemsize if kind.num_stages > 1 else 0.0
@@ -81,7 +81,7 @@ def update_bytes(
     if not fused:
         # megatron-core's own layers gather a part's input into one buffer that they keep
         activations += widths.gathered * itemsize * tokens
-    layer = backward_extra(widths, trainer, num_layers=kind.chunk_layers[-1], num_tokens=tokens)
+    layer = backward_extra(widths, trainer, num_tokens=tokens)
     head = _head_bytes(model, trainer, widths, tokens) if kind.has_head else 0
     return UpdateBytes(
         inputs=_input_bytes(widths, model, trainer, load) // trainer.context_parallel,

@@ -97,21 +97,17 @@ def _split_options(trainer: TrainerConfig) -> dict[str, Any]:
 
 def _recompute_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
     """Return megatron-core's options for `trainer.recompute`."""
-    if trainer.recompute == "none":
+    if not trainer.recompute:
         return {}
-    if trainer.recompute == "selective":
-        mlp = "moe" if model.routing is not None else "mlp"
-        modules = [mlp if module == "mlp" else module for module in trainer.recompute_modules]
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
-    if trainer.recompute_layers:
-        method, count = "block", trainer.recompute_layers
-    else:
-        method, count = "uniform", 1
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": count,
-    }
+    if trainer.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    mlp = "moe" if model.routing is not None else "mlp"
+    modules = [mlp if module == "mlp" else module for module in trainer.recompute]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def build_chunks(

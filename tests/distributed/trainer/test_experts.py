@@ -37,7 +37,7 @@ FURTHER = {
     "ep4-overlap": {"data": 4, "expert": 4, **OVERLAP},
     "tp2-dp2-ep2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
     "tp2-vpp2-ep2": {"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "expert": 2},
-    "ep2-recompute-parts": {"data": 2, "expert": 2, "recompute": "selective"},
+    "ep2-recompute-parts": {"data": 2, "expert": 2, "recompute": ("mlp",)},
 }
 
 

@@ -17,6 +17,7 @@ from tests.support.trainer.gradients import (
 from tests.support.trainer.probes import Gradients, initial_weights, logprobs, train
 from tests.support.trainer.ranks import Ranks, settings_for
 
+ATTENTION_AGAIN = {"recompute": ("core_attn",)}
 LAYOUTS = {
     "tp1": {},
     "tp1-small-budget": {"tokens_per_micro_batch": 64},
@@ -27,18 +28,14 @@ LAYOUTS = {
     "dp2": {"data": 2, "tokens_per_micro_batch": 64},
     "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
     "recompute": {"recompute": "full"},
-    "recompute-layers": {"recompute": "full", "recompute_layers": 1},
-    "recompute-parts": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
+    "recompute-parts": {"recompute": ("core_attn", "mlp")},
     "tp2-pp2-sp-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
     "dp2-overlap": {"data": 2, **OVERLAP},
     "pp2-dp2-overlap": {"pipeline": 2, "data": 2, **OVERLAP},
     "tp2-dp2-sp-overlap": {"tensor": 2, "data": 2, "sequence": True, **OVERLAP},
     "cp2": {"context": 2},
     "cp4-small-budget": {"context": 4, "tokens_per_micro_batch": 64},
-    "cp2-tp2-sp-recompute": {
-        **{"context": 2, "tensor": 2, "sequence": True},
-        **{"recompute": "selective", "recompute_modules": ("core_attn",)},
-    },
+    "cp2-tp2-sp-recompute": {"context": 2, "tensor": 2, "sequence": True, **ATTENTION_AGAIN},
     "cp2-dp2-overlap": {"context": 2, "data": 2, **OVERLAP},
 }
 DEEP_LAYOUTS = {
@@ -47,7 +44,7 @@ DEEP_LAYOUTS = {
     "tp2-vpp2-sp": {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True},
     "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, **OVERLAP},
     "pp2-short-last": {"pipeline": 2, "last": 1},
-    "cp2-vpp2-recompute": {"context": 2, "pipeline": 2, "virtual": 2, "recompute": "selective"},
+    "cp2-vpp2-recompute": {"context": 2, "pipeline": 2, "virtual": 2, "recompute": ("mlp",)},
     "pp3-long-first": {"pipeline": 3, "first": 2},
 }
 

@@ -31,10 +31,10 @@ LAYOUTS = {
 FURTHER = {
     "small-budget": {"tokens_per_micro_batch": 64},
     "tp2-vpp2-recompute-experts": {
-        **{"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "recompute": "selective"},
+        **{"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "recompute": ("mlp",)},
         "tokens_per_micro_batch": 64,
     },
-    "recompute-some": {"recompute": "full", "recompute_layers": 1, "tokens_per_micro_batch": 64},
+    "recompute-layers": {"recompute": "full", "tokens_per_micro_batch": 64},
 }
 AUX_LOSS = 5.0
 

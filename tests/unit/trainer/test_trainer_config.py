@@ -92,9 +92,7 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"data_parallel": 6, "expert_parallel": 4}, "trainer.expert_parallel = 4 .*the 6 ranks"),
         ({"tensor_parallel": 2, "expert_tensor_parallel": 4}, "trainer.expert_tensor_parallel = 4"),
         ({"recompute": "mlp"}, "trainer.recompute"),
-        ({"recompute": "selective", "recompute_layers": 2}, "recompute_layers = 2 .*full"),
-        ({"recompute": "selective", "recompute_modules": ()}, "trainer.recompute_modules"),
-        ({"recompute": "selective", "recompute_modules": ("mpl",)}, "recompute_modules"),
+        ({"recompute": ("mpl",)}, "trainer.recompute"),
     ],
 )
 def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:

@@ -95,9 +95,8 @@ def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
     ("choice", "again"),
     [
         ({"recompute": "full"}, [1, 1]),
-        ({"recompute": "full", "recompute_layers": 1}, [1, 0]),
-        ({"recompute": "selective"}, [1, 1]),
-        ({"recompute": "selective", "recompute_modules": ("core_attn",)}, [0, 0]),
+        ({"recompute": ("mlp",)}, [1, 1]),
+        ({"recompute": ("core_attn",)}, [0, 0]),
     ],
 )
 def test_what_is_to_be_recomputed_is(

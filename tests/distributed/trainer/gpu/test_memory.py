@@ -62,23 +62,15 @@ class Case:
 CASES = {
     "tensor, sequence, stages": Case({"tensor": 2, "pipeline": 2, "sequence": True}, 2),
     "virtual stages, full": Case({"pipeline": 2, "virtual": 2, "recompute": "full"}, 2),
-    "bfloat16, attention": Case(
-        {
-            "dtype": "bfloat16",
-            "recompute": "selective",
-            "recompute_modules": ("core_attn",),
-        }
-    ),
+    "bfloat16, attention": Case({"dtype": "bfloat16", "recompute": ("core_attn",)}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
 }
 SLOW_CASES = {
-    "data, selective, overlap": Case({"data": 2, "recompute": "selective", "overlap": True}),
+    "data, selective, overlap": Case({"data": 2, "recompute": ("mlp",), "overlap": True}),
     "context": Case({"context": 2}),
     "experts": Case({"data": 2, "expert": 2}, 1, EXPERTS),
-    "experts, tensor": Case({"tensor": 2, "sequence": True, "recompute": "selective"}, 1, EXPERTS),
-    "four stages, a layer again": Case(
-        {"pipeline": 4, "recompute": "full", "recompute_layers": 1}, 6, QWEN3
-    ),
+    "experts, tensor": Case({"tensor": 2, "sequence": True, "recompute": ("mlp",)}, 1, EXPERTS),
+    "four stages, full": Case({"pipeline": 4, "recompute": "full"}, 6, QWEN3),
     "data, stages of unequal size": Case({"pipeline": 2, "first": 3, "last": 5, "data": 2}, 3),
 }
 

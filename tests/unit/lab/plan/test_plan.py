@@ -79,7 +79,7 @@ def test_parameters_of_all_stages_add_up_to_the_model() -> None:
 @pytest.mark.parametrize(
     ("override", "kind", "phase"),
     [
-        ("trainer.recompute=none", 0, "train"),
+        ("trainer.recompute=[]", 0, "train"),
         ("trainer.tokens_per_micro_batch=65536", 1, "train"),
         ("trainer.sequence_parallel=false", 0, "train"),
         ("trainer.data_parallel=4", 0, "save"),
@@ -101,7 +101,7 @@ def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: 
     [
         (["trainer.tokens_per_micro_batch=200000"], "trainer.tokens_per_micro_batch = 22528"),
         (
-            ["trainer.recompute=none", "trainer.sequence_parallel=false"],
+            ["trainer.recompute=[]", "trainer.sequence_parallel=false"],
             "trainer.sequence_parallel = true",
         ),
         (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
@@ -131,10 +131,8 @@ def test_advice_helps() -> None:
     assert "trainer.tokens_per_micro_batch = 12288" in problem
     long = recipe("qwen2.5-7b", "rollout.max_response_tokens=60000")
     (problem,) = problems(long, models_of(long), H100)
-    assert 'trainer.recompute = "selective"' in problem
-    helped = recipe(
-        "qwen2.5-7b", "rollout.max_response_tokens=60000", "trainer.recompute=selective"
-    )
+    assert 'trainer.recompute = ["mlp"]' in problem
+    helped = recipe("qwen2.5-7b", "rollout.max_response_tokens=60000", 'trainer.recompute=["mlp"]')
     assert problems(helped, models_of(helped), H100) == []
 
 
