@@ -207,17 +207,6 @@ def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator
         )
 
 
-def _check_deltas(
-    weights: WeightsConfig, cluster: ClusterConfig, rollout: RolloutConfig
-) -> Iterator[str]:
-    if weights.mode == "delta" and cluster.engines_sleep and rollout.sleep_level == 2:
-        yield (
-            'weights.mode = "delta" needs engines that keep their weights, but with '
-            'cluster.placement = "colocated" they forget them while the trainer works: set '
-            'weights.mode = "auto", cluster.placement = "separate" or rollout.sleep_level = 1'
-        )
-
-
 def _check_quantization(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig
 ) -> Iterator[str]:
@@ -308,7 +297,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_critic,
     _check_deadline,
     _check_transport,
-    _check_deltas,
     _check_quantization,
     _check_router_replay,
     _check_cpu_optimizers,

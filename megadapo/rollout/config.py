@@ -107,9 +107,6 @@ class RolloutConfig(Section, title="rollout"):
     quantization: Literal["none", "fp8"] = "none"
     """Number format of an engine's linear layers; only with CUDA. none: model.dtype. fp8: 8-bit
     floats with one scale per 128 x 128 weights, quantized again at every update."""
-    sleep_level: Literal[1, 2] = 2
-    """Treatment of the weights of an engine that sleeps on the trainer's GPUs. 1: keep them in main
-    memory, so that updates may send only changes (weights.mode). 2: drop them."""
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     engine_progress_timeout_s: Timeout = 180.0

@@ -18,19 +18,25 @@ class GpuSharing:
     """The order in which the trainer and the engines use shared memory.
 
     `reserved`: an engine for held-out problems on a GPU of its own, which never sleeps.
+    `keeps_weights`: whether engines keep their weights in main memory during updates.
     """
 
     def __init__(
-        self, trainer: Trainer, engines: Engines | None = None, reserved: Engines | None = None
+        self,
+        trainer: Trainer,
+        engines: Engines | None = None,
+        reserved: Engines | None = None,
+        *,
+        keeps_weights: bool = False,
     ) -> None:
-        self._trainer, self._engines = trainer, engines
+        self._trainer, self._engines, self._keeps_weights = trainer, engines, keeps_weights
         self._all = [one for one in (engines, reserved) if one is not None]
 
     def start_update(self) -> None:
         """Leave the weights and the GPU memory to the trainer until `publishing`."""
         self._on_update_start()
         if self._engines is not None:
-            self._engines.sleep()
+            self._engines.sleep(keep_weights=self._keeps_weights)
 
     @contextmanager
     def publishing(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ def _start_live(
         stack.callback(journal.close)
     sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
     ahead = config.sampling.mode == "one_step_off"
-    gpus = GpuSharing(trainer, engines, held_out)
+    gpus = GpuSharing(trainer, engines, held_out, keeps_weights=config.weights.mode == "delta")
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
@@ -187,8 +187,7 @@ def _sends_deltas(config: RunConfig) -> bool:
     """Return whether an update may send only changed weights: engines must keep the others."""
     if config.weights.mode == "auto":
         has_16_bits = getattr(torch, config.model.dtype).itemsize == 2
-        forget = config.cluster.engines_sleep and config.rollout.sleep_level == 2
-        return has_16_bits and not forget
+        return has_16_bits and not config.cluster.engines_sleep
     return config.weights.mode == "delta"
 
 

@@ -26,8 +26,9 @@ class WeightsConfig(Section, title="weights"):
     these, and at least every N-th update."""
     mode: Literal["full", "delta", "auto"] = "auto"
     """"full" sends all weights at every update. "delta" sends the elements that changed since the
-    last update, and keeps a copy of the sent weights in main memory. "auto" is "delta" for 16-bit
-    weights that engines keep between updates, else "full"."""
+    last update, and keeps a copy of the sent weights in main memory; engines that sleep on the
+    trainer's GPUs keep theirs there too. "auto" is "delta" for 16-bit weights of engines that never
+    sleep, else "full"."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
     """Seconds that one bucket, or one phase of an update, may take before the run stops."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"

@@ -182,7 +182,7 @@ class RolloutEngine:
         `keep_weights`: keep the weights in main memory until `wake`.
         """
         self._asleep = True
-        await self._call("sleep", 1 if keep_weights else self._spec.config.sleep_level)
+        await self._call("sleep", 1 if keep_weights else 2)
 
     async def wake(self, what: str) -> None:
         """Allocate memory for `what`: "weights" first, and "kv_cache" after their update."""

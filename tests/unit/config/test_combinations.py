@@ -29,7 +29,6 @@ algorithm.overlong_filtering=true -> algorithm.overlong_filtering; algorithm.ove
 trainer.sequence_parallel=true -> trainer.sequence_parallel; tensor_parallel
 weights.transport=cuda_ipc; cluster.placement=separate -> weights.transport; cluster.placement
 weights.transport=nccl -> weights.transport; cluster.placement
-weights.mode=delta; cluster.device=cuda -> weights.mode; cluster.placement
 trainer.optimizer.cpu_offload_fraction=0.5; cluster.device=cpu
     -> trainer.optimizer.cpu_offload_fraction = 0.5; cluster.device
 trainer.optimizer.cpu_offload_fraction=1.0; cluster.device=cuda; model.dtype=float32

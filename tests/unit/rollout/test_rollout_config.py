@@ -34,7 +34,6 @@ def test_defaults_are_those_of_the_paper():
         (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel"),
         (RolloutConfig, {"pipeline_parallel": 0}, "rollout.pipeline_parallel"),
         (RolloutConfig, {"expert_parallel": True}, "rollout.expert_parallel"),
-        (RolloutConfig, {"sleep_level": 3}, "rollout.sleep_level"),
         (RolloutConfig, {"vllm": {"enforce_egaer": True}}, "did you mean enforce_eager?"),
         (RolloutConfig, {"vllm": {"seed": 1}}, "rollout.vllm.seed cannot be set: each response"),
         (RolloutConfig, {"vllm": {"max_num_batched_tokens": "8k"}}, "= '8k' must be of type int"),

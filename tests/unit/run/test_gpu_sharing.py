@@ -29,23 +29,25 @@ class Calls:
         return call
 
 
-def gpu_sharing(seen: list[str], *, shares_gpus: bool = True) -> Any:
+def gpu_sharing(seen: list[str], *, shares_gpus: bool = True, keeps_weights: bool = False) -> Any:
     trainer: Any = Calls("trainer", seen)
     engines: Any = Calls("engines", seen, shares_gpus=shares_gpus)
     reserved: Any = Calls("reserved", seen, shares_gpus=False)
-    return GpuSharing(trainer, engines, reserved)
+    return GpuSharing(trainer, engines, reserved, keeps_weights=keeps_weights)
 
 
-def test_engines_sleep_from_update_to_publish() -> None:
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_engines_sleep_from_update_to_publish(keeps_weights: bool) -> None:
     """The weights come before the trainer's memory is freed, the key-value cache after that."""
     seen: list[str] = []
-    sharing = gpu_sharing(seen)
+    sharing = gpu_sharing(seen, keeps_weights=keeps_weights)
     sharing.start_update()
     with sharing.publishing():
         seen.append("publish")
     weights, cache = AWAKE
     published = [weights, "publish", "trainer.leave_to_engines", cache]
-    assert seen == [*STARTED, "engines.sleep", *published, *DONE]
+    slept = f"engines.sleep keep_weights={keeps_weights}"
+    assert seen == [*STARTED, slept, *published, *DONE]
 
 
 @pytest.mark.parametrize("shares_gpus", [True, False])

@@ -189,7 +189,7 @@ def test_offloaded_tensors_count_in_main_memory() -> None:
     assert counted() == pytest.approx(12 * size + kept, rel=0.01)
     everything = 'trainer.offload=["optimizer", "gradients", "parameters"]'
     assert counted(everything) - counted() == 8 * 4
-    assert counted("rollout.sleep_level=1") == counted()
+    assert counted("weights.mode=delta") == counted()
     assert counted("cluster.placement=separate") == 0.0
     # masters, moments, and gradients on the CPU
     adam = counted('trainer.offload=["gradients"]', "trainer.optimizer.cpu_offload_fraction=0.5")
