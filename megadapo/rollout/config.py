@@ -225,9 +225,6 @@ class SamplingConfig(Section, title="sampling"):
     """Number of epochs for which such a prompt is left out."""
     branching: BranchingConfig = BranchingConfig()
     """Responses that branch off others of their group."""
-    journal: bool = True
-    """Write each scored group to RUN/journal until a checkpoint holds its step, so that a restarted
-    run does not generate it again. It is flushed to disk after each step."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._round_conflicts()

@@ -127,7 +127,7 @@ def _start_live(
     progress = _progress(on_progress, trainer, engines)
     watch.add(trainer.check, engines.check, evaluations.check, cluster.daemons.check, progress)
     journal = None
-    if folder is not None and config.sampling.journal:
+    if folder is not None:
         journal = Journal(folder, samples_digest(config))
         stack.callback(journal.close)
     sampler = inputs.sampler(config, evaluations.sampling_engines, journal)

@@ -34,7 +34,6 @@ OVERRIDES = (
     "checkpoint.every=1000000",
     'sampling.selection="all"',
     "reward.symbolic=false",
-    "sampling.journal=false",
 )
 """Overrides that turn off what TRL's step does not have, and train on every sampled answer."""
 
