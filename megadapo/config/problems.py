@@ -23,6 +23,8 @@ _WHOLE_SOFTMAX = (
 )
 HINTS = {
     "dapo": "did you mean algorithm?",
+    "trainer.overlap_grad_reduce": "did you mean trainer.overlap_data_parallel?",
+    "trainer.overlap_param_gather": "did you mean trainer.overlap_data_parallel?",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }

@@ -121,13 +121,12 @@ class TrainerConfig(Section, title="trainer"):
     """Activations that are computed again for the backward pass instead of being kept: those of
     parts of each layer, or with "full" all but each layer's input (least memory, a third more
     work). The MLP keeps two thirds of a layer's activations; fused attention keeps few."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients over data parallel during the last backward pass, not after it."""
-    overlap_param_gather: bool = False
-    """Gather updated weights over data parallel during the next forward pass, not before it. It
-    helps with two or more updates a step: after the last, all weights are gathered at once."""
+    overlap_data_parallel: bool = False
+    """Sum gradients over data parallel during the last backward pass, and gather updated weights
+    during the next forward pass, in place of after and before it. The second helps with two or more
+    updates a step: after the last, all weights are gathered at once."""
     bucket_parameters: NonNegativeInt = 0
-    """Parameters per message of both overlaps, on the first stage's first chunk (other chunks send
+    """Parameters per message of this overlap, on the first stage's first chunk (other chunks send
     one message each); 0: megatron-core's choice, 40 million or more."""
     deterministic: bool = False
     """Use only deterministic algorithms on GPUs, which are slower. The first ratio is then exactly
@@ -152,7 +151,11 @@ class TrainerConfig(Section, title="trainer"):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()
-        yield from self._overlap_conflicts()
+        if self.bucket_parameters and not self.overlap_data_parallel:
+            yield (
+                f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
+                "trainer.overlap_data_parallel = true"
+            )
         yield from self._expert_conflicts()
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield (
@@ -192,20 +195,6 @@ class TrainerConfig(Section, title="trainer"):
                 f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
                 "(trainer.tensor_parallel x trainer.context_parallel x trainer.data_parallel), "
                 "which share the experts"
-            )
-
-    def _overlap_conflicts(self) -> Iterator[str]:
-        if self.overlap_grad_reduce:
-            return
-        if self.overlap_param_gather:
-            yield (
-                "trainer.overlap_param_gather works in the buckets of the gradients: set "
-                "trainer.overlap_grad_reduce = true as well"
-            )
-        if self.bucket_parameters:
-            yield (
-                f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
-                "trainer.overlap_grad_reduce = true"
             )
 
 

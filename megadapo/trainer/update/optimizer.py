@@ -1,8 +1,8 @@
 """Gradient buffers, their traffic over replicas, and megatron-core's distributed AdamW.
 
-With `overlap_grad_reduce`, a bucket of gradients is summed as soon as the last backward pass has
-filled it. With `overlap_param_gather`, a bucket's updated weights arrive just before the forward
-pass that reads them. Between an optimizer step and that pass, only a rank's own shard is up to
+With `trainer.overlap_data_parallel`, a bucket of gradients is summed as soon as the last backward
+pass has filled it, and a bucket's updated weights arrive just before the forward pass that reads
+them. Between an optimizer step and that pass, only a rank's own shard is up to
 date. Any other reader calls `gather_weights_now` first.
 """
 
@@ -33,14 +33,13 @@ def wrap_for_gradients(
     It also tells megatron-core's schedules through `config` when to start the sums.
     """
     assert config.calculate_per_token_loss, "otherwise gradients are averaged over data parallel"
-    has_replicas = trainer.num_replicas > 1
-    overlap_param_gather = trainer.overlap_param_gather and has_replicas
+    overlap = trainer.overlap_data_parallel and trainer.num_replicas > 1
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=trainer.overlap_grad_reduce and has_replicas,
-        overlap_param_gather=overlap_param_gather,
-        align_param_gather=overlap_param_gather and len(chunks) > 1,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        align_param_gather=overlap and len(chunks) > 1,
         bucket_size=trainer.bucket_parameters or None,
     )
     wrapped = [

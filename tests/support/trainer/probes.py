@@ -167,7 +167,7 @@ def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Call
     import torch
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
-    for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
+    for _ in range(1 + rank.settings.trainer.overlap_data_parallel):
         sums = compute()
     model.optimizer.prepare_grads()
     norm = float(model.optimizer.get_grad_norm())

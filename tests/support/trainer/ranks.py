@@ -195,8 +195,7 @@ def settings_for(
     return TrainerSettings(
         model=ModelConfig(path=folder, dtype=dtype, init=init),
         trainer=TrainerConfig(
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap,
+            overlap_data_parallel=overlap,
             timeout_s=120,
             optimizer=optimizer,
             **fields,
