@@ -62,7 +62,7 @@ def test_responses_are_unchanged():
 
 def test_all_groups_are_saved_with_their_disposition():
     """Rejected groups could otherwise never be inspected."""
-    config = {"max_staleness": 1, "bound": 35, "accuracy_range": (0.0, 0.5)}
+    config = {"max_staleness": 1, "prompts_per_step": 3, "bound": 35, "accuracy_range": (0.0, 0.5)}
     engines = ScriptedEngines("last first", slots=300)
     batches = take(make_sampler(engines, saved_groups="all", num_prompts=900, **config), 6)
     for batch in batches:
