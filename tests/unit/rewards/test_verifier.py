@@ -103,7 +103,9 @@ def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable
         monkeypatch.setattr(sys, "executable", executable)
         for pid in verifier._pool.process_ids:
             os.kill(pid, signal.SIGKILL)
-        verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
+        # more answers than processes: the last ones need new processes
+        golds = [str(number) for number in range(10, 14)]
+        verifier.score_batch([f"Answer: {gold}" for gold in golds], golds)
         verifier.ask_cross_check()
         verifier.finish_cross_check(SOON_S)
         (note,) = verifier.drain_warnings()
