@@ -86,7 +86,7 @@ def training_steps(
                 # shaped rewards, advantages, loss weights, packing
                 batch, advantages = make_batch(sampled, config)
                 update = trainer.update(batch, step)
-            writer.update_done(step, sampled, advantages, update)  # saved rollouts
+            writer.update_done(step, sampled, batch, advantages, update)  # saved rollouts
             with run.phase("sync"):
                 published = rollouts.publish(policy_version=step)
             # evaluation, metrics, oracles, checkpoint

@@ -66,10 +66,11 @@ def _sample(
     # without an update there is no idle time for the cross-check
     verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
     if sampled.saved:
-        _, advantages = make_batch(sampled, config)
+        batch, advantages = make_batch(sampled, config)
         saved = saved_groups(
             step,
             sampled,
+            batch.recorded,
             advantages,
             None,
             config,

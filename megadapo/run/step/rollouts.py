@@ -38,16 +38,10 @@ class _Trained:
     logprobs_update: np.ndarray | None = None
 
 
-def saved_sequences(sampled: SampledBatch) -> list[int]:
-    """Return the sequences of the step's batch that are responses of saved groups, ascending."""
-    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
-    indices = (group.prompt_index for group in sampled.groups for _ in group.responses)
-    return [sequence for sequence, index in enumerate(indices) if index in saved]
-
-
 def saved_groups(
     step: int,
     sampled: SampledBatch,
+    recorded: Sequence[int],
     advantages: Advantages,
     update: UpdateResult | None,
     config: RunConfig,
@@ -57,14 +51,15 @@ def saved_groups(
     """Yield the groups to save of a step, by prompt index.
 
     Args:
+        recorded: the batch's sequences that are responses of saved groups, ascending.
         advantages: one per response of the batch, or one per token. Advantages that the trainer
             computed take precedence; with gae there are no others.
-        update: result for the batch with the log-probs of its `saved_sequences`; None if the batch
-            was not trained on.
+        update: result for the batch with the log-probs of the recorded sequences; None if the
+            batch was not trained on.
         cross_checks: called when a group is yielded, so that late verdicts are included.
     """
     known = None if config.algorithm.advantage == "gae" else advantages
-    trained = _trained_responses(sampled, known, update)
+    trained = _trained_responses(sampled, recorded, known, update)
     decode = decoder_of(tokenizer)
     for entry in sampled.saved:
         group = entry.group
@@ -82,14 +77,17 @@ def saved_groups(
 
 
 def _trained_responses(
-    sampled: SampledBatch, advantages: Advantages | None, update: UpdateResult | None
+    sampled: SampledBatch,
+    recorded: Sequence[int],
+    advantages: Advantages | None,
+    update: UpdateResult | None,
 ) -> dict[int, list[_Trained]]:
     """Return the results of saved trained groups by prompt index."""
     found: dict[int, list[_Trained]] = {}
     indices = [group.prompt_index for group in sampled.groups for _ in group.responses]
     lengths = [length for group in sampled.groups for length in group.lengths]
     start = 0
-    for sequence in saved_sequences(sampled):
+    for sequence in recorded:
         own = None if advantages is None else np.asarray(advantages[sequence])
         if update is None:
             result = _Trained(*_mean_and_tokens(own))

@@ -17,7 +17,6 @@ from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.step.rollouts import saved_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
@@ -35,13 +34,15 @@ def make_batch(sampled: SampledBatch, config: RunConfig) -> tuple[PackedBatch, A
     max_response_tokens = config.rollout.max_response_tokens
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
     values = advantages(groups, algorithm, max_response_tokens=max_response_tokens, rewards=rewards)
+    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
+    indices = (group.prompt_index for group in groups for _ in group.responses)
     packed = pack(
         groups,
         values,
         loss_weights(groups, algorithm),
         mini_batch_size=algorithm.responses_per_mini_batch,
         rewards=rewards,
-        recorded=saved_sequences(sampled),
+        recorded=[sequence for sequence, index in enumerate(indices) if index in saved],
     )
     return packed, values
 

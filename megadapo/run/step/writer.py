@@ -10,6 +10,7 @@ from typing import Any
 
 from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
+from megadapo.data.batch import PackedBatch
 from megadapo.errors import (
     InfraError,
     MegadapoError,
@@ -69,7 +70,12 @@ class StepWriter:
             self._run.log.record_evaluation(evaluation)
 
     def update_done(
-        self, step: int, sampled: SampledBatch, advantages: Advantages, update: UpdateResult
+        self,
+        step: int,
+        sampled: SampledBatch,
+        batch: PackedBatch,
+        advantages: Advantages,
+        update: UpdateResult,
     ) -> None:
         """Begin to save the step's rollouts, and finish sampling that runs beside the update.
 
@@ -78,6 +84,7 @@ class StepWriter:
         saved = saved_groups(
             step,
             sampled,
+            batch.recorded,
             advantages,
             update,
             self._config,

@@ -86,6 +86,7 @@ def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokeniz
         groups = saved_groups(
             step,
             batch,
+            range(len(values)),
             values,
             None,
             config_of(folder),

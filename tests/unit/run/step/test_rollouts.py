@@ -14,11 +14,13 @@ from megadapo.algorithm.advantages import advantages, group_advantages
 from megadapo.algorithm.groups import Steps
 from megadapo.algorithm.shaping import overlong_penalty
 from megadapo.config import RunConfig, from_dict, to_dict
+from megadapo.data.batch import PackedBatch
 from megadapo.data.group import Group
 from megadapo.data.group_codec import encode_group
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.run.step.rollouts import saved_groups, saved_sequences
+from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import (
@@ -32,7 +34,8 @@ CONFIG: RunConfig = from_dict(
         "model": {"path": "somewhere"},
         "data": {"train": "arithmetic:train:64"},
         "rollout": {"max_response_tokens": MAX_TOKENS},
-        "algorithm": {"overlong_buffer": 4},
+        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3},
+        "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 24},
     }
 )
 
@@ -63,10 +66,12 @@ def with_steps(group: Group, steps: Sequence[Steps]) -> Group:
     return replace(group, scores=tuple(replace(score, steps=own) for score, own in pairs))
 
 
-def trained(sampled: SampledBatch, *, makes_advantages: bool = False) -> UpdateResult:
+def trained(
+    sampled: SampledBatch, batch: PackedBatch, *, makes_advantages: bool = False
+) -> UpdateResult:
     """Return the trainer's result for the saved sequences."""
     by_sequence = [marks(group, i) for group in sampled.groups for i in range(3)]
-    pieces = [by_sequence[sequence] for sequence in saved_sequences(sampled)]
+    pieces = [by_sequence[sequence] for sequence in batch.recorded]
     old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
     made = old / 2 if makes_advantages else np.full_like(old, np.nan)
     recorded = RecordedTokens(old=old, update=-old, advantages=made)
@@ -78,9 +83,12 @@ def test_responses_are_saved_with_their_own_results(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, saved: int | str
 ) -> None:
     sampled = sample(saved)
-    values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
+    batch, values = make_batch(sampled, CONFIG)
     path = rollouts_path(tmp_path, 9)
-    saved = saved_groups(9, sampled, values, trained(sampled), CONFIG, tokenizer, later_verdicts)
+    update = trained(sampled, batch)
+    saved = saved_groups(
+        9, sampled, batch.recorded, values, update, CONFIG, tokenizer, later_verdicts
+    )
     write_rollouts(path, saved)
     found = list(read_rollouts(path))
     assert [g.prompt_index for g in found] == [s.group.prompt_index for s in sampled.saved]
@@ -128,13 +136,16 @@ def test_token_advantages_and_steps_are_saved(
     config = from_dict(
         {
             **to_dict(CONFIG),
-            "algorithm": {"advantage": "grpo-process", "overlong_buffer": 4},
+            "algorithm": {**to_dict(CONFIG)["algorithm"], "advantage": "grpo-process"},
             "reward": {"functions": ["arithmetic_steps"]},
         }
     )
-    values = advantages(groups, config.algorithm, max_response_tokens=MAX_TOKENS)
+    batch, values = make_batch(sampled, config)
     path = rollouts_path(tmp_path, 9)
-    entries = saved_groups(9, sampled, values, trained(sampled), config, tokenizer, later_verdicts)
+    update = trained(sampled, batch)
+    entries = saved_groups(
+        9, sampled, batch.recorded, values, update, config, tokenizer, later_verdicts
+    )
     write_rollouts(path, entries)
     found = [group for group in read_rollouts(path) if group.disposition == "trained"]
     responses = [response for group in found for response in group.responses]
@@ -157,11 +168,14 @@ def test_trainer_advantages_take_precedence(
 ) -> None:
     """With gae only the trainer knows advantages."""
     sampled = sample("all")
-    config = from_dict({**to_dict(CONFIG), "algorithm": {"advantage": "gae", "overlong_buffer": 4}})
-    values = advantages(sampled.groups, config.algorithm, max_response_tokens=MAX_TOKENS)
-    made = trained(sampled, makes_advantages=True)
+    gae = {**to_dict(CONFIG)["algorithm"], "advantage": "gae"}
+    config = from_dict({**to_dict(CONFIG), "algorithm": gae})
+    batch, values = make_batch(sampled, config)
+    made = trained(sampled, batch, makes_advantages=True)
     for update in (made, None):
-        saved = saved_groups(9, sampled, values, update, config, tokenizer, later_verdicts)
+        saved = saved_groups(
+            9, sampled, batch.recorded, values, update, config, tokenizer, later_verdicts
+        )
         for group, entry in zip(saved, sampled.saved, strict=True):
             for i, response in enumerate(group.responses):
                 if update is None or entry.disposition != "trained":
@@ -177,13 +191,15 @@ def test_no_sequences_without_saved_groups(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     sampled = sample(0)
-    assert saved_sequences(sampled) == []
-    values = np.zeros(24)
-    assert list(saved_groups(1, sampled, values, UPDATE, CONFIG, tokenizer, later_verdicts)) == []
+    batch, values = make_batch(sampled, CONFIG)
+    assert batch.recorded == []
+    saved = saved_groups(1, sampled, [], values, UPDATE, CONFIG, tokenizer, later_verdicts)
+    assert list(saved) == []
 
 
 def test_all_sequences_are_saved_in_order() -> None:
-    assert saved_sequences(sample("all")) == list(range(24))
+    batch, _ = make_batch(sample("all"), CONFIG)
+    assert batch.recorded == list(range(24))
 
 
 def test_rule_verdict_is_saved_if_another_scorer_decides(
@@ -191,9 +207,11 @@ def test_rule_verdict_is_saved_if_another_scorer_decides(
 ) -> None:
     """It finds the responses on which the two differ."""
     sampled = sample("all")
-    values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
-    update = trained(sampled)
-    saved = saved_groups(9, sampled, values, update, CONFIG, tokenizer, later_verdicts)
+    batch, values = make_batch(sampled, CONFIG)
+    update = trained(sampled, batch)
+    saved = saved_groups(
+        9, sampled, batch.recorded, values, update, CONFIG, tokenizer, later_verdicts
+    )
     responses = [response for group in saved for response in group.responses]
     # the scorer of this test looks at numbers alone, and no response has an answer for the rule
     assert any(response.score.correct for response in responses)
