@@ -52,7 +52,7 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | Non
         return _start_ray(num_slots)
     with _own_sigterm_handler():
         join_cluster(config.address)
-    if not config.allow_unauthenticated and admits_strangers():
+    if not config.allow_unauthenticated and accepts_without_token():
         ray.shutdown()
         raise ConfigError(
             f"cluster.address = {config.address}: this Ray cluster needs no token, so anyone who "
@@ -85,7 +85,7 @@ def join_cluster(address: str) -> None:
         ) from None
 
 
-def admits_strangers() -> bool:
+def accepts_without_token() -> bool:
     """Return whether the joined cluster admits processes without a token.
 
     This process's own token proves nothing: a cluster without tokens ignores it.

@@ -95,7 +95,7 @@ def _versions(facts: NodeFacts) -> dict[str, str]:
 
 
 def _warnings(facts: ClusterFacts) -> Iterator[str]:
-    if facts.admits_strangers:
+    if facts.accepts_without_token:
         yield (
             "anyone who reaches this Ray cluster can run code on its nodes, so a run joins it only "
             "with cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import megadapo
 from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, is_answered, question_file
-from megadapo.cluster.ray_connection import admits_strangers, join_cluster
+from megadapo.cluster.ray_connection import accepts_without_token, join_cluster
 from megadapo.cluster.this_node import ClockOffset, ClockReading, clock_offset, read_clock
 from megadapo.observe.machine import GIB, Machine, inspect_machine
 
@@ -72,7 +72,7 @@ class ClusterFacts:
 
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
-    admits_strangers: bool = False
+    accepts_without_token: bool = False
     """Whether anyone may join without a token."""
 
 
@@ -104,7 +104,7 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
         return ClusterFacts(
             nodes=tuple(nodes),
             links=tuple(_measure_links(answering)),
-            admits_strangers=admits_strangers(),
+            accepts_without_token=accepts_without_token(),
         )
     finally:
         ray.shutdown()

@@ -284,7 +284,7 @@ class SamplingConfig(Section, title="sampling"):
         return self.max_staleness - (self.mode == "one_step_off")
 
     @property
-    def forgets_surplus(self) -> bool:
+    def discards_surplus(self) -> bool:
         """Whether groups after the last one of a batch are sampled again in the next step."""
         return self.sampler_staleness == 0 and self.mode != "rounds"
 

@@ -31,7 +31,7 @@ from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.weights.disk.export import carry_along
+from megadapo.weights.disk.export import copy_other_files
 from megadapo.weights.disk.files import Files, entry_of, sync_path
 from megadapo.weights.disk.load import import_weights, match_params
 from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name
@@ -283,7 +283,7 @@ def _write_copy(
             raise OSError(f"{target / own_name}: {error}") from error
         written.append(own_name)
     if base_folder is not None:
-        carry_along(base_folder, target, dtype)
+        copy_other_files(base_folder, target, dtype)
         manifest = manifest_of(positions)
         (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
         of_ranks = {rank_file_name(position) for position in positions}

@@ -25,7 +25,7 @@ GRACE_S = 3.0
 SWEEP_PAUSE_S = 0.05
 MAX_SWEEPS = 600
 """Limit on waiting for a process in uninterruptible sleep: half a minute in all."""
-_STAND_DOWN = b"stand down"
+_DISMISS = b"stand down"
 
 
 class Guard:
@@ -44,17 +44,17 @@ class Guard:
         assert starter.stdin is not None
         self._pipe = starter.stdin
 
-    def stand_down(self) -> None:
+    def dismiss(self) -> None:
         """End the guard process without killing anything; safe to call again."""
         if not self._pipe.closed:
             with contextlib.suppress(BrokenPipeError), self._pipe as pipe:
-                pipe.write(_STAND_DOWN)
+                pipe.write(_DISMISS)
 
 
 def kill_after_this_process(pids: Iterable[int]) -> Guard:
     """Kill the given processes if this process is killed; an orderly exit kills nothing."""
     guard = Guard("pids", [f"{pid}:{start_time(pid)}" for pid in pids])
-    atexit.register(guard.stand_down)
+    atexit.register(guard.dismiss)
     return guard
 
 
@@ -130,7 +130,7 @@ def _main(kind: str, *targets: str) -> None:
     # Ray kills the children of an actor that ends, but not its grandchildren
     if os.fork():
         os._exit(0)
-    if sys.stdin.buffer.read() == _STAND_DOWN:
+    if sys.stdin.buffer.read() == _DISMISS:
         return
     if kind == "mark":
         kill_marked(*targets)

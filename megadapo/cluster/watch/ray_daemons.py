@@ -58,7 +58,7 @@ class MainThread:
         self._frame: FrameType | None = None
         self._instruction = -1
 
-    def stays_in_ray(self) -> bool:
+    def is_stuck_in_ray(self) -> bool:
         """Return whether the thread is in the same call of Ray as at the last check."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         before = self._frame, self._instruction
@@ -133,7 +133,7 @@ class RayDaemonWatch:
             self._main.forget()
             self._stuck_s = 0.0
             return
-        self._stuck_s = self._stuck_s + self._every_s if self._main.stays_in_ray() else 0.0
+        self._stuck_s = self._stuck_s + self._every_s if self._main.is_stuck_in_ray() else 0.0
         if self._stuck_s > LIMIT_S:
             self._end(self._problem)
 

@@ -78,7 +78,7 @@ def _mean_share(
     return lambda run, _: _mean([one for one in map(share, run.steps) if one is not None])
 
 
-def share_without_signal(record: MetricRecord) -> float | None:
+def not_mixed_share(record: MetricRecord) -> float | None:
     """Return the share of a step's sampled groups that are all correct or all incorrect.
 
     Their advantages are 0 except for a length penalty. Without groups there is no result.
@@ -88,9 +88,9 @@ def share_without_signal(record: MetricRecord) -> float | None:
     return sum(count or 0 for count in counts) / sampled if sampled else None
 
 
-def share_trained_without_signal(record: MetricRecord) -> float | None:
+def trained_not_mixed_share(record: MetricRecord) -> float | None:
     """Return the share of a step's trained groups that are not mixed; None without groups."""
-    kept, share = record.get("groups/kept"), share_without_signal(record)
+    kept, share = record.get("groups/kept"), not_mixed_share(record)
     if not kept or share is None:
         return None
     sampled, reserved = record.get("groups/sampled") or 0, record.get("groups/from_reserve") or 0
@@ -104,12 +104,12 @@ MEASURES = (
     Measure("entropy", "entropy", "{:.4f}", _at_end("policy/entropy")),
     Measure("response_length", "length", "{:.1f}", _at_end("response_length/mean")),
     Measure("truncated", "truncated", "{:.3%}", _over_run("response_length/truncated_fraction")),
-    Measure("no_signal", "no signal", "{:.1%}", _mean_share(share_without_signal)),
+    Measure("no_signal", "no signal", "{:.1%}", _mean_share(not_mixed_share)),
     Measure(
         "no_signal_trained",
         "no signal, trained",
         "{:.1%}",
-        _mean_share(share_trained_without_signal),
+        _mean_share(trained_not_mixed_share),
     ),
     Measure("clip_low", "clipped low", "{:.3%}", _over_run("policy/clip_low_fraction")),
     Measure("clip_high", "clipped high", "{:.3%}", _over_run("policy/clip_high_fraction")),

@@ -14,8 +14,8 @@ from megadapo.lab.ablation.measures import (
     Measure,
     RunRecords,
     Spread,
-    share_trained_without_signal,
-    share_without_signal,
+    not_mixed_share,
+    trained_not_mixed_share,
 )
 from megadapo.lab.ablation.result import AblationResult, to_json
 from megadapo.lab.record import write_record, write_text
@@ -186,8 +186,8 @@ PANELS: tuple[tuple[str, Callable[[RunRecords], Points]], ...] = (
     ("Training accuracy", _metric("accuracy/mean")),
     ("Entropy (nats per token)", _metric("policy/entropy")),
     ("Response length (tokens)", _metric("response_length/mean")),
-    ("Sampled groups without signal (share)", _of(share_without_signal)),
-    ("Trained groups without signal (share)", _of(share_trained_without_signal)),
+    ("Sampled groups without signal (share)", _of(not_mixed_share)),
+    ("Trained groups without signal (share)", _of(trained_not_mixed_share)),
     ("Clipped above (fraction of tokens)", _metric("policy/clip_high_fraction")),
     ("Token probability", _metric("policy/token_probability_mean")),
 )

@@ -102,7 +102,7 @@ class Runner:
 
     def _close(self, child: _Child) -> None:
         self._children.remove(child)
-        child.guard.stand_down()
+        child.guard.dismiss()
         seconds, code = time.monotonic() - child.start, child.process.returncode
         if code == 0:
             self._show(f"{child.run.name} finished after {seconds:.0f} s")
@@ -121,5 +121,5 @@ class Runner:
             child.process.terminate()
         for child in self._children:
             child.process.wait()
-            child.guard.stand_down()
+            child.guard.dismiss()
         self._children.clear()

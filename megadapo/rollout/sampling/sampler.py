@@ -148,7 +148,7 @@ class Sampler:
                 self._resume(step, reserved)
             while not step.plan.is_full:
                 self._submit(step)
-                step.drop_hopeless()
+                step.drop_unneeded()
                 if step.plan.is_full or not pool.open:
                     break
                 for group in pool.wait():
@@ -272,7 +272,7 @@ class Sampler:
     def _finish(self, step: Step, reserved: Sequence[Group]) -> SampledBatch:
         """Return the batch, keep surplus groups, and update the keep rates."""
         chosen, counters = step.plan.chosen(), step.counters
-        if step.plan.is_full and self._config.forgets_surplus:
+        if step.plan.is_full and self._config.discards_surplus:
             counters.forget_after(chosen[-1])
             self._cursor.rewind(chosen[-1] + 1)
         else:

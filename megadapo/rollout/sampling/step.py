@@ -211,7 +211,7 @@ class Step:
         else:
             self.counters.rejected.add(group)
 
-    def drop_hopeless(self) -> None:
+    def drop_unneeded(self) -> None:
         """Cancel groups that can no longer get into the batch."""
         if self.plan.is_full or not (indices := self.plan.cannot_make_batch()):
             return

@@ -108,12 +108,12 @@ class BackgroundExports:
             child.process.terminate()
         for child in self._children.values():
             child.process.wait()
-            child.guard.stand_down()
+            child.guard.dismiss()
         self._children.clear()
 
     def _close(self, step: int) -> None:
         child = self._children.pop(step)
-        child.guard.stand_down()
+        child.guard.dismiss()
         if child.process.returncode == 0:
             self._num_written += 1
             return

@@ -15,7 +15,7 @@ from megadapo.errors import WeightError
 from megadapo.models.description import config_differences
 from megadapo.weights.disk.export import (
     CARRIED,
-    carry_along,
+    copy_other_files,
     export_weights,
     full_tensors,
     new_folder,
@@ -69,7 +69,7 @@ def hf_to_megatron(
         num_dp=ep_size,
     )
     partial = new_folder(destination)
-    carry_along(source, partial, dtype)
+    copy_other_files(source, partial, dtype)
     (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
     shards = [list(layout.megatron_shards(position)) for position in positions]
     with progress_bar("hf-to-megatron", sum(map(len, shards))) as advance:

@@ -63,7 +63,7 @@ def export_weights(
         WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
     """
     partial = new_folder(folder)
-    carry_along(base_folder, partial, dtype)
+    copy_other_files(base_folder, partial, dtype)
     writer = _FileWriter(partial, layout, dtype, max_file_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
@@ -90,7 +90,7 @@ def new_folder(folder: Path | str) -> Path:
     return partial
 
 
-def carry_along(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
+def copy_other_files(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
     """Copy configuration and tokenizer, and set the weights' type in the configuration."""
     for path in files_within(Path(base_folder), CARRIED):
         shutil.copyfile(path, folder / path.name)

@@ -21,7 +21,7 @@ class Main(MainThread):
         super().__init__()
         self.in_ray = in_ray
 
-    def stays_in_ray(self) -> bool:
+    def is_stuck_in_ray(self) -> bool:
         return self.in_ray
 
 
@@ -85,8 +85,8 @@ def test_only_one_unfinished_call_of_ray_counts_as_stuck() -> None:
 
     def look() -> None:
         time.sleep(0.2)
-        main.stays_in_ray()
-        seen.append(main.stays_in_ray())
+        main.is_stuck_in_ray()
+        seen.append(main.is_stuck_in_ray())
         gate.release()
 
     for module in (*wait_in, "ray._private.worker"):

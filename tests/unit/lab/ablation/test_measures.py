@@ -17,7 +17,7 @@ from megadapo.lab.ablation.measures import (
     Spread,
     difference,
     measure,
-    share_trained_without_signal,
+    trained_not_mixed_share,
 )
 from megadapo.lab.ablation.result import Effect
 from megadapo.lab.ablation.rows import Expectation
@@ -42,11 +42,11 @@ def test_measures_follow_from_the_records(tmp_path: Path) -> None:
 
 def test_reserved_and_selected_groups_count_as_mixed() -> None:
     record = {"groups/sampled": 20, "groups/all_correct": 9, "groups/all_wrong": 3}
-    assert share_trained_without_signal({**record, "groups/kept": 8}) == 0.0
+    assert trained_not_mixed_share({**record, "groups/kept": 8}) == 0.0
     reserved = {**record, "groups/kept": 10, "groups/from_reserve": 2}
-    assert share_trained_without_signal(reserved) == 0.0
-    assert share_trained_without_signal({**record, "groups/kept": 20}) == pytest.approx(0.6)
-    assert share_trained_without_signal({**record, "groups/kept": 0}) is None
+    assert trained_not_mixed_share(reserved) == 0.0
+    assert trained_not_mixed_share({**record, "groups/kept": 20}) == pytest.approx(0.6)
+    assert trained_not_mixed_share({**record, "groups/kept": 0}) is None
 
 
 def test_spread_ignores_missing_seeds() -> None:

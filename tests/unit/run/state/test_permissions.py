@@ -15,7 +15,7 @@ import pytest
 
 from megadapo.errors import CheckpointError, WeightError
 from megadapo.run.state.checkpoint import CheckpointStore, load
-from megadapo.weights.disk.export import carry_along, new_folder
+from megadapo.weights.disk.export import copy_other_files, new_folder
 from megadapo.weights.disk.files import files_within
 from tests.support.runs.checkpoints import save_checkpoint, write_shard
 
@@ -143,7 +143,7 @@ def test_conversion_does_not_follow_links(model, tmp_path):
     import torch
 
     with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):
-        carry_along(model, new_folder(tmp_path / "converted"), torch.float32)
+        copy_other_files(model, new_folder(tmp_path / "converted"), torch.float32)
 
 
 def test_hub_cache_links_reach_own_blobs_only(tmp_path):
