@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.support import REPOSITORY
 
@@ -39,7 +40,9 @@ def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[s
     ]
 
 
-def megadapo(*words: object, timeout: float = 500, code: int = 0) -> subprocess.CompletedProcess:
+def megadapo(
+    *words: object, timeout: float = 500, code: int = 0
+) -> subprocess.CompletedProcess[str]:
     """Run a command and wait for it; its exit code must be `code`."""
     result = subprocess.run(
         [sys.executable, "-m", "megadapo.cli", *map(str, words)],
@@ -54,7 +57,7 @@ def megadapo(*words: object, timeout: float = 500, code: int = 0) -> subprocess.
 
 def run(
     folder: Path, *overrides: str, num_steps: int = NUM_STEPS, code: int = 0
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[str]:
     """Start or resume the run, and wait for its end."""
     return megadapo(*command(folder, *overrides, num_steps=num_steps)[3:], code=code)
 
@@ -77,15 +80,15 @@ def descendants(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
-def metrics(folder: Path) -> list[dict]:
+def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def untimed(records: list[dict]) -> list[dict]:
+def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
 
 
-def start(folder: Path, *overrides: str, points: Path | None = None) -> subprocess.Popen:
+def start(folder: Path, *overrides: str, points: Path | None = None) -> subprocess.Popen[str]:
     """Start or resume the run in the background.
 
     `points`: folder of those where a process kills itself: tests/support/injected.
@@ -123,13 +126,13 @@ def assert_same_metrics(folder: Path, expected: Path) -> None:
     assert untimed(metrics(folder)) == untimed(metrics(expected))
 
 
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     """Wait until the metrics of `step` are on disk."""
     path = folder / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.read_text().count("\n") >= step, process)
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     """Wait for something that a running program does."""
     deadline = time.monotonic() + 300
     while not condition():
