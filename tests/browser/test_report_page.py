@@ -91,7 +91,7 @@ def colours(page: Page, response: int) -> list[str]:
     return page.js(f"[...{tokens}].map((token) => token.style.backgroundColor)")
 
 
-def test_every_curve_is_drawn_and_shows_its_values(page: Page) -> None:
+def test_every_curve_is_drawn_and_shows_its_values(page):
     assert page.js("document.querySelectorAll('#curves .panel canvas').length") >= 19
     assert page.js("document.querySelectorAll('#distributions canvas').length") == 2
     page.move("#curves .u-over")
@@ -104,7 +104,7 @@ def test_every_curve_is_drawn_and_shows_its_values(page: Page) -> None:
 
 @pytest.mark.parametrize("panel", [1, 4])
 @pytest.mark.parametrize("x", [0.01, 0.33, 0.66, 0.99])
-def test_tooltip_stays_in_the_window(page: Page, panel: int, x: float) -> None:
+def test_tooltip_stays_in_the_window(page, panel, x):
     chart = f"#curves .panel:nth-child({panel})"
     page.move(f"{chart} .u-over", x=x)
     tip = f"document.querySelector('{chart} .chart-tip')"
@@ -113,7 +113,7 @@ def test_tooltip_stays_in_the_window(page: Page, panel: int, x: float) -> None:
     assert left >= 0 and right <= 1280
 
 
-def test_drag_zooms_every_chart(page: Page) -> None:
+def test_drag_zooms_every_chart(page):
     page.drag("#curves .u-over", 0.4, 0.9)
     for index in (0, 5):
         plot = f"document.querySelectorAll('#curves .plot')[{index}].plot"
@@ -129,7 +129,7 @@ def bands(page: Page) -> dict[str, int]:
     )
 
 
-def test_the_tail_is_a_band_for_each_run_that_measured_it(show, tmp_path: Path) -> None:
+def test_the_tail_is_a_band_for_each_run_that_measured_it(show, tmp_path):
     runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two"), demo_run(tmp_path / "old")]
     forget(runs[2], "response_length/p50", "response_length/max", "time/group_", "rollout/")
     page = show(*runs)
@@ -145,7 +145,7 @@ def test_the_tail_is_a_band_for_each_run_that_measured_it(show, tmp_path: Path) 
     assert "Long tail" not in page.text("#curves")
 
 
-def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_path: Path) -> None:
+def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_path):
     run = demo_run(tmp_path / "one")
     table = TextTable(
         title="Rows", note="a note", head=["row", "x"], rows=[["first", "1"], [HOSTILE, "2"]]
@@ -158,7 +158,7 @@ def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_
     assert show(run).js("document.getElementById('tables')") is None
 
 
-def test_length_against_accuracy_has_a_point_for_each_step(show, tmp_path: Path) -> None:
+def test_length_against_accuracy_has_a_point_for_each_step(show, tmp_path):
     """Steps of equal accuracy, too: each of them is a point."""
     page = show(demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=4))
     title = "node.innerText === 'Length'"
@@ -170,7 +170,7 @@ def test_length_against_accuracy_has_a_point_for_each_step(show, tmp_path: Path)
     assert counts == [10, 6, 4]
 
 
-def test_filters_by_what_responses_are(page: Page) -> None:
+def test_filters_by_what_responses_are(page):
     wait_for_list(page, 1, 2, 3, 4, 5, 6)
     page.choose("[name=correct]", "no")
     wait_for_list(page, 1, 3, 4, 5, 6)
@@ -188,7 +188,7 @@ def test_filters_by_what_responses_are(page: Page) -> None:
     wait_for_list(page, 1, 2, 3, 4, 5, 6)
 
 
-def test_filters_by_step_disposition_prompt_and_text(page: Page) -> None:
+def test_filters_by_step_disposition_prompt_and_text(page):
     page.choose("[name=step]", "2")
     wait_for_list(page, 3, 4, 5)
     page.click("[title='next step']")
@@ -208,7 +208,7 @@ def test_filters_by_step_disposition_prompt_and_text(page: Page) -> None:
     page.wait("document.querySelector('#responses .group').innerText.includes('No response')")
 
 
-def test_a_click_on_a_distribution_opens_its_step(page: Page) -> None:
+def test_a_click_on_a_distribution_opens_its_step(page):
     page.drag("#distributions .u-over", 0.05, 0.95)
     wait_for_list(page, 1, 2, 3, 4, 5, 6)
     page.click("#distributions .panel:nth-child(2) .u-over")
@@ -216,7 +216,7 @@ def test_a_click_on_a_distribution_opens_its_step(page: Page) -> None:
     assert page.js("document.querySelector('[name=step]').value") == "3"
 
 
-def test_groups_are_opened_by_click_and_by_the_arrows(page: Page) -> None:
+def test_groups_are_opened_by_click_and_by_the_arrows(page):
     page.click(f"{ITEMS}:nth-child(3)")
     wait_for_bodies(page, "needle in hay", "hay")
     page.click("[title='next group']")
@@ -224,7 +224,7 @@ def test_groups_are_opened_by_click_and_by_the_arrows(page: Page) -> None:
     assert page.js(f"document.querySelector('{ITEMS}[aria-selected=true]').dataset.group") == "3"
 
 
-def test_colours_say_ratio_clip_and_version(page: Page) -> None:
+def test_colours_say_ratio_clip_and_version(page):
     page.click("[data-mode=ratio]")
     page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")
     ratio = colours(page, 0)
@@ -243,7 +243,7 @@ def test_colours_say_ratio_clip_and_version(page: Page) -> None:
     assert set(colours(page, 0)) != set(colours(page, 1))
 
 
-def test_a_token_explains_itself(page: Page) -> None:
+def test_a_token_explains_itself(page):
     page.click("[data-mode=ratio]")
     page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")
     page.move(f"{BODIES} .token")
@@ -256,7 +256,7 @@ def test_a_token_explains_itself(page: Page) -> None:
     assert lines[lines.index("advantage") + 1] == "1"
 
 
-def test_a_long_response_is_shown_in_pieces(show, tmp_path: Path) -> None:
+def test_a_long_response_is_shown_in_pieces(show, tmp_path):
     page = show(demo_run(tmp_path / "long", long_tokens=1500))
     page.choose("[name=step]", "3")
     wait_for_list(page, 6)
@@ -267,7 +267,7 @@ def test_a_long_response_is_shown_in_pieces(show, tmp_path: Path) -> None:
     page.wait(f"{tokens} === 1500")
 
 
-def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
+def test_what_a_model_wrote_runs_nothing(page):
     page.choose("[name=step]", "2")
     wait_for_list(page, 3, 4, 5)
     page.click(f"{ITEMS}:nth-child(3)")
@@ -281,7 +281,7 @@ def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
     assert page.js("document.images.length + document.querySelectorAll('script').length") == 4
 
 
-def test_policy_stops_an_injected_script(browser: Page, report: Path) -> None:
+def test_policy_stops_an_injected_script(browser, report):
     """The text escapes and the policy are two walls: here the first one is taken down."""
     browser.open(report)
     browser.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=broken()>')")
@@ -295,7 +295,7 @@ def test_policy_stops_an_injected_script(browser: Page, report: Path) -> None:
     browser.requests.clear()
 
 
-def test_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
+def test_theme_follows_the_system_until_it_is_chosen(page):
     background = "getComputedStyle(document.body).backgroundColor"
     page.prefer("dark")
     dark = page.js(background)
@@ -310,7 +310,7 @@ def test_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert (page.text("#theme"), page.js(background)) == ("Theme: dark", dark)
 
 
-def test_several_runs_share_axes_and_can_be_hidden(show, tmp_path: Path) -> None:
+def test_several_runs_share_axes_and_can_be_hidden(show, tmp_path):
     runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=9)]
     (tmp_path / "two" / "rollouts" / "step-1.jsonl.zst").unlink()
     page = show(*runs)
@@ -325,7 +325,7 @@ def test_several_runs_share_axes_and_can_be_hidden(show, tmp_path: Path) -> None
     wait_for_list(page, 3, 4, 5, 6)
 
 
-def test_run_without_responses_says_so(show, tmp_path: Path) -> None:
+def test_run_without_responses_says_so(show, tmp_path):
     folder = demo_run(tmp_path / "bare")
     for path in (folder / "rollouts").iterdir():
         path.unlink()
@@ -334,7 +334,7 @@ def test_run_without_responses_says_so(show, tmp_path: Path) -> None:
     assert "saved no responses" in page.text("#distributions")
 
 
-def test_odd_groups_and_a_single_step_are_shown(show, tmp_path: Path) -> None:
+def test_odd_groups_and_a_single_step_are_shown(show, tmp_path):
     """No token at all, lost log-probs, half a character, metrics that are not numbers."""
     with MetricsLog(tmp_path / "odd") as log:
         log.record({"step": 1, "policy_version": 1, "policy/loss": math.nan, "accuracy/mean": 0.5})
@@ -355,7 +355,7 @@ def test_odd_groups_and_a_single_step_are_shown(show, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 2000, 420])
-def test_nothing_is_wider_than_the_window(browser: Page, report: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_window(browser, report, width):
     browser.resize(width, 900)
     browser.open(report)
     browser.wait(f"document.querySelectorAll('{BODIES}').length > 0")

@@ -39,9 +39,7 @@ def other(lan: Network, shared: Path) -> Machine:
 @pytest.mark.parametrize(
     "part,fault", [("rollout", "die"), ("train", "die"), ("sync", "die"), ("train", "unplug")]
 )
-def test_lost_node_is_named_and_run_continues_when_it_returns(
-    lan: Network, shared: Path, other: Machine, part: str, fault: str
-) -> None:
+def test_lost_node_is_named_and_run_continues_when_it_returns(lan, shared, other, part, fault):
     folder = shared / f"{part}-{fault}"
     supervisor = begin(
         lan.machines[0],

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.state.status import read_status
-from tests.nodes.machines import Network
 from tests.nodes.runs import SPREAD, train
 
 LAYOUTS = {
@@ -21,7 +18,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -> None:
+def test_run_over_two_nodes_completes(lan, shared, layout):
     """Each node has its own addresses, memory, and folder where its Ray began."""
     folder = shared / layout.replace(" ", "-")
     done = train(lan.machines[0], folder, *LAYOUTS[layout])
@@ -30,7 +27,7 @@ def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -
     assert read_status(folder).state == "finished"
 
 
-def test_node_without_run_folder_is_named(lan: Network, shared: Path) -> None:
+def test_node_without_run_folder_is_named(lan, shared):
     """A checkpoint would have a part on that node's own disk."""
     third = lan.boot(3, [])
     try:

@@ -67,13 +67,13 @@ def find(name: str) -> Path | None:
 
 
 @per_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     targets = [t for t in _LINK.findall(page.read_text()) if not t.startswith("https://")]
     missing = [t for t in targets if not (page.parent / t.partition("#")[0]).exists()]
     assert not missing
 
 
-def test_pages_are_found_from_the_readme() -> None:
+def test_pages_are_found_from_the_readme():
     found, queue = set(), [ROOT / "README.md"]
     while queue:
         page = queue.pop()
@@ -85,7 +85,7 @@ def test_pages_are_found_from_the_readme() -> None:
 
 
 @per_page
-def test_files_and_functions_exist(page: Path) -> None:
+def test_files_and_functions_exist(page):
     wrong = [span for span in spans(page) if not _exists(span)]
     assert not wrong
 
@@ -116,7 +116,7 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
             yield from _defined(node.body, f"{prefix}{node.name}.")
 
 
-def test_journey_counts_what_it_names() -> None:
+def test_journey_counts_what_it_names():
     """Every file on the way is in the table or named beside it, and the sums are right."""
     text = (ROOT / "docs" / "journey.md").read_text()
     way, _, rest = text.partition("## 7. ")
@@ -134,7 +134,7 @@ def test_journey_counts_what_it_names() -> None:
 
 
 @per_page
-def test_keys_metrics_and_errors_exist(page: Path) -> None:
+def test_keys_metrics_and_errors_exist(page):
     keys = set(known_keys(RunConfig))
     sections = {key for key in keys if "." not in key}
     areas = {name.partition("/")[0] for name in METRIC_NAMES if "/" in name}
@@ -162,7 +162,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
 
 
 @per_page
-def test_commands_and_their_options_exist(page: Path) -> None:
+def test_commands_and_their_options_exist(page):
     wrong = [" ".join(words) for words in command_lines(page) if not _is_command(words)]
     assert not wrong
 
@@ -191,7 +191,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
     return {}
 
 
-def test_readme_has_every_command_and_two_screens() -> None:
+def test_readme_has_every_command_and_two_screens():
     readme = (ROOT / "README.md").read_text()
     commands = _subcommands(build_parser())
     missing = [name for name in commands if f"\nmegadapo {name}" not in readme]
@@ -200,14 +200,14 @@ def test_readme_has_every_command_and_two_screens() -> None:
 
 
 @per_page
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^([\w-]+):", makefile, re.M)
     named = [span.split()[1] for span in spans(page) if re.match(r"make [a-z]", span)]
     assert not set(named) - set(targets)
 
 
-def test_packages_match_lint_contract() -> None:
+def test_packages_match_lint_contract():
     page = ROOT / "docs" / "architecture.md"
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = settings["tool"]["importlinter"]["contracts"][0]
@@ -217,7 +217,7 @@ def test_packages_match_lint_contract() -> None:
     assert packages - {"cli"} <= set(named)
 
 
-def test_every_error_and_oracle_is_explained() -> None:
+def test_every_error_and_oracle_is_explained():
     page = (ROOT / "docs" / "debugging.md").read_text()
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
@@ -250,7 +250,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_examples_of_extending_work(extended: Path) -> None:
+def test_examples_of_extending_work(extended):
     examples = blocks(ROOT / "docs" / "extending.md", "python")
     assert len(examples) == 4
     environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
@@ -265,7 +265,7 @@ def test_examples_of_extending_work(extended: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_extending_counts_its_files() -> None:
+def test_extending_counts_its_files():
     """Compare the counts; some files have no diff: tests, and two generated files for a new key."""
     page = ROOT / "docs" / "extending.md"
     per_section = [

@@ -6,9 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
@@ -20,7 +17,7 @@ from tests.support import REPOSITORY
 EXAMPLES = REPOSITORY / "examples"
 
 
-def test_own_data_is_prepared_and_accepted(tmp_path: Path) -> None:
+def test_own_data_is_prepared_and_accepted(tmp_path):
     folder = tmp_path / "own_data"
     shutil.copytree(EXAMPLES / "own_data", folder, ignore=shutil.ignore_patterns("*.jsonl"))
     subprocess.run([sys.executable, folder / "prepare.py"], check=True)
@@ -33,13 +30,13 @@ def test_own_data_is_prepared_and_accepted(tmp_path: Path) -> None:
     assert not [line for line in check_run(config) if "data." in line]
 
 
-def test_own_reward_is_imported_in_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_reward_is_imported_in_its_worker(monkeypatch):
     monkeypatch.chdir(EXAMPLES / "own_reward")
     config = load_config("recipe.toml")
     assert [one.function for one in config.reward.functions] == ["my_rewards:short_and_right"]
     check_run(config)
 
 
-def test_one_gpu_recipe_fits_in_every_phase() -> None:
+def test_one_gpu_recipe_fits_in_every_phase():
     config = load_config(EXAMPLES / "one_gpu" / "recipe.toml")
     assert problems(config, models_of(config), H100) == []

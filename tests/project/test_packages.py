@@ -12,12 +12,12 @@ KERNELS = sorted((REPOSITORY / "kernels").rglob("*.py"))
 ALLOWED = ("megadapo.kernels.", "megadapo.algorithm.")
 
 
-def test_there_are_kernels() -> None:
+def test_there_are_kernels():
     assert len(KERNELS) > 10
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=str)
-def test_a_kernel_imports_kernels_and_the_algorithm_only(path: Path) -> None:
+def test_a_kernel_imports_kernels_and_the_algorithm_only(path):
     """The head must run, and be tested, without Ray, vLLM and megatron-core."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]

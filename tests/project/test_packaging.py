@@ -55,7 +55,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_lock_has_what_was_asked_for_once_for_every_python(python: str, metadata: Message):
+def test_the_lock_has_what_was_asked_for_once_for_every_python(python, metadata):
     pinned = pins(python)
     wanted = applying(requirements("cpu.in"), python)
     wanted += applying([Requirement(line) for line in metadata.get_all("Requires-Dist")], python)
@@ -64,7 +64,7 @@ def test_the_lock_has_what_was_asked_for_once_for_every_python(python: str, meta
         assert one.specifier.contains(pinned[one.name], prereleases=True), one
 
 
-def test_package_and_pages_name_the_same_pythons(metadata: Message):
+def test_package_and_pages_name_the_same_pythons(metadata):
     known = [f"3.{minor}" for minor in range(30)]
     assert [one for one in known if one in SpecifierSet(metadata["Requires-Python"])] == [*PYTHONS]
     classifiers = [line.rsplit(" :: ", 1) for line in metadata.get_all("Classifier")]
@@ -108,9 +108,7 @@ def cuda_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.full
-def test_what_cuda_machines_install_goes_together(
-    cuda_versions: dict[str, str], metadata: Message, tmp_path: Path
-):
+def test_what_cuda_machines_install_goes_together(cuda_versions, metadata, tmp_path):
     """Packages that exclude each other end the image's build, or, worse, Transformer Engine's come
     with another torch than the one that vLLM was built for."""
     text = (ROOT / "Dockerfile").read_text()
@@ -122,9 +120,7 @@ def test_what_cuda_machines_install_goes_together(
 
 
 @pytest.mark.full
-def test_kernels_compile_with_the_triton_of_cuda_machines(
-    cuda_versions: dict[str, str], tmp_path: Path
-):
+def test_kernels_compile_with_the_triton_of_cuda_machines(cuda_versions, tmp_path):
     """torch pins an older one there than the CPU has."""
     pin = f"triton=={cuda_versions['triton']}"
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
@@ -138,7 +134,7 @@ def test_kernels_compile_with_the_triton_of_cuda_machines(
     assert done.returncode == 0, done.stdout
 
 
-def test_the_name_kernels_is_left_to_the_package_that_owns_it(tmp_path: Path):
+def test_the_name_kernels_is_left_to_the_package_that_owns_it(tmp_path):
     """A `kernels/__init__.py` here would hide Hugging Face's package from transformers."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("OWNER = 'the other package'")
@@ -167,7 +163,7 @@ def install_python(folder: Path, name: str, script: str = 'exec {python} "$@"') 
     return program
 
 
-def test_without_a_python_one_line_says_what_to_install(tmp_path: Path):
+def test_without_a_python_one_line_says_what_to_install(tmp_path):
     install_python(tmp_path, "python3.13", "exit 127")
     install_python(tmp_path, "python3", "echo 3.9")
     done = make_venv(tmp_path)
@@ -183,7 +179,7 @@ def test_without_a_python_one_line_says_what_to_install(tmp_path: Path):
     assert f"PYTHON={old}" in done.stderr
 
 
-def test_a_python_without_venv_names_its_package(tmp_path: Path):
+def test_a_python_without_venv_names_its_package(tmp_path):
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     without = 'case "$*" in *ensurepip*) exit 1 ;; esac\nexec {python} "$@"'
     install_python(tmp_path, f"python{python}", without)
@@ -192,7 +188,7 @@ def test_a_python_without_venv_names_its_package(tmp_path: Path):
     assert done.stderr == f"Python {python} has no venv: apt install python{python}-venv\n"
 
 
-def test_without_torch_the_index_is_asked_for_and_with_it_the_environment_stays(tmp_path: Path):
+def test_without_torch_the_index_is_asked_for_and_with_it_the_environment_stays(tmp_path):
     install_python(tmp_path, "python3")
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     done = make_venv(tmp_path, **offline)

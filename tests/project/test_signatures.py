@@ -25,12 +25,12 @@ def kept_of(package: str) -> dict[str, str | None]:
     return KEPT[f"{package}=={TOOL['pinned_versions']()[package]}"]
 
 
-def test_signatures_are_of_the_pinned_versions_and_complete() -> None:
+def test_signatures_are_of_the_pinned_versions_and_complete():
     assert set(kept_of("megatron-core")) == TOOL["used_of"]("megatron"), RENEW
     assert kept_of("transformer-engine"), RENEW
 
 
-def test_megatron_is_called_as_the_pinned_version_can_be() -> None:
+def test_megatron_is_called_as_the_pinned_version_can_be():
     known = kept_of("megatron-core")
     calls = [call for path in TOOL["MODULES"] for call in TOOL["calls_of"](path)]
     calls = [call for call in calls if known.get(call.name) is not None]
@@ -38,7 +38,7 @@ def test_megatron_is_called_as_the_pinned_version_can_be() -> None:
     assert not [problem for call in calls if (problem := call.problem(known[call.name]))]
 
 
-def test_a_call_that_does_not_fit_is_noticed() -> None:
+def test_a_call_that_does_not_fit_is_noticed():
     """The checker itself finds wrong calls."""
     (wrong, few, fits, open_end) = (
         TOOL["call_from"](ast.parse(text, mode="eval").body, "f", "here")
@@ -50,7 +50,7 @@ def test_a_call_that_does_not_fit_is_noticed() -> None:
     assert open_end.problem("rows, *, width=0") is None
 
 
-def test_what_engines_call_by_name_is_vllms() -> None:
+def test_what_engines_call_by_name_is_vllms():
     """RolloutEngine._call takes a method of AsyncLLM as a text, which mypy cannot follow; sleeping
     and waking happen on GPUs only."""
     methods = methods_of("v1/engine/async_llm.py", "AsyncLLM")
@@ -65,13 +65,13 @@ def test_what_engines_call_by_name_is_vllms() -> None:
     assert not [problem for call in named if (problem := call.problem(methods[call.name]))]
 
 
-def test_engines_start_with_arguments_that_vllm_has() -> None:
+def test_engines_start_with_arguments_that_vllm_has():
     """Those of a GPU are given as a dict, and only GPUs meet them."""
     names = set(vllm_argument_names())
     assert engine_spec(gpus=("0",)).engine_arguments().keys() | OWN_ARGUMENTS.keys() <= names
 
 
-def test_arguments_that_are_set_already_cannot_be_given() -> None:
+def test_arguments_that_are_set_already_cannot_be_given():
     """rollout.vllm would replace them, or the engine would not start."""
     start = ast.parse((ROOT / "megadapo" / "rollout" / "engine" / "start_vllm.py").read_text())
     (call,) = (
@@ -84,7 +84,7 @@ def test_arguments_that_are_set_already_cannot_be_given() -> None:
     assert given <= OWN_ARGUMENTS.keys()
 
 
-def test_memory_is_offered_as_torch_shares_it() -> None:
+def test_memory_is_offered_as_torch_shares_it():
     """Handles of GPU memory are sent by name, in torch's own order."""
     tree = ast.parse(Path(torch.multiprocessing.reductions.__file__).read_text())
     (shared,) = (

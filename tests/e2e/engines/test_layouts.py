@@ -63,9 +63,7 @@ def delays(engines: Engines) -> Iterator[None]:
         thread.join()
 
 
-def test_batches_of_three_delayed_engines_equal_those_of_one(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_batches_of_three_delayed_engines_equal_those_of_one(tiny_model, tmp_path):
     with running_engines(tiny_model, tmp_path, num_threads=1) as engines:
         expected = batches(engines, tiny_model)
     settings = {"num_engines": 3, "num_threads": 1, "max_num_seqs": 8}

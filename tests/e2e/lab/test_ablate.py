@@ -45,7 +45,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_stopped_ablation_continues_and_reports_all_runs(tmp_path: Path) -> None:
+def test_stopped_ablation_continues_and_reports_all_runs(tmp_path):
     first = tmp_path / "runs" / "all-groups" / "seed-1"
     stopped = start(tmp_path)
     wait_for_step(stopped, first, 2)

@@ -25,7 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_earlier_results_are_not_overwritten(tmp_path: Path) -> None:
+def test_earlier_results_are_not_overwritten(tmp_path):
     """Overwriting would lose an hour of a rented machine."""
     result = run("--rehearse", str(tmp_path))
     assert result.returncode == 2 and "name another folder" in result.stderr
@@ -33,7 +33,7 @@ def test_earlier_results_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_parts_without_a_gpu_pass(tmp_path: Path) -> None:
+def test_parts_without_a_gpu_pass(tmp_path):
     """A missing command shows up before a GPU is paid for."""
     result = run("--rehearse", str(tmp_path / "results"))
     report = (tmp_path / "results" / "report.md").read_text()

@@ -3,8 +3,6 @@ break the parity of their log-probs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support import REPOSITORY
@@ -23,7 +21,7 @@ MODEL = REPOSITORY / "configs" / "experts-base"
     ],
     ids=["free", "replayed-partial"],
 )
-def test_experts_on_two_ranks_keep_parity(tmp_path: Path, further: list[str]) -> None:
+def test_experts_on_two_ranks_keep_parity(tmp_path, further):
     """Experts replayed at a wrong token or layer, or left behind by an update, would break it."""
     folder = tmp_path / "run"
     split = ["--trainer.data_parallel=2", "--trainer.expert_parallel=2"]

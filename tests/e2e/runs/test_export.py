@@ -60,7 +60,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
         return evaluation, worst_error(Reference(model), groups, ask(engines, groups))
 
 
-def test_exported_checkpoint_scores_the_next_step(uninterrupted: Path, tmp_path: Path) -> None:
+def test_exported_checkpoint_scores_the_next_step(uninterrupted, tmp_path):
     """Weights of the step before or after would give other responses."""
     megadapo("export", uninterrupted, tmp_path / "model", "--step", "2")
     reference = Reference(tmp_path / "model")
@@ -85,9 +85,7 @@ def engine_error(reference: Reference, folder: Path, step: int) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_run_learns_the_same_and_exports_its_model(
-    uninterrupted: Path, tmp_path: Path, layout: str
-) -> None:
+def test_split_run_learns_the_same_and_exports_its_model(uninterrupted, tmp_path, layout):
     """The first step's samples come from equal weights and seeds, so they are the same responses;
     its loss may differ by rounding only. The same seeds give the same responses, and so the same
     score, only from equal weights, so the export has the weights of the run."""

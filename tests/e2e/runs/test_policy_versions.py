@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ class KeepingEngine(RolloutEngine):
         """Keep all cached prefixes."""
 
 
-def test_token_logprobs_match_their_version(local_ray: None, tmp_path: Path) -> None:
+def test_token_logprobs_match_their_version(local_ray, tmp_path):
     """A response must not continue with cached keys of earlier weights; versions that are off by a
     token, and misplaced log-probs of a continuation, show as well."""
     folders = [make_engine_model(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]

@@ -42,7 +42,7 @@ def groups(folder: Path, step: int) -> list[SavedGroup]:
     return list(read_rollouts(rollouts_path(folder, step)))
 
 
-def test_stopped_replay_repeats_the_metrics(source: Path, tmp_path: Path) -> None:
+def test_stopped_replay_repeats_the_metrics(source, tmp_path):
     """Losses, gradient norms, entropies, ratios and parities are equal to the last digit."""
     folder = tmp_path / "replay"
     for num_steps in (2, NUM_STEPS):
@@ -60,7 +60,7 @@ def test_stopped_replay_repeats_the_metrics(source: Path, tmp_path: Path) -> Non
     assert "resume it with --replay" in result.stderr
 
 
-def test_pretraining_data_and_kl_coefficient_resume(source: Path, tmp_path: Path) -> None:
+def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
     """Their state is the driver's and not a rank's."""
     options = [
         "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
@@ -80,7 +80,7 @@ def test_pretraining_data_and_kl_coefficient_resume(source: Path, tmp_path: Path
     assert len({record["pretraining/loss"] for record in whole}) == NUM_STEPS
 
 
-def test_replay_resumes_at_another_split(source: Path, tmp_path: Path) -> None:
+def test_replay_resumes_at_another_split(source, tmp_path):
     """One step of a long run can be replayed without the steps before it or its machines."""
     folder = tmp_path / "split"
     replay(
@@ -97,7 +97,7 @@ def test_replay_resumes_at_another_split(source: Path, tmp_path: Path) -> None:
     assert split["parity/logprob_abs_max"] < 1e-4
 
 
-def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> None:
+def test_rollout_command_samples_as_training(source, tmp_path):
     """Prompts, seeds and weights are those of training."""
     options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
     done = megadapo("rollout", "configs/quickstart.toml", *options)
@@ -121,7 +121,7 @@ def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> No
     assert second["parity/logprob_abs_max"] is None and second["policy/loss"] is not None
 
 
-def test_replay_refuses_its_source_folder(source: Path) -> None:
+def test_replay_refuses_its_source_folder(source):
     result = replay(source, source, code=ConfigError.exit_code)
     assert "choose another run.folder" in result.stderr
     assert saved_steps(source) == [1, 2, 3]

@@ -70,7 +70,7 @@ def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.
     assert not (staleness == 0).any() or record["parity/logprob_abs_max"] < 1e-4
 
 
-def test_partial_rollouts_mix_policy_versions(tmp_path: Path) -> None:
+def test_partial_rollouts_mix_policy_versions(tmp_path):
     """The run also ends with responses in flight."""
     folder = tmp_path / "partial"
     run(folder, *PARTIAL)
@@ -87,7 +87,7 @@ def test_partial_rollouts_mix_policy_versions(tmp_path: Path) -> None:
     assert mixed > 0, "no answer was continued with other weights"
 
 
-def test_one_step_off_keeps_its_waiting_batch_after_a_kill(tmp_path: Path) -> None:
+def test_one_step_off_keeps_its_waiting_batch_after_a_kill(tmp_path):
     """Without it in the checkpoint, other weights would sample it again."""
     folder, killed = tmp_path / "ahead", tmp_path / "killed"
     run(folder, *AHEAD)

@@ -88,7 +88,7 @@ def score(function: str, texts: list[str], **options: object) -> list[FunctionSc
         runner.close()
 
 
-def test_judge_served_by_vllm(tmp_path: Path) -> None:
+def test_judge_served_by_vllm(tmp_path):
     """The base model as a judge computes the sum in a response; the total is the score. Greedy
     decoding with transformers gives the expected text."""
     texts = ["10+20+30=?", "11+22+33=?", "no sum at all", ""]
@@ -108,7 +108,7 @@ def test_judge_served_by_vllm(tmp_path: Path) -> None:
     assert "HTTP 404" in str(unknown[0].failure)
 
 
-def test_reward_model_served_by_vllm(tmp_path: Path) -> None:
+def test_reward_model_served_by_vllm(tmp_path):
     """Scores are logits of the whole conversation before any activation, as in transformers."""
     folder = tmp_path / "reward-model"
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     return run
 
 
-def test_dry_run_prints_configuration_and_starts_nothing(recipe: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_configuration_and_starts_nothing(recipe, tmp_path):
     """A process of its own shows its imports and files."""
     code = (
         "import sys; from megadapo.cli import main; code = main(sys.argv[1:]); "
@@ -117,7 +117,7 @@ def test_dry_run_prints_configuration_and_starts_nothing(recipe: Path, tmp_path:
         ("--seed=5", "unknown argument"),
     ],
 )
-def test_unknown_argument_is_refused(recipe: Path, fails: Fails, extra: str, said: str) -> None:
+def test_unknown_argument_is_refused(recipe, fails, extra, said):
     """A silently ignored argument would start a run with wrong settings."""
     assert said in fails(2, "train", str(recipe), "--dry-run", extra)
 
@@ -131,9 +131,7 @@ def test_unknown_argument_is_refused(recipe: Path, fails: Fails, extra: str, sai
         (["convert", "inspect", "{folder}"], 3, "{folder}"),
     ],
 )
-def test_useless_command_is_refused(
-    recipe: Path, fails: Fails, argv: list[str], code: int, said: str
-) -> None:
+def test_useless_command_is_refused(recipe, fails, argv, code, said):
     """Overrides of a command without a configuration, and inputs that lack what it needs."""
     names = {"recipe": recipe, "folder": recipe.parent}
     assert said.format(**names) in fails(code, *(word.format(**names) for word in argv))
@@ -156,16 +154,12 @@ def test_useless_command_is_refused(
         ("rollout.max_response_tokens=49", 2, "max_position_embeddings = 64"),
     ],
 )
-def test_dry_run_checks_files(
-    recipe: Path, fails: Fails, override: str, code: int, said: str
-) -> None:
+def test_dry_run_checks_files(recipe, fails, override, code, said):
     assert said in fails(code, "train", str(recipe), "--dry-run", f"--{override}")
 
 
 @pytest.mark.parametrize("folder", ["/proc/megadapo/run", "runs/" + "x" * 300, "/proc/self/x"])
-def test_impossible_run_folder_is_found_early(
-    recipe: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_impossible_run_folder_is_found_early(recipe, tmp_path, fails, monkeypatch, folder):
     """Root may write everywhere, so permissions do not show it."""
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
@@ -174,9 +168,7 @@ def test_impossible_run_folder_is_found_early(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_missing_gpus_are_found_early(
-    recipe: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpus_are_found_early(recipe, capsys, fails, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     dry = ("train", str(recipe), "--dry-run", "--cluster.device=cuda")
     assert 'cluster.device = "cuda", but this machine has no NVIDIA GPU' in fails(2, *dry)
@@ -186,9 +178,7 @@ def test_missing_gpus_are_found_early(
     assert 'cluster.device = "auto" means the CPU' in capsys.readouterr().err
 
 
-def test_mistyped_folder_is_not_a_hub_name(
-    recipe: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistyped_folder_is_not_a_hub_name(recipe, tmp_path, fails, monkeypatch):
     """`models/bse` is a typing error if the folder `models` exists, not a Hub name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -196,9 +186,7 @@ def test_mistyped_folder_is_not_a_hub_name(
     assert "no such folder" in message
 
 
-def test_hub_names_are_reported_as_not_checked(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hub_names_are_reported_as_not_checked(recipe, capsys):
     argv = ["--model.path=no-such-org/no-such-model", "--data.train=no-such-org/no-such-data"]
     assert main(["train", str(recipe), "--dry-run", *argv]) == 0
     notes = capsys.readouterr().err
@@ -206,37 +194,31 @@ def test_hub_names_are_reported_as_not_checked(
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_incomplete_model_folder_is_named(
-    recipe: Path, model: Path, fails: Fails, missing: str
-) -> None:
+def test_incomplete_model_folder_is_named(recipe, model, fails, missing):
     (model / missing).unlink()
     message = fails(3, "train", str(recipe), "--dry-run")
     assert str(model) in message and missing.removeprefix("model") in message
 
 
-def test_random_initialisation_needs_no_weights(recipe: Path, model: Path) -> None:
+def test_random_initialisation_needs_no_weights(recipe, model):
     (model / "model.safetensors").unlink()
     assert main(["train", str(recipe), "--dry-run", "--model.init=random"]) == 0
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\xff", '{"num_attention_heads": "4"}'])
-def test_damaged_model_configuration_is_one_message(
-    recipe: Path, model: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
+def test_damaged_model_configuration_is_one_message(recipe, model, capsys, content):
     (model / "config.json").write_bytes(content.encode("latin-1"))
     assert main(["train", str(recipe), "--dry-run"]) in (2, 3)
     assert "config.json" in capsys.readouterr().err
 
 
-def test_problems_of_model_and_data_are_reported_together(recipe: Path, fails: Fails) -> None:
+def test_problems_of_model_and_data_are_reported_together(recipe, fails):
     argv = ["--model.path=nowhere", "--data.train=nowhere.jsonl"]
     message = fails(3, "train", str(recipe), "--dry-run", *argv)
     assert "model.path" in message and "data.train" in message
 
 
-def test_run_folder_as_config_resumes_the_run(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_folder_as_config_resumes_the_run(recipe, tmp_path, capsys):
     """This holds after --resume never and from another directory too."""
     from megadapo.config import to_dict
 
@@ -251,9 +233,7 @@ def test_run_folder_as_config_resumes_the_run(
     assert 'resume = "never"' in capsys.readouterr().out
 
 
-def test_impossible_replay_is_refused_early(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails
-) -> None:
+def test_impossible_replay_is_refused_early(recipe, tmp_path, capsys, fails):
     saved = tmp_path / "source" / "rollouts"
     argv = ["train", str(recipe), "--dry-run", f"--replay={saved}"]
     assert "there is no step-N.jsonl.zst" in fails(2, *argv)
@@ -264,9 +244,7 @@ def test_impossible_replay_is_refused_early(
     assert "choose another run.folder" in message
 
 
-def test_rollout_refuses_missing_weights_and_existing_run(
-    recipe: Path, tmp_path: Path, fails: Fails
-) -> None:
+def test_rollout_refuses_missing_weights_and_existing_run(recipe, tmp_path, fails):
     """Random weights show nothing, and an existing run must not be overwritten."""
     argv = ["rollout", str(recipe), f"--run.folder={tmp_path / 'run'}"]
     assert "at least 1" in fails(2, *argv, "--steps=0")
@@ -286,9 +264,7 @@ def test_rollout_refuses_missing_weights_and_existing_run(
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_each_error_type_has_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, fails: Fails, error: BaseException, code: int
-) -> None:
+def test_each_error_type_has_its_exit_code(monkeypatch, fails, error, code):
     def fail(arguments: object) -> int:
         raise error
 
@@ -296,7 +272,7 @@ def test_each_error_type_has_its_exit_code(
     fails(code, "doctor")
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_keeps_its_traceback(monkeypatch):
     """Only errors for users hide the traceback."""
 
     def fail(arguments: object) -> int:
@@ -311,16 +287,14 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     ("argv", "code", "said"),
     [(["--version"], 0, f"megadapo {megadapo.__version__}\n"), ([], 2, "usage: megadapo")],
 )
-def test_version_and_usage(
-    capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
-) -> None:
+def test_version_and_usage(capsys, argv, code, said):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     captured = capsys.readouterr()
     assert ended.value.code == code and said in captured.out + captured.err
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(capsys):
     parser = cli.build_parser()
     commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices).choices
     for name in commands:
@@ -330,9 +304,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"megadapo {name}" in capsys.readouterr().out
 
 
-def test_simulate_compares_policies_without_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
     json_file = tmp_path / "results.json"
     sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1", "--seeds", "2")
@@ -357,15 +329,13 @@ def test_simulate_compares_policies_without_processes(
         (("--seeds", "0"), "--seeds 0"),
     ],
 )
-def test_simulate_refuses_impossible_settings(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
+def test_simulate_refuses_impossible_settings(capsys, arguments, message):
     recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
     assert main(["simulate", str(recipe), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_simulate_imports_no_heavy_package() -> None:
+def test_simulate_imports_no_heavy_package():
     code = (
         "import sys, megadapo.lab.simulate.simulation\n"
         "print({'torch', 'ray', 'vllm', 'transformers', 'megatron'} & set(sys.modules))"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +47,7 @@ def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
     return ClusterFacts(nodes=nodes, links=links)
 
 
-def test_equal_nodes_have_no_problems() -> None:
+def test_equal_nodes_have_no_problems():
     links = tuple(Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "10"))
     diagnosis = diagnose_cluster(cluster(SOUND, OTHER, links=links))
     assert diagnosis.errors == diagnosis.warnings == ()
@@ -70,12 +69,12 @@ def test_equal_nodes_have_no_problems() -> None:
     ],
     ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],
 )
-def test_errors_name_their_node(node: Node, words: str) -> None:
+def test_errors_name_their_node(node, words):
     errors = diagnose_cluster(cluster(SOUND, node)).errors
     assert [text for text in errors if words in text and text.startswith("node 1 (10.0.0.2): ")]
 
 
-def test_slow_or_risky_nodes_are_warnings() -> None:
+def test_slow_or_risky_nodes_are_warnings():
     late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
     unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
     one_gpu = replace(MACHINE, gpus=(H100,), driver="570.9")
@@ -102,10 +101,10 @@ def test_slow_or_risky_nodes_are_warnings() -> None:
     assert "node 0 to node 2: 0.50 GB/s" in said and said.count("GB/s") == 1
 
 
-def test_node_without_the_folder_reports_its_disk(tmp_path: Path) -> None:
+def test_node_without_the_folder_reports_its_disk(tmp_path):
     assert NodeInspector().facts(tmp_path / "not" / "there").free_disk_gib > 0
 
 
-def test_folder_option_needs_cluster() -> None:
+def test_folder_option_needs_cluster():
     with pytest.raises(ConfigError, match="--folder needs --cluster"):
         run_command(["doctor", "--folder=here"])

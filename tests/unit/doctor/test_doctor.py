@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,7 +49,7 @@ def problems(machine: Machine) -> str:
     return "\n".join((*diagnosis.errors, *diagnosis.warnings))
 
 
-def test_choices_follow_the_machine() -> None:
+def test_choices_follow_the_machine():
     assert choices(GPU)["layers"] == "transformer-engine"
     assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex FusedAdam"
     bare = dataclasses.replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
@@ -62,7 +61,7 @@ def test_choices_follow_the_machine() -> None:
     assert choices(dataclasses.replace(GPU, torch_cuda=None))["device"] == "cpu"
 
 
-def test_healthy_machines_have_no_problems() -> None:
+def test_healthy_machines_have_no_problems():
     assert problems(CPU) == "" and problems(GPU) == ""
 
 
@@ -84,16 +83,16 @@ def test_healthy_machines_have_no_problems() -> None:
         (without(GPU, "transformer-engine"), "without transformer-engine"),
     ],
 )
-def test_each_problem_has_its_advice(machine: Machine, said: str) -> None:
+def test_each_problem_has_its_advice(machine, said):
     assert said in problems(machine)
 
 
-def test_only_missing_required_packages_are_errors() -> None:
+def test_only_missing_required_packages_are_errors():
     assert diagnose(without(CPU, "torch")).errors
     assert not diagnose(without(CPU, "flash-attn", "nvidia-modelopt")).errors
 
 
-def test_inspection_imports_no_checked_package() -> None:
+def test_inspection_imports_no_checked_package():
     code = (
         "import sys; from megadapo.doctor.doctor import diagnose; diagnose(); "
         "print([m for m in ('torch', 'ray', 'vllm', 'megatron', 'apex') if m in sys.modules])"
@@ -102,7 +101,7 @@ def test_inspection_imports_no_checked_package() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_facts_agree_with_the_packages() -> None:
+def test_facts_agree_with_the_packages():
     import ray
     import torch
 
@@ -114,9 +113,7 @@ def test_facts_agree_with_the_packages() -> None:
     assert machine.num_cores >= 1 and machine.memory_gib > 1
 
 
-def test_doctor_works_without_a_driver(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_doctor_works_without_a_driver(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -127,9 +124,7 @@ def test_doctor_works_without_a_driver(
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo"])
-def test_doctor_works_with_a_broken_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
-) -> None:
+def test_doctor_works_with_a_broken_driver(monkeypatch, tmp_path, script):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
@@ -137,7 +132,7 @@ def test_doctor_works_with_a_broken_driver(
     assert inspect_machine().gpus == ()
 
 
-def test_gpus_are_read_from_nvidia_smi() -> None:
+def test_gpus_are_read_from_nvidia_smi():
     text = "570.124.06, NVIDIA H200, 143771, 9.0\n570.124.06, NVIDIA RTX A6000, Ada, 49140, 8.9\n"
     driver, gpus = parse_nvidia_smi(text)
     assert driver == "570.124.06"
@@ -148,7 +143,7 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert gpus[0].memory_gib == pytest.approx(140.4, abs=0.1)
 
 
-def test_pypi_apex_is_not_nvidia_apex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pypi_apex_is_not_nvidia_apex(monkeypatch, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.syspath_prepend(tmp_path)

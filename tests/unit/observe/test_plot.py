@@ -31,26 +31,26 @@ def panels_with_colour(png: Path, colour: str) -> int:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])
-def test_every_panel_shows_a_run_of_any_length(tmp_path: Path, num_steps: int) -> None:
+def test_every_panel_shows_a_run_of_any_length(tmp_path, num_steps):
     """One step has no line to draw: it must still be seen."""
     png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
     assert png == tmp_path / "run" / "plot.png"
     assert panels_with_colour(png, COLOURS[0]) == 12
 
 
-def test_runs_drawn_over_each_other_are_all_seen(tmp_path: Path) -> None:
+def test_runs_drawn_over_each_other_are_all_seen(tmp_path):
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
     png = plot_runs(runs, tmp_path / "deep" / "both.png")
     assert panels_with_colour(png, COLOURS[1]) == 12
     assert panels_with_colour(png, COLOURS[0]) >= 1
 
 
-def test_more_runs_than_colours(tmp_path: Path) -> None:
+def test_more_runs_than_colours(tmp_path):
     runs = [record_run(tmp_path / f"{i}", num_steps=2) for i in range(len(COLOURS) + 1)]
     assert plot_runs(runs, tmp_path / "many.png").exists()
 
 
-def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_path: Path) -> None:
+def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_path):
     """A logarithmic axis has no place for 0, and a run that blew up is the one to look at."""
     with MetricsLog(tmp_path) as log:
         for step, value in enumerate([0.0, math.nan, None, math.inf, 0.0], start=1):
@@ -61,9 +61,7 @@ def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_pa
     assert plot_run(tmp_path).stat().st_size > 0
 
 
-def test_run_without_steps_is_a_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_steps_is_a_clear_error(tmp_path, capsys):
     with pytest.raises(DataError, match="nothing to plot"):
         plot_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
@@ -72,9 +70,7 @@ def test_run_without_steps_is_a_clear_error(
     assert not (tmp_path / "plot.png").exists()
 
 
-def test_plot_command_says_where_the_plot_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plot_command_says_where_the_plot_is(tmp_path, capsys):
     run = record_run(tmp_path / "run", num_steps=3)
     assert main(["plot", str(run)]) == 0
     assert Path(capsys.readouterr().out.strip()) == run / "plot.png"
@@ -82,7 +78,7 @@ def test_plot_command_says_where_the_plot_is(
     assert (tmp_path / "x.png").exists()
 
 
-def test_unwritable_output_is_a_clear_error(tmp_path: Path) -> None:
+def test_unwritable_output_is_a_clear_error(tmp_path):
     run = record_run(tmp_path / "run", num_steps=2)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):

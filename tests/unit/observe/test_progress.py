@@ -6,7 +6,6 @@ import io
 import logging
 import math
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -27,7 +26,7 @@ def console(*, terminal: bool, width: int = 40) -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=terminal, width=width), out
 
 
-def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured() -> None:
+def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured():
     full = record(**dict.fromkeys((name for _, name, _ in LINE_FIELDS), 1.5))
     lines = [
         step_line(r, num_steps=9, eta_s=eta)
@@ -43,7 +42,7 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert step_line({"step": 3, "policy_version": 2}, num_steps=9, eta_s=None) == lines[1]
 
 
-def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path: Path) -> None:
+def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
     """Lines wrapped at 80 columns cannot be read by a program."""
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
@@ -70,7 +69,7 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path: Pa
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
 
 
-def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path) -> None:
+def test_terminal_shows_phase_step_curves_and_eta(tmp_path):
     run = record_run(tmp_path / "run", num_steps=20)
     wide, out = console(terminal=True, width=110)
     with RunDisplay(tmp_path, num_steps=40, console=wide) as display:
@@ -87,7 +86,7 @@ def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path) -> None:
     assert "step=20/40" in (tmp_path / "log.txt").read_text()
 
 
-def test_terminal_display_survives_the_start_and_nothing_measured(tmp_path: Path) -> None:
+def test_terminal_display_survives_the_start_and_nothing_measured(tmp_path):
     narrow, out = console(terminal=True, width=20)
     with RunDisplay(tmp_path, num_steps=2, console=narrow) as display:
         assert display.eta_s() is None
@@ -95,7 +94,7 @@ def test_terminal_display_survives_the_start_and_nothing_measured(tmp_path: Path
     assert out.getvalue()
 
 
-def test_log_is_appended_to_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_log_is_appended_to_when_a_run_goes_on(tmp_path):
     for text in ("first", "second"):
         with RunDisplay(tmp_path, num_steps=1, console=console(terminal=False)[0]) as display:
             display.note(text)
@@ -105,7 +104,7 @@ def test_log_is_appended_to_when_a_run_goes_on(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_rooms_log_reaches_the_log_and_warnings_the_console(tmp_path: Path) -> None:
+def test_what_the_rooms_log_reaches_the_log_and_warnings_the_console(tmp_path):
     """A warning on stderr would be painted over by the live panel, and is in no file."""
     plain, out = console(terminal=False)
     logger = logging.getLogger("megadapo.data.prompts")
@@ -118,7 +117,7 @@ def test_what_the_rooms_log_reaches_the_log_and_warnings_the_console(tmp_path: P
     assert out.getvalue().splitlines() == ["warning: lost [2]"]
 
 
-def test_time_to_go_follows_the_recent_steps(tmp_path: Path) -> None:
+def test_time_to_go_follows_the_recent_steps(tmp_path):
     """Steps get longer as responses do; the average of the whole run would be too hopeful."""
     display = RunDisplay(tmp_path, num_steps=40, console=console(terminal=False)[0])
     for step in range(1, 31):
@@ -137,10 +136,10 @@ def test_time_to_go_follows_the_recent_steps(tmp_path: Path) -> None:
         ([-5, 5, 0], "▁█▅"),
     ],
 )
-def test_sparkline(values: list[float], curve: str) -> None:
+def test_sparkline(values, curve):
     assert sparkline(values) == curve
 
 
-def test_sparkline_of_a_long_run_fits_and_keeps_its_shape() -> None:
+def test_sparkline_of_a_long_run_fits_and_keeps_its_shape():
     curve = sparkline([float(i) for i in range(1001)], width=8)
     assert curve == "▁▂▃▄▅▆▇█"

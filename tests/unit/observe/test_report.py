@@ -48,7 +48,7 @@ def embedded(page: str, name: str) -> object:
     return json.loads(text)
 
 
-def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(tmp_path: Path) -> None:
+def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(tmp_path):
     page = render([record_run(tmp_path, num_steps=2)])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
@@ -66,7 +66,7 @@ def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(tmp_path: P
     assert directives == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
 
 
-def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path: Path) -> None:
+def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path):
     page = render([record_run(tmp_path, num_steps=1)])
     assert not re.search(r"<(?:link|img|iframe|script[^>]* src|base)\b", page)
     assert not re.search(r"url\(|@import", page)
@@ -75,7 +75,7 @@ def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path: Path) -
         assert unsafe not in own, unsafe
 
 
-def test_every_style_variable_is_defined_once(tmp_path: Path) -> None:
+def test_every_style_variable_is_defined_once(tmp_path):
     """A missing one is no error in a browser: a font or colour silently falls back."""
     page = render([record_run(tmp_path, num_steps=1)])
     defined = re.findall(r"^  (--[a-z0-9-]+):", page, re.MULTILINE)
@@ -86,13 +86,13 @@ def test_every_style_variable_is_defined_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["</script><b>", "<!--<script", "a&lt;b", "\u2028\u2029", "\ud800"]
 )
-def test_script_json_has_nothing_that_html_or_a_script_would_read(text: str) -> None:
+def test_script_json_has_nothing_that_html_or_a_script_would_read(text):
     safe = script_json({"text": [text]})
     assert safe.isascii() and not set("<>&") & set(safe)
     assert json.loads(safe) == {"text": [text]}
 
 
-def test_hostile_text_stays_in_its_json(tmp_path: Path) -> None:
+def test_hostile_text_stays_in_its_json(tmp_path):
     hostile = "</script><script>alert(1)</script>\u2028{{script}}{{data}}"
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text(json.dumps({"model": {"path": hostile}}))
@@ -103,7 +103,7 @@ def test_hostile_text_stays_in_its_json(tmp_path: Path) -> None:
     assert unpacked(embedded(page, "chunks")[0])["responses"][0]["text"] == hostile
 
 
-def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite() -> None:
+def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite():
     values = [1.0] * 5000
     values[1234], values[4321], values[100] = 99.0, -99.0, math.nan
     records: list[MetricRecord] = [
@@ -119,7 +119,7 @@ def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite() -> None
     assert (curve.num_measured, curve.num_not_finite) == (5000, 1)
 
 
-def test_metrics_are_optional_and_unknown_ones_are_kept() -> None:
+def test_metrics_are_optional_and_unknown_ones_are_kept():
     records: list[MetricRecord] = [
         {"step": 1, "accuracy/mean": None, "reward/shaped_mean": 0.5},
         {"step": 2, "reward/shaped_mean": math.inf},
@@ -137,7 +137,7 @@ def gap(step: int, value: float | None, **more: float) -> MetricRecord:
     return {"step": step, "parity/logprob_abs_max": value, "staleness/token_share": 0.0, **more}
 
 
-def test_oracles_show_the_worst_step_and_one_broken_step_among_many() -> None:
+def test_oracles_show_the_worst_step_and_one_broken_step_among_many():
     records = [gap(step, 2e-5 if step == 700 else 1e-6) for step in range(1, 1001)]
     found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
     assert (found.status, found.worst, found.worst_step) == ("broken", "2e-5", 700)
@@ -146,7 +146,7 @@ def test_oracles_show_the_worst_step_and_one_broken_step_among_many() -> None:
     assert verdict(records, {}, "logprob_abs_max").status == "no bound"
 
 
-def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out() -> None:
+def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out():
     records = [gap(1, 1e-9), gap(2, math.nan), gap(3, 5.0, **{"staleness/token_share": 1.0})]
     found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
     assert (found.status, found.worst, found.worst_step) == ("broken", "nan", 2)
@@ -156,7 +156,7 @@ def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out() 
     )
 
 
-def test_skipped_updates_break_their_bound_only_in_a_row() -> None:
+def test_skipped_updates_break_their_bound_only_in_a_row():
     def skips(*counts: int) -> list[MetricRecord]:
         return [{"step": i, "policy/skipped_updates": n} for i, n in enumerate(counts, start=1)]
 
@@ -167,7 +167,7 @@ def test_skipped_updates_break_their_bound_only_in_a_row() -> None:
     assert (broken.status, broken.worst_step, broken.cells) == ("broken", 3, [1, 1, 0, 1])
 
 
-def test_distributions_count_every_response_once() -> None:
+def test_distributions_count_every_response_once():
     counts = Distributions()
     counts.add(1, [0, 7, 999], [True, False, False])
     counts.add(1, [50, 50, 51], [True, True, True])
@@ -182,7 +182,7 @@ def test_distributions_count_every_response_once() -> None:
     assert accuracy.counts == [[0, 1, 0, 1], [1, 0, 0, 0]]
 
 
-def test_distributions_of_many_steps_share_columns() -> None:
+def test_distributions_of_many_steps_share_columns():
     counts = Distributions()
     for step in range(1, 3 * MAX_COLUMNS):
         counts.add(step, [1], [True])
@@ -191,7 +191,7 @@ def test_distributions_of_many_steps_share_columns() -> None:
     assert sum(map(sum, heat.counts)) == 3 * MAX_COLUMNS - 1
 
 
-def test_saved_groups_come_through_and_are_listed(tmp_path: Path) -> None:
+def test_saved_groups_come_through_and_are_listed(tmp_path):
     cut = untrained("x" * 40, finish_reason="length", correct=False, symbolic_correct=True)
     save(tmp_path, saved_group(saved_response(), cut, step=2, prompt_index=5), awkward_group(6))
     saved = read_responses([tmp_path])
@@ -212,7 +212,7 @@ def test_saved_groups_come_through_and_are_listed(tmp_path: Path) -> None:
     assert (saved.runs[0].num_groups, saved.runs[0].num_responses) == (2, 5)
 
 
-def test_too_many_groups_leave_some_of_every_step(tmp_path: Path) -> None:
+def test_too_many_groups_leave_some_of_every_step(tmp_path):
     groups = [
         saved_group(step=step, prompt_index=100 * step + i)
         for step in (1, 2, 3)
@@ -228,7 +228,7 @@ def test_too_many_groups_leave_some_of_every_step(tmp_path: Path) -> None:
     assert part.runs[0].length == whole.runs[0].length
 
 
-def test_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path):
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
@@ -237,16 +237,14 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         render([tmp_path / "nowhere"])
 
 
-def test_runs_of_the_same_name_get_different_ones(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_get_different_ones(tmp_path):
     folders = [record_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
     same = read_runs([folders[0], folders[0]])
     assert len({run.name for run in same}) == 2
 
 
-def test_command_writes_into_the_run_or_where_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_into_the_run_or_where_it_is_told(tmp_path, capsys):
     folder = record_run(tmp_path / "run", num_steps=2)
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")

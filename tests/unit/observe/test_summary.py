@@ -21,7 +21,7 @@ def report_of(folder: Path) -> str:
     return out.getvalue()
 
 
-def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path: Path) -> None:
+def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path):
     text = report_of(record_run(tmp_path, num_steps=4))
     for shown in (
         "avg@8, 64 problems",
@@ -42,19 +42,19 @@ def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path: Path) ->
     assert "checkpoints" not in text  # there are none
 
 
-def test_report_without_evaluation(tmp_path: Path) -> None:
+def test_report_without_evaluation(tmp_path):
     text = report_of(record_run(tmp_path, num_steps=1, evaluations=False))
     assert "held-out" not in text and "training accuracy" in text
 
 
-def test_table_has_tail_and_engine_load(tmp_path: Path) -> None:
+def test_table_has_tail_and_engine_load(tmp_path):
     text = report_of(record_run(tmp_path, num_steps=4))
     for row in ("95 % are within", "longest response", "slowest group (s)", "engines busy"):
         assert row in text, row
     assert "50% in use at most, 8 preemptions" in text
 
 
-def test_what_a_run_did_not_measure_has_no_row(tmp_path: Path) -> None:
+def test_what_a_run_did_not_measure_has_no_row(tmp_path):
     run = record_run(tmp_path, num_steps=4)
     forget(run, "time/group_", "rollout/", "response_length/", "tokens/stopped")
     text = report_of(run)
@@ -63,7 +63,7 @@ def test_what_a_run_did_not_measure_has_no_row(tmp_path: Path) -> None:
     assert "4,000 generated, 2,800 trained on" in text
 
 
-def test_worst_value_of_a_run_with_nan_is_nan(tmp_path: Path) -> None:
+def test_worst_value_of_a_run_with_nan_is_nan(tmp_path):
     """max() passes over NaN where it does not come first."""
     with MetricsLog(tmp_path) as log:
         for step, gap in enumerate([1e-6, math.nan, 1e-5], start=1):
@@ -71,6 +71,6 @@ def test_worst_value_of_a_run_with_nan_is_nan(tmp_path: Path) -> None:
     assert "nan nats at most" in report_of(tmp_path)
 
 
-def test_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+def test_folder_that_is_no_run_is_a_clear_error(tmp_path):
     with pytest.raises(DataError, match="no steps are recorded"):
         print_report(tmp_path / "nowhere")

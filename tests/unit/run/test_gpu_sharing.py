@@ -37,7 +37,7 @@ def gpu_sharing(seen: list[str], *, shares_gpus: bool = True, keeps_weights: boo
 
 
 @pytest.mark.parametrize("keeps_weights", [True, False])
-def test_engines_sleep_from_update_to_publish(keeps_weights: bool) -> None:
+def test_engines_sleep_from_update_to_publish(keeps_weights):
     """The weights come before the trainer's memory is freed, the key-value cache after that."""
     seen: list[str] = []
     sharing = gpu_sharing(seen, keeps_weights=keeps_weights)
@@ -51,7 +51,7 @@ def test_engines_sleep_from_update_to_publish(keeps_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("shares_gpus", [True, False])
-def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus: bool) -> None:
+def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus):
     """The save needs the memory, and unchanged weights are not published again."""
     seen: list[str] = []
     with gpu_sharing(seen, shares_gpus=shares_gpus).saving():
@@ -60,7 +60,7 @@ def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus: bool)
     assert seen == (around if shares_gpus else ["save"])
 
 
-def test_engines_wake_after_a_save_that_fails() -> None:
+def test_engines_wake_after_a_save_that_fails():
     """The run continues after the first failure, and tries to save again after the next step."""
     seen: list[str] = []
     with pytest.raises(CheckpointError), gpu_sharing(seen).saving():
@@ -68,7 +68,7 @@ def test_engines_wake_after_a_save_that_fails() -> None:
     assert seen[-4:] == [*AWAKE, *DONE]
 
 
-def test_replay_has_no_engines_to_wait_for() -> None:
+def test_replay_has_no_engines_to_wait_for():
     seen: list[str] = []
     trainer: Any = Calls("trainer", seen)
     sharing = GpuSharing(trainer)

@@ -117,7 +117,7 @@ def contents(batch: SampledBatch) -> list[object]:
     ]
 
 
-def test_batches_are_replayed_exactly(tmp_path: Path, source: list[SampledBatch]) -> None:
+def test_batches_are_replayed_exactly(tmp_path, source):
     """Another order would put responses into other mini-batches."""
     batches = replayed(config_of(tmp_path), tmp_path)
     assert [contents(batch) for batch in batches] == [contents(batch) for batch in source]
@@ -127,12 +127,12 @@ def test_batches_are_replayed_exactly(tmp_path: Path, source: list[SampledBatch]
     assert [b.num_from_reserve for b in batches] == [b.num_from_reserve for b in source]
 
 
-def test_replay_resumes_after_a_checkpoint(tmp_path: Path, source: list[SampledBatch]) -> None:
+def test_replay_resumes_after_a_checkpoint(tmp_path, source):
     last = replayed(config_of(tmp_path), tmp_path, first_step=STEPS[-1])
     assert [contents(batch) for batch in last] == [contents(source[-1])]
 
 
-def test_publish_only_counts(tmp_path: Path, source: list[SampledBatch]) -> None:
+def test_publish_only_counts(tmp_path, source):
     rollouts = ReplayedRollouts(config_of(tmp_path), tmp_path / "rollouts", first_step=STEPS[0])
     assert rollouts.policy_version == STEPS[0] - 1
     rollouts.publish(STEPS[0])
@@ -142,9 +142,7 @@ def test_publish_only_counts(tmp_path: Path, source: list[SampledBatch]) -> None
     assert rollouts.state_dict() == {} and list(rollouts.closing_messages()) == []
 
 
-def test_partially_saved_batch_is_replayed(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_partially_saved_batch_is_replayed(tmp_path, tokenizer):
     config = config_of(tmp_path, observe={"saved_groups": 5})
     batches = sample(config)
     save(tmp_path, batches, tokenizer)
@@ -155,14 +153,14 @@ def test_partially_saved_batch_is_replayed(
         assert [g.prompt_index for g in batch.groups] == [g.prompt_index for g in order]
 
 
-def test_replayed_run_is_not_overwritten(tmp_path: Path, source: list[SampledBatch]) -> None:
+def test_replayed_run_is_not_overwritten(tmp_path, source):
     """Opening a run deletes rollouts of steps without a checkpoint."""
     config = config_of(tmp_path, run={"folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"choose another run\.folder"):
         check_replay(config, tmp_path / "model" / ".." / "rollouts")
 
 
-def test_run_with_unsaved_steps_is_rejected(tmp_path: Path, source: list[SampledBatch]) -> None:
+def test_run_with_unsaved_steps_is_rejected(tmp_path, source):
     assert "parity" in check_replay(config_of(tmp_path), tmp_path / "rollouts")
     longer = config_of(tmp_path, run={"num_steps": 9})
     with pytest.raises(
@@ -180,9 +178,7 @@ def damage(folder: Path, group: SavedGroup, **values: object) -> None:
     write_rollouts(rollouts_path(folder, STEPS[0]), [replace(group, **values)])
 
 
-def test_groups_that_do_not_fit_the_run_are_rejected(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
+def test_groups_that_do_not_fit_the_run_are_rejected(tmp_path, source):
     """Unknown tokens would otherwise be an index error in a trainer rank."""
     saved = list(read_rollouts(rollouts_path(tmp_path, STEPS[0])))
     group = next(g for g in saved if g.disposition == "trained")
@@ -214,7 +210,7 @@ def test_groups_that_do_not_fit_the_run_are_rejected(
         replayed(shorter, tmp_path)
 
 
-def test_sampling_cannot_resume_from_a_replay(tmp_path: Path) -> None:
+def test_sampling_cannot_resume_from_a_replay(tmp_path):
     """It would repeat the first prompts with the first seeds."""
     live = LiveRollouts.__new__(LiveRollouts)
     with pytest.raises(CheckpointError, match="resume it with --replay"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +31,7 @@ FENCE = "`" * 3
         ("a.md", f"- {LONG[:120]}\n- {LONG[:120]}\n", []),
     ],
 )
-def test_problems_have_a_line_and_a_name(
-    tmp_path: Path, name: str, text: str, problems: list[str]
-) -> None:
+def test_problems_have_a_line_and_a_name(tmp_path, name, text, problems):
     file = tmp_path / name
     file.write_text(text)
     done = subprocess.run(

@@ -109,9 +109,7 @@ def documented(beginning: str) -> str:
     return command.replace("HEAD", ADDRESS)
 
 
-def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(
-    tmp_path: Path,
-) -> None:
+def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(tmp_path):
     """The run must be saved before Ray or the script ends: then Slurm takes the nodes."""
     job = Job(tmp_path)
     process = job.start("recipe.toml", "--run.folder=/shared/a b", MEGADAPO_REQUEUE="1")
@@ -139,7 +137,7 @@ def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(
     assert "ray start --address=" in workers
 
 
-def test_job_has_the_drivers_exit_code_and_keeps_the_token(tmp_path: Path) -> None:
+def test_job_has_the_drivers_exit_code_and_keeps_the_token(tmp_path):
     """Slurm must see errors, and other clusters of the user have the same token."""
     token = tmp_path / "home" / ".ray" / "auth_token"
     token.parent.mkdir(parents=True)
@@ -163,21 +161,21 @@ def test_job_has_the_drivers_exit_code_and_keeps_the_token(tmp_path: Path) -> No
     assert not any("ray start --address" in line or "requeue" in line for line in job.log)
 
 
-def test_job_without_a_recipe_starts_nothing(tmp_path: Path) -> None:
+def test_job_without_a_recipe_starts_nothing(tmp_path):
     job = Job(tmp_path)
     process = job.start()
     assert process.wait(timeout=20) == 2
     assert "name a recipe" in process.stderr.read() and job.log == []
 
 
-def test_slurm_leaves_the_driver_time_to_save() -> None:
+def test_slurm_leaves_the_driver_time_to_save():
     """Without "B:" every step would get the signal, also Ray's nodes."""
     options = re.findall(r"^#SBATCH (\S+)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
     assert "--signal=B:TERM@600" in options and "--ntasks-per-node=1" in options
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kuberay.yaml"])
-def test_commands_in_the_comments_are_commands(name: str) -> None:
+def test_commands_in_the_comments_are_commands(name):
     """Options and keys must exist."""
     text = re.sub(r"\\\n#\s+", "", (LAUNCH / name).read_text())
     lines = [line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")]
@@ -204,7 +202,7 @@ def manifest() -> dict[str, Any]:
     return {document["kind"]: document for document in documents}
 
 
-def test_pods_share_a_token_a_folder_and_memory(manifest: dict[str, Any]) -> None:
+def test_pods_share_a_token_a_folder_and_memory(manifest):
     """A pod without the token cannot join, Ray needs more than 64 MiB of /dev/shm, and a recipe for
     128 GPUs waits forever for missing ones."""
     cluster = manifest["RayCluster"]["spec"]
@@ -230,7 +228,7 @@ def test_pods_share_a_token_a_folder_and_memory(manifest: dict[str, Any]) -> Non
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
-def test_terminated_pod_lets_its_driver_save(manifest: dict[str, Any]) -> None:
+def test_terminated_pod_lets_its_driver_save(manifest):
     """Kubernetes signals only the container's first process, Ray's, so a hook does the rest.
 
     The image must have the programs of the hook and of KubeRay's probes.

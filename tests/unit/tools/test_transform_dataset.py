@@ -130,9 +130,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_are_checked_and_refusals_give_the_reason(
-    tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_checked_and_refusals_give_the_reason(tmp_path, address, capsys):
     assert run(tmp_path, address) == 0
     rows = by_problem(tmp_path / "integers.jsonl")
     assert rows["What is six times seven?"]["reward_model"]["ground_truth"] == "42"
@@ -161,7 +159,7 @@ def test_rows_are_checked_and_refusals_give_the_reason(
     assert len(prompts) == len(path.read_text().splitlines()) == len(rows)
 
 
-def test_second_run_requests_and_writes_nothing_again(tmp_path: Path, address: Address) -> None:
+def test_second_run_requests_and_writes_nothing_again(tmp_path, address):
     """The problem of a line that a kill truncated is transformed again."""
     assert run(tmp_path, address) == 0
     path = tmp_path / "integers.jsonl"
@@ -175,12 +173,7 @@ def test_second_run_requests_and_writes_nothing_again(tmp_path: Path, address: A
     }
 
 
-def test_only_busy_addresses_are_retried(
-    tmp_path: Path,
-    address: Address,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_busy_addresses_are_retried(tmp_path, address, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     address.failures = [429, 503]
     assert run(tmp_path, address) == 0
@@ -194,7 +187,7 @@ def test_only_busy_addresses_are_retried(
     assert run(tmp_path, address) == InfraError.exit_code
 
 
-def test_rows_that_become_held_out_are_removed(tmp_path: Path, address: Address) -> None:
+def test_rows_that_become_held_out_are_removed(tmp_path, address):
     """Both the original and the rewritten problem count."""
     assert run(tmp_path, address) == 0
     more = source(
@@ -211,7 +204,7 @@ def test_rows_that_become_held_out_are_removed(tmp_path: Path, address: Address)
     assert taken <= refused and address.asked.total() == asked
 
 
-def test_finished_problems_are_written_although_another_one_failed(tmp_path: Path) -> None:
+def test_finished_problems_are_written_although_another_one_failed(tmp_path):
     """All end at the same time; otherwise the next run would request the others again."""
     together = threading.Barrier(5)
 
@@ -231,7 +224,7 @@ def test_finished_problems_are_written_although_another_one_failed(tmp_path: Pat
     assert len(lines(tmp_path / "integers.jsonl")) == 4
 
 
-def test_template_of_a_source_is_removed(tmp_path: Path, address: Address) -> None:
+def test_template_of_a_source_is_removed(tmp_path, address):
     """Otherwise rows would have two nested templates."""
     template = "Solve this:\n{}\n\nEnd with Answer: and the integer."
     texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
@@ -243,7 +236,7 @@ def test_template_of_a_source_is_removed(tmp_path: Path, address: Address) -> No
     assert asked == {TOOL.SOLVE.format(problem=text) for text in texts if text != texts[3]}
 
 
-def test_invalid_arguments_and_foreign_files_are_refused(tmp_path: Path, address: Address) -> None:
+def test_invalid_arguments_and_foreign_files_are_refused(tmp_path, address):
     assert run(tmp_path, address, "--min-agreed", "5") == ConfigError.exit_code
     (tmp_path / "integers.jsonl").write_text('{"prompt": 3}\n')
     assert run(tmp_path, address) == DataError.exit_code
@@ -255,5 +248,5 @@ def test_invalid_arguments_and_foreign_files_are_refused(tmp_path: Path, address
     [("42", "42"), (" -7 ", "-7"), ("$1,000$", "1000"), ("007", "7"), ("+3", "3")]
     + [("3.0", None), ("5/6", None), ("", None), ("x", None), ("9" * 30, None), ("1e3", None)],
 )
-def test_integers_have_one_spelling(text: str, integer: str | None) -> None:
+def test_integers_have_one_spelling(text, integer):
     assert TOOL.as_integer(text) == integer

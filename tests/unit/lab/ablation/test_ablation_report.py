@@ -30,7 +30,7 @@ def table_lines(page: str) -> list[str]:
     return [line for line in page.splitlines() if line.startswith("| ")]
 
 
-def test_files_hold_every_row_difference_and_effect(tmp_path: Path) -> None:
+def test_files_hold_every_row_difference_and_effect(tmp_path):
     result = collect(finished(tmp_path))
     tables = ablation_tables(result)
     paths = write_reports(result, tables)
@@ -50,7 +50,7 @@ def test_files_hold_every_row_difference_and_effect(tmp_path: Path) -> None:
     assert len(page["runs"]) == 6
 
 
-def test_markdown_cells_are_escaped(tmp_path: Path) -> None:
+def test_markdown_cells_are_escaped(tmp_path):
     page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
     lines = table_lines(page)
     rows = [line for line in lines if line.startswith("| + ")]
@@ -60,7 +60,7 @@ def test_markdown_cells_are_escaped(tmp_path: Path) -> None:
     assert len(set(bars)) == 3, "one width for each of the three tables"
 
 
-def test_numbers_are_aligned_right_and_words_left(tmp_path: Path) -> None:
+def test_numbers_are_aligned_right_and_words_left(tmp_path):
     """A missing number is no word; an interval starts with a number."""
     page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
     _, _, effects = [line for line in table_lines(page) if line.startswith("| ---")]
@@ -71,7 +71,7 @@ def test_numbers_are_aligned_right_and_words_left(tmp_path: Path) -> None:
         assert expected in markdown("Title", [table])
 
 
-def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path: Path) -> None:
+def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path):
     """Their mean alone would hide the runs that never reach it."""
     rows = ablation_tables(collect(finished(tmp_path)))[0]
     steps = rows.head.index("steps to accuracy")
@@ -79,7 +79,7 @@ def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path: Path) -> Non
     assert [row[steps] for row in rows.rows] == ["6.0 (1/3)", "6.0 (1/3)"]
 
 
-def test_rows_with_identical_results_are_flagged(tmp_path: Path) -> None:
+def test_rows_with_identical_results_are_flagged(tmp_path):
     """A difference of 0 +- 0 alone could be rounding."""
     ablation = ablation_of(tmp_path, num_seeds=2)
     for number, run in enumerate(ablation.runs):
@@ -93,7 +93,7 @@ def test_rows_with_identical_results_are_flagged(tmp_path: Path) -> None:
     assert "no effect" not in ablation_tables(collect(other))[1].note
 
 
-def test_numbers_leave_out_failed_and_missing_runs(tmp_path: Path) -> None:
+def test_numbers_leave_out_failed_and_missing_runs(tmp_path):
     ablation = ablation_of(tmp_path)
     finish(ablation.runs[0])
     failure = Failure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")
@@ -108,15 +108,13 @@ def test_numbers_leave_out_failed_and_missing_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_report_without_finished_runs_has_no_picture(tmp_path: Path) -> None:
+def test_report_without_finished_runs_has_no_picture(tmp_path):
     result = collect(ablation_of(tmp_path))
     paths = write_reports(result, ablation_tables(result))
     assert [path.suffix for path in paths] == [".json", ".md"]
 
 
-def test_command_reports_finished_runs_without_training(
-    tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_command_reports_finished_runs_without_training(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     rows = tmp_path / "rows.toml"
     rows.write_text(ROWS)
@@ -133,7 +131,7 @@ def test_command_reports_finished_runs_without_training(
     assert main([*words, *folder, "--seeds", "0"]) == 2
 
 
-def test_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_committed_ablations_are_ready_to_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     files = sorted(Path("configs/ablations").glob("*.toml"))
     assert files
@@ -142,7 +140,7 @@ def test_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, capsy
         assert main([*words, "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
 
 
-def test_wide_tables_are_split_without_loss(tmp_path: Path) -> None:
+def test_wide_tables_are_split_without_loss(tmp_path):
     table = ablation_tables(collect(finished(tmp_path)))[0]
     whole = table.text().splitlines()
     parts = [part.splitlines() for part in table.text(80).split("\n\n")]

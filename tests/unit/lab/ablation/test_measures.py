@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import scipy.stats
 from megadapo.lab.ablation.measures import (
     END_STEPS,
     MEASURES,
-    Measured,
     Noise,
     Spread,
     difference,
@@ -24,7 +22,7 @@ from megadapo.lab.ablation.rows import Expectation
 from tests.support.runs.ablations import ablation_of, finish
 
 
-def test_measures_follow_from_the_records(tmp_path: Path) -> None:
+def test_measures_follow_from_the_records(tmp_path):
     run = ablation_of(tmp_path).runs[0]
     finish(run, accuracy=0.9, entropy=0.25)
     found = measure(run.folder, 0.6)
@@ -40,7 +38,7 @@ def test_measures_follow_from_the_records(tmp_path: Path) -> None:
     assert (found["tokens"], found["seconds"]) == (600.0, 12.0)
 
 
-def test_reserved_and_selected_groups_count_as_mixed() -> None:
+def test_reserved_and_selected_groups_count_as_mixed():
     record = {"groups/sampled": 20, "groups/all_correct": 9, "groups/all_wrong": 3}
     assert trained_not_mixed_share({**record, "groups/kept": 8}) == 0.0
     reserved = {**record, "groups/kept": 10, "groups/from_reserve": 2}
@@ -49,7 +47,7 @@ def test_reserved_and_selected_groups_count_as_mixed() -> None:
     assert trained_not_mixed_share({**record, "groups/kept": 0}) is None
 
 
-def test_spread_ignores_missing_seeds() -> None:
+def test_spread_ignores_missing_seeds():
     assert Spread.of([]) is None
     assert Spread.of([None, None]) is None
     single = Spread.of([None, 3.0])
@@ -61,7 +59,7 @@ def test_spread_ignores_missing_seeds() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 11, 40])
-def test_interval_of_one_comparison_is_students_or_wider(num: int) -> None:
+def test_interval_of_one_comparison_is_students_or_wider(num):
     spread = Spread(mean=1.0, standard_error=0.5, num=num)
     exact = 0.5 * scipy.stats.t.ppf(0.975, num - 1)
     noise = Noise.of([spread])
@@ -73,7 +71,7 @@ def test_interval_of_one_comparison_is_students_or_wider(num: int) -> None:
         assert high - 1.0 == pytest.approx(exact, rel=1e-3)
 
 
-def test_noise_is_pooled_over_comparisons() -> None:
+def test_noise_is_pooled_over_comparisons():
     """The interval of two seeds that agree to five digits by chance would exclude 0."""
     agreed, others = [0.00091, 0.00092], ([0.0, -0.0014], [0.003, 0.001, 0.002], [0.0, 0.0], [1.0])
     spreads = [Spread.of(values) for values in (agreed, *others)]
@@ -87,7 +85,7 @@ def test_noise_is_pooled_over_comparisons() -> None:
     assert Noise.of([Spread.of([0.0, 0.0]), Spread.of([1.0])]) is None
 
 
-def test_differences_are_paired_by_seed() -> None:
+def test_differences_are_paired_by_seed():
     """Noise common to both rows cancels."""
     first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
     second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
@@ -96,7 +94,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 @pytest.mark.parametrize("late", [{3: {"x": None}}, {3: {}}])
-def test_missing_seed_leaves_no_difference(late: dict[int, Measured]) -> None:
+def test_missing_seed_leaves_no_difference(late):
     """Otherwise a row whose slow seeds never reach the accuracy would seem faster."""
     first = {1: {"x": 8.0}, 3: {"x": 12.0}}
     second = {1: {"x": 4.0}, **late}
@@ -114,7 +112,7 @@ def test_missing_seed_leaves_no_difference(late: dict[int, Measured]) -> None:
         ([0.0, 0.0], "not shown: no difference in any seed"),
     ],
 )
-def test_verdict_claims_no_more_than_the_interval(values: list[float | None], verdict: str) -> None:
+def test_verdict_claims_no_more_than_the_interval(values, verdict):
     effect = Effect(
         row="b",
         other="a",

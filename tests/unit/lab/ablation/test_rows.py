@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def rows_of(text: str) -> RowsFile:
     return RowsFile.model_validate(tomllib.loads(text))
 
 
-def test_only_cumulative_rows_add_up() -> None:
+def test_only_cumulative_rows_add_up():
     added, alone = (rows_of(ROWS.format(cumulative=word)) for word in ("true", "false"))
     assert flat(added.overrides_of(2)) == {
         "run.num_steps": 6,
@@ -44,7 +43,7 @@ def test_only_cumulative_rows_add_up() -> None:
     assert alone.comparisons == [("b", "a"), ("c", "a")]
 
 
-def test_overrides_mean_the_same_on_the_command_line() -> None:
+def test_overrides_mean_the_same_on_the_command_line():
     """Some of the texts would be other types in TOML."""
     table = {"a": {"b": {"text": "7", "quoted": 'a"b\\ = c', "none": "none"}, "n": 3e-5}}
     table["a"] |= {"list": ["x", "true"], "flag": False}
@@ -67,7 +66,7 @@ def test_overrides_mean_the_same_on_the_command_line() -> None:
         ("[[row", "not valid TOML"),
     ],
 )
-def test_invalid_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_file_is_refused_by_name(tmp_path, text, message):
     path = tmp_path / "rows.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as error:
@@ -75,7 +74,7 @@ def test_invalid_file_is_refused_by_name(tmp_path: Path, text: str, message: str
     assert str(path) in str(error.value)
 
 
-def test_overrides_win_over_extended_recipes(tmp_path: Path) -> None:
+def test_overrides_win_over_extended_recipes(tmp_path):
     (tmp_path / "base.toml").write_text(
         '[run]\nfolder = "r"\nnum_steps = 40\n[model]\npath = "m"\n[data]\ntrain = "d"\n'
     )

@@ -15,7 +15,7 @@ from megadapo.lab.ablation.runner import Runner
 from tests.support.runs.ablations import ROWS, ablation_of, finish
 
 
-def test_run_and_its_command_have_the_row_and_the_seed(tmp_path: Path) -> None:
+def test_run_and_its_command_have_the_row_and_the_seed(tmp_path):
     runs = ablation_of(tmp_path, "--trainer.optimizer.lr=1e-5").runs
     assert [(run.row.name, run.seed) for run in runs] == [
         ("plain", 1),
@@ -33,7 +33,7 @@ def test_run_and_its_command_have_the_row_and_the_seed(tmp_path: Path) -> None:
     assert load_config(recipe, words) == last.config
 
 
-def test_row_recipe_replaces_the_commands(tmp_path: Path) -> None:
+def test_row_recipe_replaces_the_commands(tmp_path):
     quickstart = Path("configs/quickstart.toml").resolve()
     (tmp_path / "own.toml").write_text(
         f'extends = "{quickstart}"\n[algorithm]\nnormalize_by_std = false\n'
@@ -53,14 +53,12 @@ def test_row_recipe_replaces_the_commands(tmp_path: Path) -> None:
         ("--sampling.mod=sync", "sampling.mode"),
     ],
 )
-def test_override_that_spoils_the_comparison_is_refused(
-    tmp_path: Path, override: str, message: str
-) -> None:
+def test_override_that_spoils_the_comparison_is_refused(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         ablation_of(tmp_path, override)
 
 
-def test_override_of_a_key_that_differs_between_recipes_is_refused(tmp_path: Path) -> None:
+def test_override_of_a_key_that_differs_between_recipes_is_refused(tmp_path):
     for name, selection in (("all", "all"), ("signal", "signal")):
         quickstart = Path("configs/quickstart.toml").resolve()
         (tmp_path / f"{name}.toml").write_text(
@@ -73,7 +71,7 @@ def test_override_of_a_key_that_differs_between_recipes_is_refused(tmp_path: Pat
     assert {run.config.sampling.responses_per_prompt for run in runs} == {4}
 
 
-def test_invalid_row_is_named_before_the_start(tmp_path: Path) -> None:
+def test_invalid_row_is_named_before_the_start(tmp_path):
     impossible = ROWS.replace("clip_high = 0.3", "ratio = 'none'")
     with pytest.raises(ConfigError, match=r"clip \| higher.*gate"):
         ablation_of(tmp_path, rows=impossible)
@@ -82,7 +80,7 @@ def test_invalid_row_is_named_before_the_start(tmp_path: Path) -> None:
         ablation_of(tmp_path, rows=missing)
 
 
-def test_state_follows_the_folder(tmp_path: Path) -> None:
+def test_state_follows_the_folder(tmp_path):
     run = ablation_of(tmp_path).runs[0]
     assert run.state() == "new"
     finish(run)
@@ -94,14 +92,14 @@ def test_state_follows_the_folder(tmp_path: Path) -> None:
     assert run.state() == "started"
 
 
-def test_folder_with_another_configuration_is_refused(tmp_path: Path) -> None:
+def test_folder_with_another_configuration_is_refused(tmp_path):
     finish(ablation_of(tmp_path).runs[0])
     ablation_of(tmp_path)
     with pytest.raises(ConfigError, match=r"trainer.optimizer.lr = 3e-05, not 1e-05"):
         ablation_of(tmp_path, "--trainer.optimizer.lr=1e-5")
 
 
-def test_failed_run_is_named_and_ends_no_other(tmp_path: Path) -> None:
+def test_failed_run_is_named_and_ends_no_other(tmp_path):
     """Real processes, which fail at their recipe; the finished run is not started."""
     finished, *others = ablation_of(tmp_path).runs
     finish(finished)

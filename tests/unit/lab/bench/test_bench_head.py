@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ CPU = torch.device("cpu")
 SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)
 
 
-def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor() -> None:
+def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor():
     results = bench_head(SHAPE, CPU, only=["eager"], warmup=1, repeats=2)
     by_name = {result.name: result for result in results}
     assert set(by_name) == {PRODUCTS, OURS, "eager torch"}
@@ -35,7 +34,7 @@ def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor() -> None:
     assert str(SHAPE) in table and OURS in table
 
 
-def test_wrong_baseline_shows_in_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_baseline_shows_in_its_errors(monkeypatch):
     wrong = {"wrong": lambda inputs: 1.01 * eager_loss(inputs)}
     monkeypatch.setattr(head, "BASELINES", head.BASELINES | wrong)
     only = ["wrong"]
@@ -43,7 +42,7 @@ def test_wrong_baseline_shows_in_its_errors(monkeypatch: pytest.MonkeyPatch) -> 
     assert results["wrong"].d_hidden_error == pytest.approx(0.01, rel=1e-3)
 
 
-def test_absent_baseline_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_baseline_is_listed_with_its_reason(monkeypatch):
     def lunar(inputs: HeadInputs) -> torch.Tensor:
         raise AbsentError("needs a moon")
 
@@ -53,7 +52,7 @@ def test_absent_baseline_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPat
     assert "needs a moon" in format_table(results)
 
 
-def test_targets_come_from_the_model() -> None:
+def test_targets_come_from_the_model():
     """Uniform targets would have a mean log-prob near -log V minus half the logits' variance."""
     inputs = make_inputs(SHAPE, CPU)
     logits = inputs.hidden.detach() @ inputs.weight.detach().t()
@@ -63,7 +62,7 @@ def test_targets_come_from_the_model() -> None:
     assert abs(drawn.item() + entropy.item()) < 0.5
 
 
-def test_peak_memory_of_a_call_is_measured() -> None:
+def test_peak_memory_of_a_call_is_measured():
     def call() -> torch.Tensor:
         torch.ones(48 * 2**18)
         return torch.ones(16 * 2**18)
@@ -72,7 +71,7 @@ def test_peak_memory_of_a_call_is_measured() -> None:
     assert 47 <= peak_extra_mib(call, CPU) <= 70
 
 
-def test_calls_are_timed_in_turn() -> None:
+def test_calls_are_timed_in_turn():
     order: list[str] = []
     calls = {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), time.sleep(0.002))}
     timings = time_together(calls, CPU, warmup=1, repeats=2)
@@ -81,12 +80,12 @@ def test_calls_are_timed_in_turn() -> None:
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "8,2,3,int8", "8,x,3,float32", "9,2,3,float32"])
-def test_bad_shape_is_named(text: str) -> None:
+def test_bad_shape_is_named(text):
     with pytest.raises(ConfigError, match="--shape="):
         parse_shape(text, 1.0)
 
 
-def test_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_json(tmp_path, capsys):
     path = tmp_path / "head.json"
     options = ["--shape=16,8,104,float32", "--device=cpu", "--only=eager", "--repeats=1"]
     threads = torch.get_num_threads()

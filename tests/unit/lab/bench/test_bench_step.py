@@ -37,7 +37,7 @@ def step_time(seconds: float, *, num_answers: int = 256, num_tokens: int = 5000)
     )
 
 
-def test_baseline_gets_the_recipes_step(tmp_path: Path) -> None:
+def test_baseline_gets_the_recipes_step(tmp_path):
     config = load_config(QUICKSTART, ["run.num_steps=5", *OVERRIDES])
     settings = trl_settings(config, PROMPTS, tmp_path, {"top_k": 0})
     stream = PromptStream(PROMPTS, config.run.seed)
@@ -53,7 +53,7 @@ def test_baseline_gets_the_recipes_step(tmp_path: Path) -> None:
     assert config.sampling.selection == "all", "every sampled answer is trained on, as TRL does"
 
 
-def test_sides_alternate_and_neither_is_always_first() -> None:
+def test_sides_alternate_and_neither_is_always_first():
     turns: list[str] = []
 
     def side(name: str) -> StepTime:
@@ -65,7 +65,7 @@ def test_sides_alternate_and_neither_is_always_first() -> None:
     assert len(steps) == 3
 
 
-def test_ratio_compares_answers_per_second() -> None:
+def test_ratio_compares_answers_per_second():
     ours = summary("ours", [step_time(s) for s in (0.5, 0.5, 9.0)])
     theirs = summary("theirs", [step_time(s, num_answers=128) for s in (1.0, 0.5, 0.5)])
     assert ours["answers_per_s"] == pytest.approx(512.0)
@@ -73,7 +73,7 @@ def test_ratio_compares_answers_per_second() -> None:
     assert "ours trains on 2.00 x the answers per second of theirs" in table(ours, theirs)
 
 
-def test_missing_environment_is_explained() -> None:
+def test_missing_environment_is_explained():
     with pytest.raises(ConfigError, match=r"no --trl-python is given(.|\n)*pip install trl"):
         check_python(None)
     with pytest.raises(ConfigError, match="/nowhere/python: not found"):
@@ -82,12 +82,12 @@ def test_missing_environment_is_explained() -> None:
         check_python(Path(sys.executable))
 
 
-def test_failed_baseline_is_explained(tmp_path: Path) -> None:
+def test_failed_baseline_is_explained(tmp_path):
     with pytest.raises(InfraError, match="TRL ended with status 1(.|\n)*No module named 'trl'"):
         TrlBaseline(Path(sys.executable), {"num_threads": 1}, tmp_path)
 
 
-def test_trl_arguments_are_json_or_text() -> None:
+def test_trl_arguments_are_json_or_text():
     assert parse_arguments(["a=1", "b=true", "c=static", 'd={"x": 2}']) == {
         "a": 1,
         "b": True,

@@ -49,7 +49,7 @@ def bytes_in(kind: GpuKind, phase: str) -> int:
 
 
 @pytest.mark.parametrize("name", published_models())
-def test_built_in_models_have_their_published_size(name: str) -> None:
+def test_built_in_models_have_their_published_size(name):
     model = describe_model(find_hf_config(f"/nowhere/{name}"))
     layout = ModelLayout(model.family, model.shape)
     sizes = layout.hf_shapes.values()
@@ -57,7 +57,7 @@ def test_built_in_models_have_their_published_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_shipped_recipes_fit_in_every_phase(name: str) -> None:
+def test_shipped_recipes_fit_in_every_phase(name):
     config = recipe(name)
     models = models_of(config)
     assert problems(config, models, H100) == []
@@ -65,7 +65,7 @@ def test_shipped_recipes_fit_in_every_phase(name: str) -> None:
     assert largest >= longest_sequence(config)
 
 
-def test_parameters_of_all_stages_add_up_to_the_model() -> None:
+def test_parameters_of_all_stages_add_up_to_the_model():
     config = recipe("qwen2.5-32b")
     layout = ModelLayout(models_of(config).policy.family, models_of(config).policy.shape)
     kinds = rank_kinds(layout, config.trainer)
@@ -91,7 +91,7 @@ def test_parameters_of_all_stages_add_up_to_the_model() -> None:
         ("rollout.tensor_parallel=2", 0, "sync"),
     ],
 )
-def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: str) -> None:
+def test_each_key_takes_memory_where_it_should(override, kind, phase):
     before, after = kinds_of(recipe("qwen2.5-32b")), kinds_of(recipe("qwen2.5-32b", override))
     assert bytes_in(after[kind], phase) > bytes_in(before[kind], phase) + GIB / 2
 
@@ -113,9 +113,7 @@ def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: 
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
 )
-def test_misfit_is_refused_with_the_key_to_change(
-    overrides: list[str], advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misfit_is_refused_with_the_key_to_change(overrides, advice, capsys):
     if overrides[0].startswith("trainer.tensor_parallel"):
         overrides = [*overrides, "trainer.sequence_parallel=false"]
     argv = [f"--{override}" for override in overrides]
@@ -124,7 +122,7 @@ def test_misfit_is_refused_with_the_key_to_change(
     assert advice in captured.err and "GiB" in captured.out
 
 
-def test_advice_helps() -> None:
+def test_advice_helps():
     """Advice names the first sufficient remedy."""
     config = recipe("qwen2.5-7b", "trainer.tokens_per_micro_batch=60000")
     (problem,) = problems(config, models_of(config), H100)
@@ -136,7 +134,7 @@ def test_advice_helps() -> None:
     assert problems(helped, models_of(helped), H100) == []
 
 
-def test_largest_sequence_is_the_largest() -> None:
+def test_largest_sequence_is_the_largest():
     config = recipe("qwen2.5-7b")
     models = models_of(config)
     largest, limit = largest_sequence(config, models, H100)
@@ -152,7 +150,7 @@ def test_largest_sequence_is_the_largest() -> None:
     assert largest_sequence(config, models, H200)[0] > largest
 
 
-def test_separate_engines_are_a_kind_of_gpu() -> None:
+def test_separate_engines_are_a_kind_of_gpu():
     config = recipe("qwen2.5-32b", "cluster.placement=separate")
     *trainers, engine = kinds_of(config)
     assert engine.num_gpus == 128
@@ -161,13 +159,13 @@ def test_separate_engines_are_a_kind_of_gpu() -> None:
     assert all("engine" not in name for phase in trainers[0].phases for name in phase.items)
 
 
-def test_critic_takes_memory() -> None:
+def test_critic_takes_memory():
     changes = ("algorithm.advantage=gae", "sampling.selection=all")
     before, after = kinds_of(recipe("qwen2.5-7b")), kinds_of(recipe("qwen2.5-7b", *changes))
     assert bytes_in(after[0], "save") > 1.6 * bytes_in(before[0], "save")
 
 
-def test_cache_is_the_rest_of_the_engines_share() -> None:
+def test_cache_is_the_rest_of_the_engines_share():
     config = recipe("qwen2.5-32b")
     engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
     assert engine.token == 2 * 64 * 2 * 128 * 2
@@ -175,7 +173,7 @@ def test_cache_is_the_rest_of_the_engines_share() -> None:
     assert budget == pytest.approx(0.85 * H100.memory_bytes, rel=1e-6)
 
 
-def test_offloaded_tensors_count_in_main_memory() -> None:
+def test_offloaded_tensors_count_in_main_memory():
     """The node's memory includes the weights of sleeping engines."""
     models = models_of(recipe("qwen2.5-7b"))
     engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
@@ -196,7 +194,7 @@ def test_offloaded_tensors_count_in_main_memory() -> None:
     assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
 
 
-def test_replayed_experts_are_counted() -> None:
+def test_replayed_experts_are_counted():
     """48 layers, 8 experts a token, 1 byte each: a mini-batch on GPUs, a step in main memory."""
     free, replayed = [
         recipe("qwen3-30b-a3b", *override) for override in ([], ["trainer.router_replay=true"])
@@ -212,7 +210,7 @@ def test_replayed_experts_are_counted() -> None:
     assert replayed_bytes(free, model) == 0
 
 
-def test_everything_but_the_process_can_be_offloaded() -> None:
+def test_everything_but_the_process_can_be_offloaded():
     offload = 'trainer.offload=["optimizer", "gradients", "parameters"]'
     (kind,) = kinds_of(recipe("qwen2.5-7b", offload))
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
@@ -222,7 +220,7 @@ def test_everything_but_the_process_can_be_offloaded() -> None:
     assert {"weights", "gradients", "optimizer"} & phases["save"] == {"weights", "optimizer"}
 
 
-def test_quantised_engines_halve_all_but_the_vocabulary() -> None:
+def test_quantised_engines_halve_all_but_the_vocabulary():
     config = recipe("qwen2.5-32b", "rollout.quantization=fp8", "algorithm.importance.scope=all")
     model, ranks = models_of(config).policy, config.rollout.tensor_parallel
     whole, halved = (
@@ -233,7 +231,7 @@ def test_quantised_engines_halve_all_but_the_vocabulary() -> None:
     assert halved == pytest.approx((whole + vocabulary) / 2, rel=1e-3)
 
 
-def test_unknown_model_is_named() -> None:
+def test_unknown_model_is_named():
     with pytest.raises(DataError, match=r"model.path = '/nowhere/unknown'.*Qwen2.5-32B"):
         find_hf_config("/nowhere/unknown")
 
@@ -247,21 +245,19 @@ def test_unknown_model_is_named() -> None:
         (["--rollout.tensor_parallel=3"], "num_attention_heads"),
     ],
 )
-def test_impossible_plan_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_plan_is_refused(arguments, message, capsys):
     assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpu", [name.lower() for name in CARDS])
-def test_every_card_has_a_plan(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_card_has_a_plan(gpu, capsys):
     assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]) == 0
     printed = capsys.readouterr().out
     assert "longest sequence: 12,288 tokens" in printed and "a step at this roofline" in printed
 
 
-def test_dry_run_on_gpus_checks_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_on_gpus_checks_memory(capsys):
     argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
     assert main(argv) == 0
     assert "fullest in rollout" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from megadapo.lab.profiling.time_table import (
 )
 
 
-def test_profile_has_the_rate_of_products() -> None:
+def test_profile_has_the_rate_of_products():
     """A product of 2 x 256^3 flops must appear with its calls and a rate below the roofline."""
     a = torch.randn(256, 256)
     with torch.profiler.profile(with_flops=True) as profile:
@@ -37,7 +36,7 @@ def test_profile_has_the_rate_of_products() -> None:
     assert "aten::mm" in format_profile(list(rows.values()), roofline)
 
 
-def test_head_profile_prints_products_and_row_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_head_profile_prints_products_and_row_passes(capsys):
     options = ["--head=512,64,4096,float32", "--device=cpu", "--steps=1"]
     assert run_command(["profile", *options]) == 0
     printed = capsys.readouterr().out
@@ -48,7 +47,7 @@ def test_head_profile_prints_products_and_row_passes(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_missing_cuda_is_a_message() -> None:
+def test_missing_cuda_is_a_message():
     with pytest.raises(ConfigError, match="no CUDA device"):
         run_command(["profile", "--head=16,8,104,float32", "--device=cuda"])
 
@@ -67,13 +66,13 @@ ON_CPU = ("--step=configs/quickstart.toml", "--cluster.device=cpu")
         ((HEAD, "--trainer.recompute=full"), "only --step has a configuration"),
     ],
 )
-def test_unusable_options_are_refused(options: tuple[str, ...], message: str) -> None:
+def test_unusable_options_are_refused(options, message):
     """The refusal precedes the start of the trainer, which takes minutes for a large model."""
     with pytest.raises(ConfigError, match=message):
         run_command(["profile", *options])
 
 
-def test_memory_is_recorded_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
+def test_memory_is_recorded_for_one_update_only(tmp_path, monkeypatch):
     """The calls fit torch's signatures, and recording stops after a failed update too.
 
     There is no GPU here, so torch's functions only note their arguments.
@@ -102,7 +101,7 @@ def test_memory_is_recorded_for_one_update_only(tmp_path: Path, monkeypatch) -> 
     assert (tmp_path / "new").is_dir()
 
 
-def test_gpu_is_compared_with_its_own_data_sheet() -> None:
+def test_gpu_is_compared_with_its_own_data_sheet():
     """A PCIe H100 has three quarters of the SXM card's FLOP/s, so it must not match."""
     assert card_of("NVIDIA H100 80GB HBM3").flops == 989e12
     assert card_of("NVIDIA H100 PCIe") is None
@@ -110,7 +109,7 @@ def test_gpu_is_compared_with_its_own_data_sheet() -> None:
     assert "700.00 of the data sheet's 989 TFLOP/s" in format_profile([], roofline)
 
 
-def test_bytes_are_counted_and_views_move_none() -> None:
+def test_bytes_are_counted_and_views_move_none():
     a, b = torch.randn(64, 32), torch.randn(64, 32, dtype=torch.float64)
     with bytes_moved() as moved:
         a.t()
@@ -131,7 +130,7 @@ def test_bytes_are_counted_and_views_move_none() -> None:
     assert not {"aten::t", "aten::view", "aten::empty"} & set(moved)
 
 
-def test_copy_is_compared_with_the_memory_roofline() -> None:
+def test_copy_is_compared_with_the_memory_roofline():
     a, b = torch.randn(1 << 20), torch.empty(1 << 20)
     with bytes_moved() as moved:
         b.copy_(a)

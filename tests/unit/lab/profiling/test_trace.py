@@ -29,7 +29,7 @@ def merged(path: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(content) if is_packed else content)["traceEvents"]
 
 
-def test_processes_keep_their_rows_and_share_one_clock(tmp_path: Path) -> None:
+def test_processes_keep_their_rows_and_share_one_clock(tmp_path):
     """Both processes have pid 7 and use GPU 0, on different nodes."""
     name = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 21, "ts": 0}
     stream = {**name, "args": {"name": "stream 21"}}
@@ -61,15 +61,13 @@ def test_processes_keep_their_rows_and_share_one_clock(tmp_path: Path) -> None:
     assert len(arrows) == 2, "an arrow would go from one process to the other"
 
 
-def test_empty_trace_is_merged(tmp_path: Path) -> None:
+def test_empty_trace_is_merged(tmp_path):
     empty = write(tmp_path / "empty", 0, [])
     merge_traces([TracePart(name="driver", file=empty)], tmp_path / "all.json")
     assert [e["ph"] for e in merged(tmp_path / "all.json")] == ["M", "M"]
 
 
-def test_clock_offset_uses_the_quickest_answer_and_is_zero_on_one_machine(
-    monkeypatch,
-) -> None:
+def test_clock_offset_uses_the_quickest_answer_and_is_zero_on_one_machine(monkeypatch):
     """An offset from a slow answer would shift a node's row by milliseconds."""
     assert clock_offset(this_node.read_clock).ahead_ns == 0
     now = [0]

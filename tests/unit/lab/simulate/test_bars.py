@@ -51,7 +51,7 @@ def results(
     }
 
 
-def test_order_of_the_policies_at_an_eighth_of_the_size() -> None:
+def test_order_of_the_policies_at_an_eighth_of_the_size():
     names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
     found = results(
         SamplingConfig(prompts_per_step=64),
@@ -71,7 +71,7 @@ def test_order_of_the_policies_at_an_eighth_of_the_size() -> None:
     assert found["partial"].slot_use > found["sync"].slot_use
 
 
-def test_memory_of_solved_prompts_saves_requests() -> None:
+def test_memory_of_solved_prompts_saves_requests():
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, num_prompts=300)
     sampling = SamplingConfig(prompts_per_step=32, rest_after=1, rest_epochs=10)
     found = results(sampling, 2, task, {"partial": 6, "partial-memory": 6})
@@ -92,9 +92,7 @@ def test_memory_of_solved_prompts_saves_requests() -> None:
         pytest.param(0.55, 128, 32, 24, 1.0, 0.78, id="tail, many kept"),
     ],
 )
-def test_sampler_meets_its_bars(
-    keep_rate: float, size: int, num_engines: int, num_steps: int, sync: float, partial: float
-) -> None:
+def test_sampler_meets_its_bars(keep_rate, size, num_engines, num_steps, sync, partial):
     """Rounds of three batches sometimes need a second round, which decides their time.
 
     With few groups kept of many that happens in 1 to 37 % of the steps, by seed (the drawn prompts
@@ -121,7 +119,7 @@ def test_sampler_meets_its_bars(
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_memory_of_solved_prompts_meets_its_bar() -> None:
+def test_memory_of_solved_prompts_meets_its_bar():
     """Lengths do not depend on difficulty here; with short solved answers less is saved."""
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
     found = results(

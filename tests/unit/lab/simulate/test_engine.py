@@ -33,13 +33,13 @@ def started(responses: Sequence[VirtualResponse]) -> VirtualEngine:
     return engine
 
 
-def test_time_of_one_response_counts_its_growing_cache() -> None:
+def test_time_of_one_response_counts_its_growing_cache():
     ((end, _),) = run(started([response(0, 100)]))
     prefill, context = 10 * 0.1, 0.01 * (10 * 100 + 100**2 / 2)
     assert end == pytest.approx(prefill + 100 * (2.0 + 0.5) + context)
 
 
-def test_second_response_continues_alone() -> None:
+def test_second_response_continues_alone():
     first, second = run(started([response(0, 40), response(1, 100)]))
     together = 2 * 10 * 0.1 + 40 * (2.0 + 2 * 0.5) + 0.01 * (20 * 40 + 2 * 40**2 / 2)
     alone = 60 * (2.0 + 0.5) + 0.01 * (50 * 60 + 60**2 / 2)
@@ -47,7 +47,7 @@ def test_second_response_continues_alone() -> None:
     assert second == (pytest.approx(together + alone), 1)
 
 
-def test_tokens_in_inverts_time_for() -> None:
+def test_tokens_in_inverts_time_for():
     for num_running, num_context in ((1, 0.0), (7, 1e4), (256, 1e6)):
         seconds = SPEED.time_for(123.4, num_running, num_context)
         assert SPEED.tokens_in(seconds, num_running, num_context) == pytest.approx(123.4)
@@ -55,7 +55,7 @@ def test_tokens_in_inverts_time_for() -> None:
     assert SPEED.scaled(3.0).time_for(9, 4, 5.0) == pytest.approx(3 * SPEED.time_for(9, 4, 5.0))
 
 
-def test_lowest_rank_takes_a_free_slot() -> None:
+def test_lowest_rank_takes_a_free_slot():
     engine = VirtualEngine(FLAT, num_slots=1)
     engine.add([response(3, 5), response(1, 7)])
     engine.add([response(2, 2)])
@@ -65,7 +65,7 @@ def test_lowest_rank_takes_a_free_slot() -> None:
     )
 
 
-def test_stopped_responses_continue_where_they_were() -> None:
+def test_stopped_responses_continue_where_they_were():
     whole = response(0, 50)
     ((uninterrupted, _),) = run(started([whole]))
     part = response(0, 50)
@@ -81,7 +81,7 @@ def test_stopped_responses_continue_where_they_were() -> None:
     assert uninterrupted < end < uninterrupted + again + 50 * 0.1 + SPEED.step_time(1, 60)
 
 
-def test_utilisation_is_the_integral_of_running_responses() -> None:
+def test_utilisation_is_the_integral_of_running_responses():
     engine = VirtualEngine(FLAT, num_slots=2)
     engine.add([response(0, 10), response(1, 30)])
     run(engine)

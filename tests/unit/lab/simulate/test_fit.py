@@ -28,7 +28,7 @@ def fit_of(folder: Path, records: list[dict[str, Any]]) -> RunFit:
     return fit_run(folder)
 
 
-def test_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
+def test_run_is_predicted_from_its_first_half(tmp_path):
     records = [json.loads(line) for line in RECORDED]
     fit = fit_of(tmp_path, records)
     assert fit.num_fitted == 15 and fit.steps == tuple(range(1, 31))
@@ -43,12 +43,12 @@ def test_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
     assert fit.task.keep_rate == pytest.approx(1.0 - (correct + wrong) / sampled)
 
 
-def test_short_run_is_refused(tmp_path: Path) -> None:
+def test_short_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="3 steps"):
         fit_of(tmp_path, [json.loads(line) for line in RECORDED[:3]])
 
 
-def test_slower_engines_scale_all_times(tmp_path: Path) -> None:
+def test_slower_engines_scale_all_times(tmp_path):
     records = [json.loads(line) for line in RECORDED[:4]]
     fit = fit_of(tmp_path, records)
     again = fit_of(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -37,9 +35,7 @@ def draws(settings: TaskSettings) -> list[Draw]:
     ("keep_rate", "solved", "size"),
     [(0.35, None, 16), (0.35, 0.4, 16), (0.55, 0.4, 16), (0.2, None, 4)],
 )
-def test_keep_rate_is_the_share_of_mixed_groups(
-    keep_rate: float, solved: float | None, size: int
-) -> None:
+def test_keep_rate_is_the_share_of_mixed_groups(keep_rate, solved, size):
     found = draws(TaskSettings(keep_rate=keep_rate, solved_share=solved, num_responses=size))
     assert np.mean([draw.is_mixed for draw in found]) == pytest.approx(keep_rate, abs=0.03)
     if solved is not None:
@@ -47,7 +43,7 @@ def test_keep_rate_is_the_share_of_mixed_groups(
         assert solved - 0.03 < all_correct < solved + 0.06
 
 
-def test_lengths_have_the_given_distribution() -> None:
+def test_lengths_have_the_given_distribution():
     lengths = np.concatenate([draw.lengths for draw in draws(TaskSettings())])
     assert lengths.max() == 20480
     assert (lengths < 12000).mean() == pytest.approx(0.95, abs=0.01)
@@ -55,7 +51,7 @@ def test_lengths_have_the_given_distribution() -> None:
     assert LogNormalLengths.of(1.5, 2.0).at(SCORES).min() >= 1
 
 
-def test_lengths_differ_by_prompt_and_grow_with_difficulty() -> None:
+def test_lengths_differ_by_prompt_and_grow_with_difficulty():
     found = draws(TaskSettings(length_difficulty=0.6))
     logs = np.log([draw.lengths for draw in found])
     between = logs.mean(axis=1).var() - logs.var(axis=1, ddof=1).mean() / 16
@@ -64,19 +60,19 @@ def test_lengths_differ_by_prompt_and_grow_with_difficulty() -> None:
     assert logs[accuracy == 0].mean() > logs[accuracy == 1].mean() + 0.1
 
 
-def test_same_seeds_give_the_same_answers() -> None:
+def test_same_seeds_give_the_same_answers():
     settings = TaskSettings(num_prompts=50)
     for one, other in zip(draws(settings), draws(settings), strict=True):
         assert (one.lengths == other.lengths).all() and (one.correct == other.correct).all()
 
 
 @pytest.mark.parametrize(("keep_rate", "solved"), [(0.7, 0.4), (0.0, None), (1.0, None)])
-def test_impossible_shares_are_refused(keep_rate: float, solved: float | None) -> None:
+def test_impossible_shares_are_refused(keep_rate, solved):
     with pytest.raises(ConfigError, match="mixed"):
         Task(TaskSettings(keep_rate=keep_rate, solved_share=solved))
 
 
-def test_verifier_reads_correct_and_incorrect() -> None:
+def test_verifier_reads_correct_and_incorrect():
     prompt = Prompt("id", (("user", "0"),), CORRECT, "task")
     scores = TaskVerifier().score_group(prompt, [CORRECT, INCORRECT], [[], []])
     assert [score.correct for score in scores] == [True, False]
@@ -84,12 +80,12 @@ def test_verifier_reads_correct_and_incorrect() -> None:
 
 
 @pytest.mark.parametrize(("mean", "quantile"), [(100, 100), (100, 90), (100, 400), (0, 5)])
-def test_impossible_mean_and_quantile_are_refused(mean: float, quantile: float) -> None:
+def test_impossible_mean_and_quantile_are_refused(mean, quantile):
     with pytest.raises(ConfigError, match="log-normal"):
         LogNormalLengths.of(mean, quantile)
 
 
-def test_measured_lengths_keep_their_shares(tmp_path: Path) -> None:
+def test_measured_lengths_keep_their_shares(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("10\n20 20\n70\n")
     lengths = read_lengths(file).at(SCORES)
@@ -99,7 +95,7 @@ def test_measured_lengths_keep_their_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "12\nx", "3.5", "0\n4", "-1"])
-def test_bad_lengths_file_is_named(tmp_path: Path, text: str) -> None:
+def test_bad_lengths_file_is_named(tmp_path, text):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
     with pytest.raises(DataError, match=r"lengths\.txt"):

@@ -32,7 +32,7 @@ def engines(num_engines: int = 2, dispatch: Dispatch = "least_loaded") -> Virtua
     return VirtualEngines(settings, TASK, dispatch=dispatch)
 
 
-def test_every_group_returns_once_with_the_tasks_answers() -> None:
+def test_every_group_returns_once_with_the_tasks_answers():
     some = engines()
     some.submit([request(key) for key in range(10)])
     assert some.num_in_flight == 10 and some.capacity == 0
@@ -50,7 +50,7 @@ def test_every_group_returns_once_with_the_tasks_answers() -> None:
     assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.requested.values()))
 
 
-def test_groups_go_to_the_least_loaded_engine_or_in_turn() -> None:
+def test_groups_go_to_the_least_loaded_engine_or_in_turn():
     some, others = engines(), engines(dispatch="in_turn")
     for first in (0, 2):
         some.submit([request(first), request(first + 1)])
@@ -63,7 +63,7 @@ def test_groups_go_to_the_least_loaded_engine_or_in_turn() -> None:
         assert len(own) == 5 and activity.num_tokens == sum(own)
 
 
-def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens() -> None:
+def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens():
     some = engines(1)
     some.submit([request(0)])
     some.finished(timeout_s=20.0)
@@ -83,7 +83,7 @@ def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens() -> None
         assert one.finish_reason == ("length" if length == 20480 else "stop")
 
 
-def test_dropped_tokens_are_counted() -> None:
+def test_dropped_tokens_are_counted():
     some = engines(1)
     some.submit([request(0), request(1)])
     some.finished(timeout_s=5.0)

@@ -7,11 +7,11 @@ from megadapo.observe.metrics.names import METRICS, metrics_page
 from tests.support import REPOSITORY
 
 
-def test_every_metric_has_a_sentence() -> None:
+def test_every_metric_has_a_sentence():
     assert all(meaning.endswith(".") for meaning in METRICS.values())
 
 
-def test_page_is_current(capsys) -> None:
+def test_page_is_current(capsys):
     """megadapo config --metrics > docs/metrics.md"""
     assert (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page()
     assert main(["config", "--metrics"]) == 0

@@ -19,7 +19,6 @@ from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
-    MetricRecord,
     MetricsLog,
     read_evaluations,
     read_metrics,
@@ -74,13 +73,11 @@ def tensorboard_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_names_are_those_users_build_dashboards_on() -> None:
+def test_names_are_those_users_build_dashboards_on():
     assert list(METRIC_NAMES) == [name.strip() for name in CONTRACT.split(",")]
 
 
-def test_names_that_a_run_gives_follow_the_others_and_no_other_name_is_taken(
-    tmp_path: Path,
-) -> None:
+def test_names_that_a_run_gives_follow_the_others_and_no_other_name_is_taken(tmp_path):
     """Catches a misspelt metric, which would be null in every run."""
     with MetricsLog(tmp_path) as log:
         log.record({"step": 1, "reflection/wait": 0.25, "policy/loss": 0.5})
@@ -91,7 +88,7 @@ def test_names_that_a_run_gives_follow_the_others_and_no_other_name_is_taken(
     assert record["reflection/wait"] == 0.25
 
 
-def test_every_line_has_every_name_in_order(tmp_path: Path) -> None:
+def test_every_line_has_every_name_in_order(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.record({"step": 1, "policy/loss": 0.25})
         log.record({"eval/accuracy": 0.5, "step": 2})
@@ -102,7 +99,7 @@ def test_every_line_has_every_name_in_order(tmp_path: Path) -> None:
     assert second["policy/loss"] is None and second["eval/accuracy"] == 0.5
 
 
-def test_unknown_name_and_backward_step_are_refused(tmp_path: Path) -> None:
+def test_unknown_name_and_backward_step_are_refused(tmp_path):
     log = MetricsLog(tmp_path)
     with pytest.raises(AssertionError, match="policy/los"):
         log.record({"step": 1, "policy/los": 1.0})
@@ -114,14 +111,14 @@ def test_unknown_name_and_backward_step_are_refused(tmp_path: Path) -> None:
         MetricsLog(tmp_path).record({"step": 2})
 
 
-def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
+def test_numpy_scalars_are_written_as_numbers(tmp_path):
     log = MetricsLog(tmp_path)
     log.record({"step": np.int64(1), "policy/loss": np.float32(0.5)})
     record = read_metrics(tmp_path)[0]
     assert (type(record["step"]), record["policy/loss"]) == (int, 0.5)
 
 
-def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_path):
     """A NaN loss written as null would look as if it had not been measured."""
     log = MetricsLog(tmp_path)
     log.record(
@@ -138,7 +135,7 @@ def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_pa
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "pol', '{"step": 3}', "{", "\x00\x00\x00", "é"])
-def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path, torn: str) -> None:
+def test_torn_last_line_is_dropped_and_overwritten(tmp_path, torn):
     """Even a line that parses was cut off where its line break is missing."""
     log = MetricsLog(tmp_path)
     log.record({"step": 1})
@@ -153,20 +150,18 @@ def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path, torn: str) ->
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", '{"no": 1}', '{"step": "1"}', "\x00"])
-def test_damage_inside_the_file_is_an_error_that_names_the_line(tmp_path: Path, line: str) -> None:
+def test_damage_inside_the_file_is_an_error_that_names_the_line(tmp_path, line):
     (tmp_path / METRICS_FILE).write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
         read_metrics(tmp_path)
 
 
-def test_folder_without_metrics_reads_as_empty(tmp_path: Path) -> None:
+def test_folder_without_metrics_reads_as_empty(tmp_path):
     assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
 
 
 @pytest.mark.parametrize(("to", "left"), [(2, [1, 2]), (0, []), (9, [1, 2, 3, 4]), (-1, [])])
-def test_rewind_keeps_the_steps_up_to_the_resume_point(
-    tmp_path: Path, to: int, left: list[int]
-) -> None:
+def test_rewind_keeps_the_steps_up_to_the_resume_point(tmp_path, to, left):
     log = MetricsLog(tmp_path)
     for step in range(1, 5):
         log.record({"step": step, "policy/loss": 1 / 3, "policy/grad_norm": math.nan})
@@ -181,7 +176,7 @@ def test_rewind_keeps_the_steps_up_to_the_resume_point(
     assert steps_of(tmp_path) == [*left, len(left) + 1]
 
 
-def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path: Path) -> None:
+def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path):
     """Without a purge TensorBoard shows both the lost and the redone curve."""
     with MetricsLog(tmp_path, writers=["tensorboard"]) as log:
         log.open_writers()
@@ -197,21 +192,21 @@ def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path: Path) -> N
     assert tensorboard_scalars(tmp_path, "policy/loss") == expected
 
 
-def test_evaluation_done_again_replaces_the_first(tmp_path: Path) -> None:
+def test_evaluation_done_again_replaces_the_first(tmp_path):
     log = MetricsLog(tmp_path)
     for step, accuracy in ((0, 0.1), (5, 0.2), (5, 0.3)):
         log.record_evaluation(evaluation_record(step, accuracy))
     assert [(e.step, e.accuracy) for e in read_evaluations(tmp_path)] == [(0, 0.1), (5, 0.3)]
 
 
-def test_foreign_evaluation_is_a_clear_error(tmp_path: Path) -> None:
+def test_foreign_evaluation_is_a_clear_error(tmp_path):
     (tmp_path / EVALUATIONS_FILE).write_text('{"step": 1, "score": 2}\n')
     with pytest.raises(DataError, match="evaluations"):
         read_evaluations(tmp_path)
 
 
 @pytest.mark.fault
-def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) -> None:
+def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path):
     """Catches a record that is lost by SIGKILL after `record` has returned."""
     code = (
         "import sys; from pathlib import Path\n"
@@ -247,7 +242,5 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) 
         ({"tokens/generated": 80}, None),
     ],
 )
-def test_the_unused_share_counts_stopped_tokens_and_bears_what_is_missing(
-    tokens: MetricRecord, share: float | None
-) -> None:
+def test_the_unused_share_counts_stopped_tokens_and_bears_what_is_missing(tokens, share):
     assert unused_share(tokens) == pytest.approx(share)

@@ -10,7 +10,7 @@ from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.reflection import metric_name, reflection_shares
 
 
-def test_shares_are_of_responses_and_of_whole_words() -> None:
+def test_shares_are_of_responses_and_of_whole_words():
     texts = [
         "Wait, wait: 3.\nLet  me\ncheck that.",
         "The waiter awaits; let me checkmate.",
@@ -38,11 +38,11 @@ def test_shares_are_of_responses_and_of_whole_words() -> None:
         ("a.c", "abc", False),
     ],
 )
-def test_a_phrase_is_text_and_no_pattern(phrase: str, text: str, has: bool) -> None:
+def test_a_phrase_is_text_and_no_pattern(phrase, text, has):
     assert reflection_shares([text], [phrase])[metric_name(phrase)] == float(has)
 
 
-def test_nothing_to_look_at_is_not_a_share_of_zero() -> None:
+def test_nothing_to_look_at_is_not_a_share_of_zero():
     assert reflection_shares([], ["wait"]) == {
         "reflection/response_share": None,
         "reflection/wait": None,
@@ -60,7 +60,7 @@ def test_nothing_to_look_at_is_not_a_share_of_zero() -> None:
         (("...",), "without a word"),
     ],
 )
-def test_phrases_that_cannot_be_told_apart_are_refused(phrases: tuple[str, ...], said: str) -> None:
+def test_phrases_that_cannot_be_told_apart_are_refused(phrases, said):
     with pytest.raises(ConfigError, match=said):
         ObserveConfig(reflection_phrases=phrases)
     assert ObserveConfig(reflection_phrases=()).reflection_phrases == ()

@@ -21,9 +21,7 @@ def package(folder: Path, name: str, text: str = "") -> None:
     (folder / name / "__init__.py").write_text(text)
 
 
-def test_a_writer_that_is_not_installed_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path, monkeypatch):
     repository = Path(__file__).parents[4]
     monkeypatch.chdir(repository)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "wandb" not in p])
@@ -38,9 +36,7 @@ def test_a_writer_that_is_not_installed_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_of_that_name_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     """wandb keeps its files in ./wandb, which Python takes for a package without modules."""
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -50,9 +46,7 @@ def test_a_folder_of_that_name_is_no_package(
     assert missing_packages(("tensorboard", "mlflow")) == []
 
 
-def test_a_disk_that_refuses_the_events_does_not_end_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_refuses_the_events_does_not_end_a_run(tmp_path, caplog):
     """A copy of metrics.jsonl must not cost a step."""
     (tmp_path / "tensorboard").touch()
     writer = open_writer("tensorboard", tmp_path, {}, None)
@@ -62,18 +56,18 @@ def test_a_disk_that_refuses_the_events_does_not_end_a_run(
 
 
 @pytest.mark.parametrize("writers", [["csv"], "tensorboard", ["tensorboard", "tensorboard"]])
-def test_writers_that_make_no_sense_are_config_errors(writers: object) -> None:
+def test_writers_that_make_no_sense_are_config_errors(writers):
     with pytest.raises(ConfigError, match=r"observe\.writers"):
         ObserveConfig(writers=writers)
 
 
 @pytest.mark.parametrize("saved", [-1, "some", 1.5, True])
-def test_groups_that_cannot_be_counted_are_config_errors(saved: object) -> None:
+def test_groups_that_cannot_be_counted_are_config_errors(saved):
     with pytest.raises(ConfigError, match=r"observe\.saved_groups"):
         ObserveConfig(saved_groups=saved)
 
 
-def test_importing_writers_imports_none_of_them() -> None:
+def test_importing_writers_imports_none_of_them():
     """Catches seconds of imports, and a failure of a broken package that no run uses."""
     code = (
         "import sys, megadapo.observe.metrics.records\n"

@@ -54,7 +54,7 @@ def assert_same(one: SavedGroup, two: SavedGroup) -> None:
                     assert repr(other) == repr(value), name
 
 
-def test_groups_survive_exactly_and_in_order(tmp_path: Path) -> None:
+def test_groups_survive_exactly_and_in_order(tmp_path):
     groups = [
         awkward_group(2),
         saved_group(prompt_index=3),
@@ -66,7 +66,7 @@ def test_groups_survive_exactly_and_in_order(tmp_path: Path) -> None:
         assert_same(one, two)
 
 
-def test_tool_output_and_branch_survive(tmp_path: Path) -> None:
+def test_tool_output_and_branch_survive(tmp_path):
     """A replay without them would train on tool output and credit shared tokens wrongly."""
     versions = np.array([3, NO_VERSION, 3], dtype=np.int32)
     first = saved_response("abc", policy_versions=versions)
@@ -77,14 +77,14 @@ def test_tool_output_and_branch_survive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("branch", [[1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], ["0", 1], "ab"])
-def test_impossible_branch_is_rejected(branch: object) -> None:
+def test_impossible_branch_is_rejected(branch):
     entry = encode_saved(saved_group(saved_response("ab"), saved_response("abc")))
     entry["responses"][1]["branch"] = branch
     with pytest.raises((TypeError, ValueError)):
         decode_saved(entry)
 
 
-def test_float32_survives_as_decimal_text(tmp_path: Path) -> None:
+def test_float32_survives_as_decimal_text(tmp_path):
     """Missing digits would make a replayed ratio differ from 1."""
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)
@@ -97,7 +97,7 @@ def test_float32_survives_as_decimal_text(tmp_path: Path) -> None:
     assert entry["responses"][0]["logprobs_rollout"] == [-0.1], "more digits than it needs"
 
 
-def test_non_finite_log_probs_are_null(tmp_path: Path) -> None:
+def test_non_finite_log_probs_are_null(tmp_path):
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
 
@@ -107,7 +107,7 @@ def test_non_finite_log_probs_are_null(tmp_path: Path) -> None:
     assert entry["responses"][0]["logprobs_rollout"] == [None, None, None, -1.0]
 
 
-def test_group_is_rebuilt_as_sampled() -> None:
+def test_group_is_rebuilt_as_sampled():
     saved = saved_group()
     group = saved.group
     assert (group.prompt_index, group.prompt) == (saved.prompt_index, saved.prompt)
@@ -118,7 +118,7 @@ def test_group_is_rebuilt_as_sampled() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_truncated_file_is_an_error(tmp_path: Path, share: float) -> None:
+def test_truncated_file_is_an_error(tmp_path, share):
     path = write(tmp_path, 4, *(saved_group(prompt_index=index) for index in range(40)))
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -145,13 +145,13 @@ LINE = json.dumps(encode_saved(saved_group()))
         LINE.replace('"id": "id-7"', '"name": "id-7"'),
     ],
 )
-def test_malformed_line_error_names_file_and_line(tmp_path: Path, line: str) -> None:
+def test_malformed_line_error_names_file_and_line(tmp_path, line):
     path = compressed(rollouts_path(tmp_path, 1), f"{LINE}\n{line}\n")
     with pytest.raises(DataError, match=r"step-1\.jsonl\.zst, line 2"):
         list(read_rollouts(path))
 
 
-def test_missing_and_damaged_files_are_data_errors(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_data_errors(tmp_path):
     path = rollouts_path(tmp_path, 1)
     with pytest.raises(DataError, match="step-1"):
         list(read_rollouts(path))
@@ -164,7 +164,7 @@ def test_missing_and_damaged_files_are_data_errors(tmp_path: Path) -> None:
         list(read_rollouts(path))
 
 
-def test_steps_are_listed_by_number(tmp_path: Path) -> None:
+def test_steps_are_listed_by_number(tmp_path):
     assert saved_steps(tmp_path) == []
     for step in (10, 9, 2):
         write(tmp_path, step, saved_group())
@@ -173,7 +173,7 @@ def test_steps_are_listed_by_number(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [2, 9, 10]
 
 
-def test_log_writes_in_background_and_rewinds(tmp_path: Path) -> None:
+def test_log_writes_in_background_and_rewinds(tmp_path):
     """Steps after the resume point are written again."""
     log = RolloutLog(tmp_path)
     for step in range(1, 5):
@@ -190,7 +190,7 @@ def test_log_writes_in_background_and_rewinds(tmp_path: Path) -> None:
     log.close()
 
 
-def test_groups_are_streamed(tmp_path: Path) -> None:
+def test_groups_are_streamed(tmp_path):
     """All groups of a large step as text at once would be gigabytes."""
     alive: list[int] = []
 
@@ -207,7 +207,7 @@ def test_groups_are_streamed(tmp_path: Path) -> None:
     assert [group.prompt_index for group in reader] == list(range(1, 50))
 
 
-def test_disk_error_names_the_file(tmp_path: Path) -> None:
+def test_disk_error_names_the_file(tmp_path):
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     log = RolloutLog(tmp_path)
     log.write(3, [saved_group()])
@@ -218,7 +218,7 @@ def test_disk_error_names_the_file(tmp_path: Path) -> None:
     log.close()
 
 
-def test_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 

@@ -36,7 +36,7 @@ def shown(
     return console.file.getvalue()
 
 
-def test_group_is_shown_with_all_facts(tmp_path: Path) -> None:
+def test_group_is_shown_with_all_facts(tmp_path):
     text = shown(save(tmp_path, 4, saved_group(CORRECT, WRONG, CUT, DIFFERING)))
     for part in (
         "group 7: trained, 1 of 4 correct",
@@ -67,14 +67,14 @@ def test_group_is_shown_with_all_facts(tmp_path: Path) -> None:
         ({"disposition": "all_wrong"}, set()),
     ],
 )
-def test_filters(tmp_path: Path, wanted: dict, texts: set[str]) -> None:
+def test_filters(tmp_path, wanted, texts):
     text = shown(save(tmp_path, 1, saved_group(CORRECT, WRONG, CUT, DIFFERING)), **wanted)
     every = ("all correct", "all wrong", "cut off", "as text only")
     assert {part for part in every if f"    {part}" in text} == texts
     assert f"{int(bool(texts))} of 1 saved groups" in text
 
 
-def test_groups_are_filtered_by_disposition(tmp_path: Path) -> None:
+def test_groups_are_filtered_by_disposition(tmp_path):
     groups = [
         saved_group(CORRECT, prompt_index=i, disposition=disposition)
         for i, disposition in enumerate(get_args(Disposition))
@@ -86,7 +86,7 @@ def test_groups_are_filtered_by_disposition(tmp_path: Path) -> None:
     assert get_args(Disposition) == DISPOSITIONS
 
 
-def test_limit_shows_the_number_of_hidden_groups(tmp_path: Path) -> None:
+def test_limit_shows_the_number_of_hidden_groups(tmp_path):
     save(tmp_path, 1, *(saved_group(CORRECT, prompt_index=index) for index in range(5)))
     text = shown(tmp_path, limit=2)
     assert "group 1:" in text and "group 2:" not in text
@@ -94,7 +94,7 @@ def test_limit_shows_the_number_of_hidden_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_model_output_cannot_control_the_terminal(tmp_path: Path, terminal: bool) -> None:
+def test_model_output_cannot_control_the_terminal(tmp_path, terminal):
     """Control characters could hide other responses or rename the window."""
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil\u2066\x00\b\x7f[bold red]markup[/]"
     own = untrained(hostile, answer=hostile, parts=((hostile, 1.0),))
@@ -112,7 +112,7 @@ def test_model_output_cannot_control_the_terminal(tmp_path: Path, terminal: bool
     assert "[bold red]markup[/]" in text, "read as markup"
 
 
-def test_reward_parts_and_steps_are_shown(tmp_path: Path) -> None:
+def test_reward_parts_and_steps_are_shown(tmp_path):
     parts = (("arithmetic_steps", 0.0), ("arithmetic_steps/steps", 2.0))
     scored = saved_response("ab", parts=parts, steps=((1, 1.0), (2, 0.25)))
     save(tmp_path, 1, saved_group(scored, saved_response("c")))
@@ -127,20 +127,20 @@ def rendered(group: SavedGroup) -> list:
     return list(_render_step(1, [group], Filter(), 1))
 
 
-def test_printable_text_is_unchanged() -> None:
+def test_printable_text_is_unchanged():
     for text in ("", "1 + 1 = 2\n\tso: \u4e8c \u00e9 \U0001f600", "\\x1b", "a\\n"):
         assert printable(text) == text
     assert printable("\u2028\ufeff\ud800") == r"\u2028\ufeff\ud800"
 
 
-def test_last_saved_step_is_the_default(tmp_path: Path) -> None:
+def test_last_saved_step_is_the_default(tmp_path):
     for step in (2, 10, 9):
         save(tmp_path, step, saved_group(step=step))
     assert "step 10:" in shown(tmp_path)
     assert "step 9:" in shown(tmp_path, 9)
 
 
-def test_missing_step_error_lists_saved_steps(tmp_path: Path) -> None:
+def test_missing_step_error_lists_saved_steps(tmp_path):
     with pytest.raises(DataError, match=r"no saved responses \(.*observe\.saved_groups"):
         shown(tmp_path)
     for step in (1, 2, 3, 6, 8, 9):
@@ -149,7 +149,7 @@ def test_missing_step_error_lists_saved_steps(tmp_path: Path) -> None:
         shown(tmp_path, 4)
 
 
-def test_command_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_options(tmp_path, capsys):
     save(tmp_path, 3, saved_group(CORRECT, WRONG))
     assert run_command(["show", str(tmp_path), "3", "--wrong", "--limit", "1"]) == 0
     output = capsys.readouterr().out

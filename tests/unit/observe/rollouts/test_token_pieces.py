@@ -38,22 +38,22 @@ def pieces_of(ids: list[int]) -> tuple[str, ...]:
     return token_pieces(decode, ids, decode(ids))
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     assert token_pieces(decode, [], "") == ()
 
 
-def test_character_is_at_its_last_token() -> None:
+def test_character_is_at_its_last_token():
     pieces = ("a", "", "\u00e9", " ", *("", "", "", "\U0001f600"), "!")
     assert pieces_of(encode("".join(pieces))) == pieces
 
 
-def test_special_tokens_add_nothing() -> None:
+def test_special_tokens_add_nothing():
     assert pieces_of([*encode("ab"), SPECIAL]) == ("a", "b", "")
     assert pieces_of([SPECIAL]) == ("",)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_join_to_the_text(seed: int) -> None:
+def test_pieces_join_to_the_text(seed):
     """Incomplete and invalid characters decode to replacement characters."""
     source = random.Random(seed)
     good = encode("x \u00e9\u4e8c\U0001f600\ufffd")
@@ -63,18 +63,18 @@ def test_pieces_join_to_the_text(seed: int) -> None:
     assert "".join(pieces) == decode(ids)
 
 
-def test_text_of_complete_characters_is_exact() -> None:
+def test_text_of_complete_characters_is_exact():
     for text in ("plain", " led by a space", "\u4e8c" * 50, "\n\n1\t2\r\n", "e\u0301\u200d"):
         assert "".join(pieces_of(encode(text))) == text
 
 
-def test_invalid_bytes_take_linear_time() -> None:
+def test_invalid_bytes_take_linear_time():
     start = time.perf_counter()
     assert len(pieces_of([200] * 10_000)) == 10_000
     assert time.perf_counter() - start < 5
 
 
-def test_decoder_that_drops_the_first_space() -> None:
+def test_decoder_that_drops_the_first_space():
     """SentencePiece models strip the space of the first word only."""
     words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1}, unk_token="\u2581a"))
     words.decoder = decoders.Metaspace()

@@ -58,7 +58,7 @@ def holds_weights_of(folder: Path, model: Path, step: int) -> bool:
     return torch.equal(found, load_file(model / "model.safetensors")[name] * step)
 
 
-def test_every_due_checkpoint_is_exported(tiny_model: Path, tmp_path: Path) -> None:
+def test_every_due_checkpoint_is_exported(tiny_model, tmp_path):
     """Steps take no time here, so a checkpoint that pruning took would be gone before a child has
     even started. The save of the step before the last ends when the run has done all of its steps,
     and is not the last step's for that."""
@@ -74,7 +74,7 @@ def test_every_due_checkpoint_is_exported(tiny_model: Path, tmp_path: Path) -> N
     assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
 
 
-def test_resumed_run_repeats_stopped_export(tiny_model: Path, tmp_path: Path) -> None:
+def test_resumed_run_repeats_stopped_export(tiny_model, tmp_path):
     """And what a run that resumes from an earlier checkpoint had exported is not taken for its
     own."""
     with (
@@ -94,7 +94,7 @@ def test_resumed_run_repeats_stopped_export(tiny_model: Path, tmp_path: Path) ->
     assert holds_weights_of(tmp_path, tiny_model, 2)
 
 
-def test_failed_export_does_not_end_the_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_failed_export_does_not_end_the_run(tiny_model, tmp_path):
     config = config_of(tmp_path, tmp_path / "no-such-model", num_steps=2)
     with Run.open(config) as run:
         advance(run, tiny_model, 2)
@@ -118,7 +118,7 @@ time.sleep(60)
 
 
 @pytest.mark.fault
-def test_killed_run_ends_its_export(tiny_model: Path, tmp_path: Path) -> None:
+def test_killed_run_ends_its_export(tiny_model, tmp_path):
     """A surviving export would write into the resumed run's folder."""
     run = write_run(tmp_path / "run", tiny_model, 2)
     driver = subprocess.Popen(
@@ -135,13 +135,13 @@ def test_killed_run_ends_its_export(tiny_model: Path, tmp_path: Path) -> None:
     assert exported(run) == []
 
 
-def test_export_is_off_by_default(tiny_model: Path, tmp_path: Path) -> None:
+def test_export_is_off_by_default(tiny_model, tmp_path):
     with Run.open(config_of(tmp_path, tiny_model, num_steps=2, export_every=0)) as run:
         advance(run, tiny_model, 2)
     assert not (tmp_path / "exports").exists() and not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize("export_every", [-2, 1, 3])
-def test_only_checkpoints_are_exported(tiny_model: Path, tmp_path: Path, export_every: int) -> None:
+def test_only_checkpoints_are_exported(tiny_model, tmp_path, export_every):
     with pytest.raises(ConfigError, match=r"checkpoint\.export_every = "):
         config_of(tmp_path, tiny_model, num_steps=2, export_every=export_every)

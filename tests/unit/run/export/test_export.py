@@ -43,9 +43,7 @@ def is_times(folder: Path, model: Path, factor: float) -> bool:
     return all(torch.equal(found[name], base[name] * factor) for name in base)
 
 
-def test_newest_checkpoint_is_exported_for_servers(
-    finished: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_newest_checkpoint_is_exported_for_servers(finished, tiny_model, tmp_path, capsys):
     """It must have neither moments nor padded rows, and have the tokenizer."""
     destination = tmp_path / "out"
     assert main(["export", str(finished), str(destination)]) == 0
@@ -57,9 +55,7 @@ def test_newest_checkpoint_is_exported_for_servers(
     assert list(tmp_path.iterdir()) == [destination]
 
 
-def test_transformers_computes_the_trained_weights(
-    finished: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_transformers_computes_the_trained_weights(finished, tiny_model, tmp_path):
     """Heads in another order have equal shapes but other logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,13 +71,7 @@ def test_transformers_computes_the_trained_weights(
 
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoints/step-2"])
-def test_step_is_chosen_by_number_or_folder(
-    finished: Path,
-    tiny_model: Path,
-    tmp_path: Path,
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_step_is_chosen_by_number_or_folder(finished, tiny_model, tmp_path, name, capsys):
     chosen = ["--step", "2"] if name == "run" else []
     assert main(["export", str(finished.parent / name), str(tmp_path / "out"), *chosen]) == 0
     size = decimal(sum(p.stat().st_size for p in (tmp_path / "out").iterdir()))
@@ -89,9 +79,7 @@ def test_step_is_chosen_by_number_or_folder(
     assert is_times(tmp_path / "out", tiny_model, 2)
 
 
-def test_missing_generation_config_is_written(
-    finished: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_missing_generation_config_is_written(finished, tiny_model, tmp_path):
     """A server needs it for the end token of a response."""
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
     (base / "generation_config.json").unlink(missing_ok=True)
@@ -100,7 +88,7 @@ def test_missing_generation_config_is_written(
     assert written == {"eos_token_id": 1, "pad_token_id": 0}
 
 
-def test_card_has_origin_and_accuracy(finished: Path, tmp_path: Path) -> None:
+def test_card_has_origin_and_accuracy(finished, tmp_path):
     export_checkpoint(find_source(finished, 2), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -114,9 +102,7 @@ def test_card_has_origin_and_accuracy(finished: Path, tmp_path: Path) -> None:
     assert "dual_clip" not in card and str(finished) not in card
 
 
-def test_checkpoint_without_run_needs_the_model(
-    run: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_without_run_needs_the_model(run, tiny_model, tmp_path):
     """A copied checkpoint can still be exported."""
     alone = Path(shutil.copytree(run / "checkpoints" / "step-3", tmp_path / "alone" / "step-3"))
     with pytest.raises(ConfigError, match="--model"):
@@ -142,14 +128,8 @@ def test_checkpoint_without_run_needs_the_model(
     ],
 )
 def test_impossible_export_is_one_message(
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    says: str,
-) -> None:
+    finished, tmp_path, monkeypatch, capsys, arguments, code, says
+):
     (tmp_path / "run").symlink_to(finished)
     monkeypatch.chdir(tmp_path)
     assert main(["export", *arguments]) == code
@@ -158,9 +138,7 @@ def test_impossible_export_is_one_message(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_damaged_checkpoint_is_skipped_or_refused(
-    run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_checkpoint_is_skipped_or_refused(run, tiny_model, tmp_path, capsys):
     """torch reads a flipped bit without an error; a named step must not be replaced by another."""
     shard = next((run / "checkpoints" / "step-3" / "trainer").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
@@ -184,9 +162,7 @@ def test_damaged_checkpoint_is_skipped_or_refused(
     ],
     ids=["missing", "unknown", "misshapen", "layers", "type"],
 )
-def test_checkpoint_of_another_model_is_refused(
-    tiny_model: Path, tmp_path: Path, change: dict, says: str
-) -> None:
+def test_checkpoint_of_another_model_is_refused(tiny_model, tmp_path, change, says):
     changed = trainer_tensors(tiny_model, 1.0) | change
     tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
     run = write_run(tmp_path / "run", tiny_model, 1, tensors=tensors)
@@ -220,7 +196,7 @@ def _with_metadata(run: Path, content: bytes) -> None:
     )
 
 
-def test_pickle_cannot_run_a_command(run: Path, tmp_path: Path) -> None:
+def test_pickle_cannot_run_a_command(run, tmp_path):
     """Hashes do not prove that a file is harmless."""
     witness = tmp_path / "it ran".replace(" ", "-")
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
@@ -242,13 +218,13 @@ def test_pickle_cannot_run_a_command(run: Path, tmp_path: Path) -> None:
     ],
     ids=["empty", "nothing", "text", "table", "function"],
 )
-def test_invalid_metadata_is_refused(run: Path, tmp_path: Path, content: bytes) -> None:
+def test_invalid_metadata_is_refused(run, tmp_path, content):
     _with_metadata(run, content)
     with pytest.raises(CheckpointError, match="metadata"):
         export_checkpoint(find_source(run, 3), tmp_path / "out")
 
 
-def test_metadata_paths_stay_in_the_folder(run: Path, tmp_path: Path) -> None:
+def test_metadata_paths_stay_in_the_folder(run, tmp_path):
     """Otherwise a checkpoint could read another user's model into the export."""
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
     for place in metadata.storage_data.values():
@@ -258,7 +234,7 @@ def test_metadata_paths_stay_in_the_folder(run: Path, tmp_path: Path) -> None:
         export_checkpoint(find_source(run, 3), tmp_path / "out")
 
 
-def test_incomplete_chunks_are_refused(run: Path, tmp_path: Path) -> None:
+def test_incomplete_chunks_are_refused(run, tmp_path):
     """Uncovered parts would hold random memory."""
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
     stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
@@ -269,7 +245,7 @@ def test_incomplete_chunks_are_refused(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quantised_export_is_marked(finished: Path, tmp_path: Path) -> None:
+def test_quantised_export_is_marked(finished, tmp_path):
     export_checkpoint(find_source(finished), tmp_path / "out", quantize="fp8")
     exported = weights_of(tmp_path / "out")
     kinds = {name: tensor.dtype for name, tensor in exported.items() if "_proj.weight" in name}

@@ -213,7 +213,7 @@ def test_each_omission_is_a_warning_with_its_count():
 
 
 @pytest.mark.parametrize("num_tokens", [500, None])
-def test_too_few_groups_warn_about_smaller_updates(num_tokens: int | None):
+def test_too_few_groups_warn_about_smaller_updates(num_tokens):
     """Updates of an unplanned size must be visible."""
     assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, num_tokens=num_tokens)
     assert "with 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from megadapo.algorithm.advantages import advantages, group_advantages
 from megadapo.algorithm.groups import Steps
@@ -79,9 +77,7 @@ def trained(
 
 
 @pytest.mark.parametrize("saved", ["all", 5, 1])
-def test_responses_are_saved_with_their_own_results(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, saved: int | str
-) -> None:
+def test_responses_are_saved_with_their_own_results(tmp_path, tokenizer, saved):
     sampled = sample(saved)
     batch, values = make_batch(sampled, CONFIG)
     path = rollouts_path(tmp_path, 9)
@@ -120,9 +116,7 @@ def test_responses_are_saved_with_their_own_results(
                 assert response.logprobs_old is None and response.logprobs_update is None
 
 
-def test_token_advantages_and_steps_are_saved(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
     """A replay computes the same advantages from the saved steps."""
     sampled = sample("all", num_steps=1)
     groups = tuple(
@@ -163,9 +157,7 @@ def test_token_advantages_and_steps_are_saved(
     assert all(np.array_equal(one, two) for one, two in zip(again, whole, strict=True))
 
 
-def test_trainer_advantages_take_precedence(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_trainer_advantages_take_precedence(tokenizer):
     """With gae only the trainer knows advantages."""
     sampled = sample("all")
     gae = {**to_dict(CONFIG)["algorithm"], "advantage": "gae"}
@@ -187,9 +179,7 @@ def test_trainer_advantages_take_precedence(
                 assert (response.advantages is None) == (len(tokens) == 1)
 
 
-def test_no_sequences_without_saved_groups(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_no_sequences_without_saved_groups(tokenizer):
     sampled = sample(0)
     batch, values = make_batch(sampled, CONFIG)
     assert batch.recorded == []
@@ -197,14 +187,12 @@ def test_no_sequences_without_saved_groups(
     assert list(saved) == []
 
 
-def test_all_sequences_are_saved_in_order() -> None:
+def test_all_sequences_are_saved_in_order():
     batch, _ = make_batch(sample("all"), CONFIG)
     assert batch.recorded == list(range(24))
 
 
-def test_rule_verdict_is_saved_if_another_scorer_decides(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_rule_verdict_is_saved_if_another_scorer_decides(tokenizer):
     """It finds the responses on which the two differ."""
     sampled = sample("all")
     batch, values = make_batch(sampled, CONFIG)

@@ -21,7 +21,7 @@ from tests.support.runs.step_results import UPDATE
 from tests.support.trainer.batches import random_batch
 
 
-def test_critic_warmup_keeps_kl_coefficient() -> None:
+def test_critic_warmup_keeps_kl_coefficient():
     """Observing a divergence of 0 while the policy does not change would lower it."""
     results = [
         replace(UPDATE, metrics=UPDATE.metrics | {"policy/lr": lr, "kl/mean": 0.0})
@@ -46,7 +46,7 @@ def test_critic_warmup_keeps_kl_coefficient() -> None:
     assert coefs == [0.02] * 3 + [pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
 
 
-def test_model_path_is_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_is_absolute(monkeypatch):
     """Ray starts in another folder on other nodes; names on the Hub must not become paths."""
     monkeypatch.chdir(REPOSITORY)
     recipe = REPOSITORY / "configs" / "quickstart.toml"
