@@ -1,5 +1,30 @@
 """Configurations of published models, and the bucket size of their update plans."""
 
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+}
+QWEN_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+}
 QWEN_32B = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 5120,
@@ -8,6 +33,7 @@ QWEN_32B = {
     "num_hidden_layers": 64,
     "intermediate_size": 27648,
     "vocab_size": 152064,
+    "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
 QWEN_235B = {

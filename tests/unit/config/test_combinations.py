@@ -1,4 +1,4 @@
-"""Would catch: sections that cannot work together and are accepted."""
+"""Sections that cannot work together are refused, and the message names their keys."""
 
 from __future__ import annotations
 

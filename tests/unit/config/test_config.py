@@ -1,4 +1,4 @@
-"""Would catch: a recipe that is read wrongly, or refused without a word on why."""
+"""Recipes: what they mean, and what is said of those that are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ def test_importing_the_configuration_imports_nothing_heavy() -> None:
     code = f"import sys, megadapo.config; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_all_wrong_sections_are_reported_together(recipe: Path) -> None:
-    message = refused(recipe, "--run.num_steps=0", "--evaluation.top_p=2.0", "--reserve.x=1")
-    assert message.splitlines()[0].endswith("3 problems")
-    assert "run.num_steps" in message and "evaluation.top_p" in message and "reserve" in message
 
 
 @pytest.mark.parametrize(
@@ -111,7 +105,6 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
 
 
 def test_every_key_of_every_section_is_described() -> None:
-    """Catches a key without a description."""
     for dotted, field in fields_below(RunConfig):
         if section_of(field) is None:
             assert field.description and field.description.endswith((".", ")")), dotted

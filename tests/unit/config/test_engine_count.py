@@ -30,15 +30,13 @@ def quickstart(*overrides: str) -> RunConfig:
 def test_engines_are_counted_by_the_trainers_gpus(
     overrides: list[str], has_gpu: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a quickstart that asks for more GPUs than its trainer has, or is slower on a CPU."""
     monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: has_gpu)
     assert quickstart(*overrides).rollout.num_engines == expected
 
 
-def test_a_resolved_configuration_says_how_many(
+def test_a_resolved_configuration_keeps_the_number_of_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a resumed run with another number of engines."""
     monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: False)
     printed = tmp_path / "printed.toml"
     printed.write_text(to_toml(quickstart()))
@@ -46,8 +44,7 @@ def test_a_resolved_configuration_says_how_many(
     assert load_config(printed).rollout.num_engines == 2
 
 
-def test_what_is_wrong_beside_it_is_still_said() -> None:
-    """Catches a trace, or a complaint about the engines, in the place of the real problem."""
+def test_another_wrong_key_is_named_without_the_engines() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.data_parallel") as caught:
         quickstart("trainer.data_parallel=-1")
     assert "num_engines" not in str(caught.value)

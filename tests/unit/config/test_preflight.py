@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,6 @@ rollout.num_engines=2 cluster.device=cuda cluster.address=auto
 
 @pytest.mark.parametrize("case", IMPOSSIBLE.strip().replace("\n    ", " ").split("\n"))
 def test_a_split_that_the_model_does_not_allow(case):
-    """Catches an engine that starts and then stops with an error of vLLM's."""
     overrides, problem = case.split(" -> ")
     config = load_config("configs/quickstart.toml", overrides.split())
     with pytest.raises(ConfigError, match=problem):
@@ -55,20 +55,19 @@ def test_a_split_that_the_model_does_not_allow(case):
 @pytest.mark.parametrize(
     ("pretraining", "kind", "problem"),
     [
-        ({"data": "arithmetic:train:8"}, ConfigError, "max_text_tokens = 2048 is above the model"),
+        ({"max_text_tokens": 2048}, ConfigError, "max_text_tokens = 2048 is above the model"),
         (
-            {"data": "./missing.txt", "max_text_tokens": 64},
+            {"data": "./missing.txt"},
             DataError,
-            "algorithm.pretraining.data: there is no file or folder ./missing.txt",
+            "pretraining.data: there is no file or folder ./mis",
         ),
-        ({"data": "README.md", "max_text_tokens": 64}, DataError, "README.md is neither a"),
+        ({"data": "README.md"}, DataError, "README.md is neither a"),
     ],
 )
 def test_texts_that_no_update_could_take(pretraining, kind, problem):
-    """Catches a run that fails in its first update, after engines and trainer have started."""
-    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in pretraining.items())
-    override = f"--algorithm.pretraining={{{pairs}}}"
-    config = load_config("configs/quickstart.toml", [override])
+    pretraining = {"data": "arithmetic:train:8", "max_text_tokens": 64, **pretraining}
+    overrides = [f"algorithm.pretraining.{key}={value}" for key, value in pretraining.items()]
+    config = load_config("configs/quickstart.toml", overrides)
     with pytest.raises(kind, match=problem):
         check_run(config)
 
@@ -79,20 +78,15 @@ def test_texts_that_no_update_could_take(pretraining, kind, problem):
         ("vocab_size", 30, "critic.path: vocab_size = 30"),
         ("head_dim", 8, "critic.path: its rotary embedding"),
         ("max_position_embeddings", 8, "critic.path: max_position_embeddings = 8"),
-        (None, None, None),
+        ("vocab_size", None, None),
     ],
 )
 def test_a_critic_that_cannot_read_the_policys_micro_batches(tmp_path, key, value, problem):
-    """Catches a run that fails, or reads tokens by another table, after engines have started."""
     model = json.loads((REPOSITORY / "configs/quickstart-base/config.json").read_text())
-    if key is not None:
-        model[key] = value
+    model |= {} if value is None else {key: value}
     (tmp_path / "config.json").write_text(json.dumps(critic_config(model)))
     config = load_config("configs/algorithms/ppo.toml", [f"--critic.path={tmp_path}"])
-    if problem is None:
-        check_run(config)
-        return
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         check_run(config)
 
 

@@ -1,4 +1,4 @@
-"""Would catch: a page, schema or table that no longer says what the program accepts."""
+"""The page, schema and tables of keys say what the program accepts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_the_committed_schema_is_current() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_names_the_schema_and_fits_it(path: Path) -> None:
-    """An editor would underline what is right."""
     assert path.read_text(encoding="utf-8").startswith("#:schema ./schema.json\n")
     jsonschema.validate(tomllib.loads(path.read_text(encoding="utf-8")), json_schema())
 

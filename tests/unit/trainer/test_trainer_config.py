@@ -11,32 +11,7 @@ from megadapo.errors import ConfigError, WeightError
 from megadapo.models.description import Rope, describe_model, read_rope
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.model.model_layout import validate_model_layout
-
-QWEN_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-}
-QWEN_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 48,
-}
+from tests.support.models.large import QWEN_7B, QWEN_30B_A3B
 
 
 def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
