@@ -6,16 +6,13 @@ from megadapo.cluster.process_log import START_LINE
 from megadapo.rollout.engine.failure import describe_failure, root_cause
 
 
-@pytest.fixture
-def log_of(tmp_path):
-    """Write a log and return its path."""
-
-    def write(text):
-        path = tmp_path / "engine-0.log"
-        path.write_text(text)
-        return path
-
-    return write
+def explained(folder, text, detail=""):
+    """Return the message about an engine with this log, whose path it names."""
+    path = folder / "engine-0.log"
+    path.write_text(START_LINE + text)
+    message = describe_failure("rollout engine 0 could not start", detail, path)
+    assert str(path) in message
+    return message
 
 
 WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "
@@ -63,13 +60,10 @@ def test_errors_of_earlier_starts_are_ignored():
         ),
     ],
 )
-def test_known_cause_comes_with_a_remedy(log_of, cause, remedy):
-    path = log_of(
-        f"{START_LINE}{CORE}{cause}\nRuntimeError: Engine core "
-        "initialization failed. See root cause above.\n",
-    )
-    text = describe_failure("rollout engine 0 could not start", "", path)
-    assert cause in text and remedy in text and str(path) in text
+def test_known_cause_comes_with_a_remedy(tmp_path, cause, remedy):
+    end = "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    text = explained(tmp_path, f"{CORE}{cause}\n{end}")
+    assert cause in text and remedy in text
 
 
 def test_validation_error_fits_on_one_line(tmp_path):
@@ -84,11 +78,11 @@ def test_validation_error_fits_on_one_line(tmp_path):
     assert "\n" not in text and "pydantic" not in text
 
 
-def test_log_is_read_only_if_the_error_has_its_cause_elsewhere(log_of):
-    path = log_of(f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
-    assert "plugin" not in describe_failure("failed", "OSError: the prompt is too long", path)
+def test_log_is_read_only_if_the_error_has_its_cause_elsewhere(tmp_path):
+    log = f"{WORKER}ValueError: a plugin is missing\n"
+    assert "plugin" not in explained(tmp_path, log, "OSError: the prompt is too long")
     dead = "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
-    assert "plugin" in describe_failure("failed", dead, path)
+    assert "plugin" in explained(tmp_path, log, dead)
 
 
 def test_without_log_the_exception_is_shown(tmp_path):

@@ -32,13 +32,14 @@ BOUND = 40
 MAX_TOKENS = 20
 
 
-def held_out(prompts: list[Prompt], **config: object) -> HeldOut:
+def held_out(prompts: list[Prompt], tools: ToolsConfig | None = None, **config: object) -> HeldOut:
     return HeldOut.create(
         prompts,
         EvaluationConfig(**{"samples_per_problem": 5, **config}),
         tokenizer=PlainTokenizer(),
         max_response_tokens=MAX_TOKENS,
         seed=4,
+        tools=tools,
     )
 
 
@@ -177,17 +178,7 @@ def test_torn_result_is_requested_again(tmp_path):
 def test_held_out_requests_use_tools_and_never_branch():
     """A result with another tool must not be reused."""
     tool = ToolsConfig(tool="calculator")
-    plain, asked = (
-        HeldOut.create(
-            make_prompts(1),
-            EvaluationConfig(samples_per_problem=5),
-            tokenizer=PlainTokenizer(),
-            max_response_tokens=MAX_TOKENS,
-            seed=4,
-            tools=tools,
-        )
-        for tools in (None, tool)
-    )
+    plain, asked = held_out(make_prompts(1)), held_out(make_prompts(1), tool)
     settings = asked.requests[0].settings
     assert settings.tools == tool and not settings.branching.is_on
     assert plain.digest(-1) != asked.digest(-1)

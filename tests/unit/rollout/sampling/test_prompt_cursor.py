@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from megadapo.rollout.sampling.prompt_cursor import Difficulty
 from megadapo.rollout.sampling.step import GroupStats
 
@@ -40,13 +38,6 @@ def test_all_correct_group_restarts_cooldown():
     assert difficulty.on_cooldown("a", 3) and not difficulty.on_cooldown("a", 4)
 
 
-def test_no_cooldown_by_default():
-    difficulty = Difficulty(rest_after=None, rest_epochs=1)
-    for epoch in range(9):
-        difficulty.end_step([stats("a", 4)], lambda _, e=epoch: e)
-    assert not difficulty.on_cooldown("a", 9)
-
-
 def test_keep_rate_depends_on_the_level():
     """One rate for all prompts would expect solved ones to fill a batch as fast as others."""
     difficulty = Difficulty(rest_after=None, rest_epochs=1)
@@ -56,12 +47,3 @@ def test_keep_rate_depends_on_the_level():
     assert difficulty.keep_rate("p0").value < 0.05
     assert difficulty.keep_rate("p299").value > 0.95
     assert 0.4 < difficulty.keep_rate("never seen").value < 0.6
-
-
-def test_state_survives_json_exactly():
-    difficulty = Difficulty(rest_after=1, rest_epochs=2)
-    difficulty.end_step([stats("a", 4), stats("b", 0)], lambda _: 5)
-    restored = Difficulty(rest_after=1, rest_epochs=2)
-    restored.load_state_dict(json.loads(json.dumps(difficulty.state_dict())))
-    assert restored.state_dict() == difficulty.state_dict()
-    assert restored.on_cooldown("a", 6) and not restored.on_cooldown("b", 6)

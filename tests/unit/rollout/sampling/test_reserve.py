@@ -72,15 +72,6 @@ def test_unfinished_group_survives_json_exactly():
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
 
-def test_reserve_survives_json_exactly():
-    """Lost digits of a log-prob would make a resumed run differ from an uninterrupted one."""
-    reserve, other = Reserve(limit=5), Reserve(limit=5)
-    reserve.put([make_group(i) for i in range(4)])
-    other.load_state_dict(json.loads(json.dumps(reserve.state_dict(), allow_nan=False)))
-    before, after = take(reserve, 5), take(other, 5)
-    assert [encode_group(group) for group in before] == [encode_group(group) for group in after]
-
-
 def test_group_is_encoded_once_over_several_states():
     """A reserve of long responses is megabytes, and every step saves a state."""
     reserve = Reserve(limit=5)

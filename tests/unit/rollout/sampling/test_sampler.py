@@ -72,17 +72,15 @@ def test_next_step_starts_after_the_batch():
 def test_requests_never_exceed_the_engines_room():
     """A backlog inside an engine could not move to another engine."""
     engines = ScriptedEngines("at random", slots=12)
-    largest = 0
-    submit = engines.submit
+    submit, in_flight = engines.submit, []
 
     def watched(groups):
-        nonlocal largest
         submit(groups)
-        largest = max(largest, engines.num_in_flight)
+        in_flight.append(engines.num_in_flight)
 
     engines.submit = watched
     take(make_sampler(engines), 3)
-    assert largest == 4
+    assert max(in_flight) == 4
 
 
 def test_stragglers_are_cancelled_once_useless():
@@ -108,15 +106,10 @@ def test_no_mixed_group_is_an_error(bound, histogram):
     assert len(engines.asked) == 40
 
 
-def test_shortfall_trains_on_found_groups():
-    batch = make_sampler(ScriptedEngines(), bound=RARE, max_asked_per_prompt=2.0).next_batch()
+def test_shortfall_trains_on_found_groups_or_stops_the_run():
+    few = {"bound": RARE, "max_asked_per_prompt": 2.0}
+    batch = make_sampler(ScriptedEngines(), **few).next_batch()
     assert 0 < batch.num_kept < 8
     assert batch.num_sampled == 16
-
-
-def test_shortfall_can_stop_the_run():
-    sampler = make_sampler(
-        ScriptedEngines(), bound=RARE, max_asked_per_prompt=2.0, on_shortfall="stop"
-    )
     with pytest.raises(SamplingError, match="of 8 groups"):
-        sampler.next_batch()
+        make_sampler(ScriptedEngines(), on_shortfall="stop", **few).next_batch()

@@ -50,7 +50,7 @@ def all_responses(batch) -> list[str]:
     ]
 
 
-def test_responses_are_unchanged():
+def test_group_keeps_responses_and_answers():
     group = make_sampler(ScriptedEngines()).next_batch().groups[0]
     assert "".join(map(chr, group.prompt_ids)) == group.prompt.messages[0][1]
     for response in group.responses:
@@ -58,6 +58,8 @@ def test_responses_are_unchanged():
         assert len(response.logprobs) == len(response.token_ids)
         assert np.isnan(response.logprobs[0])
         assert response.text == "".join(str(i - 3) for i in response.token_ids)
+    answers = [(score.answer, score.symbolic_correct) for score in group.scores]
+    assert answers == [(response.text[-1:], None) for response in group.responses]
 
 
 def test_all_groups_are_saved_with_their_disposition():
@@ -71,10 +73,8 @@ def test_all_groups_are_saved_with_their_disposition():
         assert len(indices) == batch.num_sampled + batch.num_from_reserve
         dispositions = Counter(sampled.disposition for sampled in batch.saved)
         assert dispositions["trained"] == batch.num_kept
-        assert dispositions["to_reserve"] == batch.num_to_reserve
-        assert dispositions["dropped"] == batch.num_dropped
-        assert dispositions["all_correct"] == batch.num_all_correct
-        assert dispositions["all_wrong"] == batch.num_all_wrong
+        for disposition in ("to_reserve", "dropped", "all_correct", "all_wrong"):
+            assert dispositions[disposition] == getattr(batch, f"num_{disposition}")
         trained = [sampled.group for sampled in batch.saved if sampled.disposition == "trained"]
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
@@ -97,13 +97,6 @@ def test_saved_groups_change_nothing_else():
     assert contents([replace(batch, saved=()) for batch in few]) == contents(
         [replace(batch, saved=()) for batch in every]
     )
-
-
-def test_group_keeps_the_answers():
-    group = make_sampler(ScriptedEngines()).next_batch().groups[0]
-    answers = [score.answer for score in group.scores]
-    assert answers == [response.text[-1:] for response in group.responses]
-    assert [score.symbolic_correct for score in group.scores] == [None] * 3
 
 
 def test_reward_parts_are_means():

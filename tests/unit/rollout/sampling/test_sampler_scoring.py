@@ -87,13 +87,13 @@ def test_group_being_scored_continues_in_the_next_step():
             full.set()
             return super().stop(keys, keep=keep)
 
-    engines, config = (
-        TellsWhenFull(),
-        {"mode": "partial", "max_staleness": 1, "saved_groups": "all"},
-    )
-    judge = SlowOnTheFirst(HALF)
     sampler = make_sampler(
-        engines, judge=judge, sampler={"scoring": lambda: ThreadPoolExecutor(2)}, **config
+        TellsWhenFull(),
+        judge=SlowOnTheFirst(HALF),
+        sampler={"scoring": lambda: ThreadPoolExecutor(2)},
+        mode="partial",
+        max_staleness=1,
+        saved_groups="all",
     )
     first = sampler._cursor.prompt(0).id
     sampler.next_batch()
