@@ -1,4 +1,4 @@
-"""Recipes: what they mean, and what is said of those that are refused."""
+"""Recipes: their meaning, and the messages with which they are refused."""
 
 from __future__ import annotations
 

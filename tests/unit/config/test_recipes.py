@@ -1,4 +1,4 @@
-"""Recipes start, and are those that the papers describe."""
+"""Recipes start, and have the numbers that the papers give."""
 
 from __future__ import annotations
 
