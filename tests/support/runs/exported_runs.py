@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,19 +44,18 @@ def trainer_tensors(model: Path, scale: float) -> dict[str, torch.Tensor]:
     return tensors | {f"optimizer.state.exp_avg.{name}": -one for name, one in tensors.items()}
 
 
-def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = None) -> Path:
+def _save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+
+
+def write_run(
+    folder: Path, model: Path, *steps: int, tensors: dict[str, torch.Tensor] | None = None
+) -> Path:
     """A run with one checkpoint a step, the weights of step N being the base model's times N."""
     store = CheckpointStore(folder / "checkpoints", keep=len(steps))
     for step in steps:
         state = tensors or trainer_tensors(model, step)
-        save_checkpoint(
-            store,
-            step,
-            write_trainer=written_by(
-                lambda path, state=state: dcp.save(state, checkpoint_id=path, no_dist=True)
-            ),
-            state={},
-        )
+        save_checkpoint(store, step, written_by(partial(_save, state)), state={})
     config = {
         "run": {"folder": str(folder), "num_steps": 9},
         "model": {"path": str(model), "dtype": "float32"},
@@ -67,9 +67,6 @@ def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = Non
     (folder / "config.json").write_text(json.dumps(config))
     with MetricsLog(folder) as log:
         for step in (0, *steps):
-            log.record_evaluation(
-                evaluation_record(
-                    step, step / 10, standard_error=0.0123, response_length=20.0 + step
-                )
-            )
+            values = {"standard_error": 0.0123, "response_length": 20.0 + step}
+            log.record_evaluation(evaluation_record(step, step / 10, **values))
     return folder

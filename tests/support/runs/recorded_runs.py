@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import (
@@ -15,7 +16,7 @@ from megadapo.observe.metrics.records import (
 
 
 def evaluation_record(step: int, accuracy: float = 0.5, **changes: float) -> EvaluationRecord:
-    values = {
+    values: dict[str, Any] = {
         "policy_version": step,
         "standard_error": 0.02,
         "num_problems": 64,

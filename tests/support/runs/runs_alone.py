@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megadapo.config import RunConfig, from_dict
+from megadapo.config.recipe import with_key
 from megadapo.run.run import Run
 from tests.support.runs.checkpoints import write_shard
 
 
-def config_of(folder: Path, **run: object) -> RunConfig:
-    return from_dict(
-        {
-            "run": {"folder": str(folder), "num_steps": 5, **run},
-            "model": {"path": "somewhere"},
-            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
-            "evaluation": {"every": 2},
-            "checkpoint": {"every": 2},
-            "trainer": {"optimizer": {"warmup_steps": 2}},
-        }
-    )
+def config_of(
+    folder: str | Path = "somewhere", changes: Mapping[str, Any] | None = None, **run: Any
+) -> RunConfig:
+    """Return the configuration of a short run, with changes by dotted key and keys of [run]."""
+    table: dict[str, Any] = {
+        "run": {"folder": str(folder), "num_steps": 5, **run},
+        "model": {"path": "somewhere"},
+        "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2},
+        "trainer": {"optimizer": {"warmup_steps": 2}},
+    }
+    for key, value in (changes or {}).items():
+        table = with_key(table, tuple(key.split(".")), value)
+    return from_dict(table)
 
 
 def open_and_close(config: RunConfig) -> None:

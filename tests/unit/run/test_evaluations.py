@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.cluster.calls import Watch
-from megadapo.config import RunConfig, from_dict
+from megadapo.config import RunConfig
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
@@ -22,7 +22,8 @@ from tests.support.rollout.scripted_engines import (
     ScriptedEngines,
     make_prompts,
 )
-from tests.support.runs.checkpoints import save_checkpoint, written_by
+from tests.support.runs import runs_alone
+from tests.support.runs.checkpoints import save_checkpoint, write_shard
 
 NUM_PROBLEMS = 6
 
@@ -40,19 +41,14 @@ class Phases:
 
 
 def config_of(placement: str, folder: str | Path = "somewhere") -> RunConfig:
-    return from_dict(
-        {
-            "run": {"folder": str(folder), "num_steps": 5},
-            "model": {"path": "somewhere"},
-            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
-            "evaluation": {"every": 1, "samples_per_problem": 4, "placement": placement},
-            "rollout": {"max_response_tokens": 20},
-            "algorithm": {"overlong_buffer": 0},
-            "trainer": {"optimizer": {"warmup_steps": 2}},
-            "cluster": {"placement": "separate"},
-            "checkpoint": {"every": 1},
-        }
-    )
+    changes = {
+        "evaluation": {"every": 1, "samples_per_problem": 4, "placement": placement},
+        "rollout.max_response_tokens": 20,
+        "algorithm.overlong_buffer": 0,
+        "cluster.placement": "separate",
+        "checkpoint.every": 1,
+    }
+    return runs_alone.config_of(folder, changes)
 
 
 def make(
@@ -208,12 +204,7 @@ def saved_run(folder: Path, **state: int):
     """Write checkpoints of steps 2 and 3; `state` is the newer one's."""
     store = CheckpointStore(folder / "checkpoints", keep=2)
     for step in (2, 3):
-        save_checkpoint(
-            store,
-            step,
-            write_trainer=written_by(lambda path: (path / "shard").write_text("x")),
-            state=state if step == 3 else {},
-        )
+        save_checkpoint(store, step, write_shard, state=state if step == 3 else {})
     return load(folder / "checkpoints" / "step-3")
 
 

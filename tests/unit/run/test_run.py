@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import (
-    CheckpointError,
-    ConfigError,
-    InfraError,
-)
+from megadapo.errors import CheckpointError, ConfigError, InfraError
 from megadapo.observe.metrics.records import read_evaluations, read_metrics
-from megadapo.rewards.config import RewardConfig
 from megadapo.run.run import Run
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import write_shard
@@ -38,10 +33,9 @@ def test_resumed_run_drops_later_records(tmp_path):
         advance(run, 3)
         run.log.record_evaluation(evaluation_record(3))
     with Run.open(config_of(tmp_path)) as run:
-        assert run.step == 2
-        assert run.checkpoints.current is not None and run.checkpoints.current.state == {
-            "cursor": 2
-        }
+        # its evaluation may have been interrupted, beside step 3
+        assert run.step == 2 and run.evaluates(2)
+        assert run.checkpoints.current.state == {"cursor": 2}
         assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
         assert [e.step for e in read_evaluations(tmp_path)] == [0]
 
@@ -84,19 +78,8 @@ def test_each_due_step_is_evaluated_once(tmp_path, start, evaluated):
         assert [step for step in steps if run.evaluates(step)] == evaluated
 
 
-def test_interrupted_evaluation_is_repeated(tmp_path):
-    """An evaluation beside the next step may end after the checkpoint of its own step."""
-    with Run.open(config_of(tmp_path)) as run:
-        advance(run, 2)
-    with Run.open(config_of(tmp_path)) as run:
-        assert run.step == 2 and run.evaluates(2)
-
-
 def test_evaluation_can_be_off(tmp_path):
-    config = config_of(tmp_path)
-    evaluation = config.evaluation.model_copy(update={"every": 0})
-    off = config.model_copy(update={"evaluation": evaluation})
-    with Run.open(off) as run:
+    with Run.open(config_of(tmp_path, {"evaluation.every": 0})) as run:
         assert not any(run.evaluates(step) for step in range(6))
 
 
@@ -143,8 +126,7 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
         advance(run, 1)
         run.complete(2, {"sampler": waiting, "kl": 0.5})
         run.save(write_shard)
-    changed = config_of(tmp_path)
-    changed = changed.model_copy(update={"reward": RewardConfig(rule="boxed")})
+    changed = config_of(tmp_path, {"reward.rule": "boxed"})
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
         open_and_close(changed)
     with Run.open(changed, accept_changes=True) as run:

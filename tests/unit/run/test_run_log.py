@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import (
-    InfraError,
-)
-from megadapo.observe.config import ObserveConfig
+from megadapo.errors import InfraError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.observe.rollouts import files as rollouts
 from megadapo.rollout.journal.journal import evaluation_journal_path
@@ -148,8 +145,6 @@ def test_unsaved_rollouts_prevent_the_record(tmp_path):
 
 
 def test_saved_rollouts_can_be_off(tmp_path):
-    config = config_of(tmp_path)
-    off = config.model_copy(update={"observe": ObserveConfig(saved_groups=0)})
-    with Run.open(off) as run:
+    with Run.open(config_of(tmp_path, {"observe.saved_groups": 0})) as run:
         run.log.save_rollouts(1, [saved_group(step=1)])
     assert not (tmp_path / "rollouts").exists()

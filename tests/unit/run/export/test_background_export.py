@@ -12,24 +12,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from megadapo.config import RunConfig, from_dict
+from megadapo.config import RunConfig
 from megadapo.errors import ConfigError, RunInterruptedError
 from megadapo.run.run import Run
+from tests.support.runs import runs_alone
 from tests.support.runs.checkpoints import written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run
 
 
 def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: float) -> RunConfig:
-    return from_dict(
-        {
-            "run": {"folder": str(folder), "num_steps": num_steps},
-            "model": {"path": str(model)},
-            "data": {"train": "arithmetic:train:64"},
-            "evaluation": {"every": 0},
-            "trainer": {"optimizer": {"warmup_steps": 0}},
-            "checkpoint": {"every": 2, "export_every": 2, "keep": 2} | checkpoint,
-        }
-    )
+    changes = {
+        "model.path": str(model),
+        "evaluation.every": 0,
+        "checkpoint": {"every": 2, "export_every": 2, "keep": 2} | checkpoint,
+    }
+    return runs_alone.config_of(folder, changes, num_steps=num_steps)
 
 
 def advance(run: Run, model: Path, to_step: int) -> None:
@@ -48,8 +45,8 @@ def advance(run: Run, model: Path, to_step: int) -> None:
             return
 
 
-def exported(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "exports").iterdir())
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def holds_weights_of(folder: Path, model: Path, step: int) -> bool:
@@ -59,24 +56,19 @@ def holds_weights_of(folder: Path, model: Path, step: int) -> bool:
 
 
 def test_every_due_checkpoint_is_exported(tiny_model, tmp_path):
-    """Steps take no time here, so a checkpoint that pruning took would be gone before a child has
-    even started. The save of the step before the last ends when the run has done all of its steps,
-    and is not the last step's for that."""
+    """Steps take no time here: a checkpoint that pruning took would be gone before its export."""
     due = {"every": 3, "every_minutes": 1e-9, "export_every": 3}
     with Run.open(config_of(tmp_path, tiny_model, num_steps=5, **due)) as run:
         advance(run, tiny_model, 5)
-        kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-        assert kept == {"step-3", "step-4", "step-5"}
-    assert exported(tmp_path) == ["step-3", "step-5"]
+        assert names(tmp_path / "checkpoints") == ["step-3", "step-4", "step-5"]
+    assert names(tmp_path / "exports") == ["step-3", "step-5"]
     assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (3, 5))
-    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert kept == {"step-4", "step-5"}
+    assert names(tmp_path / "checkpoints") == ["step-4", "step-5"]
     assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
 
 
 def test_resumed_run_repeats_stopped_export(tiny_model, tmp_path):
-    """And what a run that resumes from an earlier checkpoint had exported is not taken for its
-    own."""
+    """Exports of later steps, of the branch that it leaves, are set aside."""
     with (
         pytest.raises(RunInterruptedError),
         Run.open(config_of(tmp_path, tiny_model, num_steps=2)) as run,
@@ -89,7 +81,7 @@ def test_resumed_run_repeats_stopped_export(tiny_model, tmp_path):
     (tmp_path / "exports" / "step-4-fp8").mkdir()  # a user's own
     with Run.open(config_of(tmp_path, tiny_model, num_steps=2)):
         pass
-    aside, made, users = exported(tmp_path)
+    aside, made, users = names(tmp_path / "exports")
     assert aside.startswith("aside-step-4-") and (made, users) == ("step-2", "step-4-fp8")
     assert holds_weights_of(tmp_path, tiny_model, 2)
 
@@ -102,7 +94,7 @@ def test_failed_export_does_not_end_the_run(tiny_model, tmp_path):
     assert "the export of step 2 failed, training continues: exit code 3" in log
     assert "exports: 0 in" in log and "1 failed" in log
     assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
-    assert exported(tmp_path) == []
+    assert names(tmp_path / "exports") == []
 
 
 DRIVER = """
@@ -132,7 +124,7 @@ def test_killed_run_ends_its_export(tiny_model, tmp_path):
     driver.communicate()
     _, alive = psutil.wait_procs([child], timeout=20)
     assert not alive
-    assert exported(run) == []
+    assert names(run / "exports") == []
 
 
 def test_export_is_off_by_default(tiny_model, tmp_path):

@@ -37,22 +37,29 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     return store
 
 
+def why_skipped(store, *, hashes=True):
+    """Return why step 2, the newest checkpoint, is passed over for step 1."""
+    checkpoint, (note,) = store.newest(hashes=hashes)
+    assert checkpoint.step == 1 and "step-2" in note
+    return note
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_saved_state_is_restored(tmp_path):
-    store = saved(tmp_path, 3)
-    checkpoint, skipped = store.newest()
-    assert checkpoint is not None and not skipped
+    assert CheckpointStore(tmp_path, keep=1).newest() == (None, [])
+    checkpoint, skipped = saved(tmp_path, 3).newest()
+    assert not skipped
     assert (checkpoint.step, checkpoint.state) == (3, STATE)
     assert (checkpoint.trainer_folder / "nested" / "metadata").read_bytes() == b"meta"
-
-
-def test_empty_folder_has_no_checkpoint(tmp_path):
-    assert CheckpointStore(tmp_path / "none", keep=1).newest() == (None, [])
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     """Compared as text, step-9 is above step-10."""
     checkpoint, _ = saved(tmp_path, 9, 10).newest()
-    assert checkpoint is not None and checkpoint.step == 10
+    assert checkpoint.step == 10
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "add"])
@@ -71,10 +78,7 @@ def test_damaged_checkpoint_is_skipped_by_name(tmp_path, damage, name):
         victim.unlink()
     else:
         victim.with_name("stranger").write_bytes(b"?")
-    checkpoint, skipped = store.newest()
-    assert checkpoint is not None and checkpoint.step == 1
-    assert len(skipped) == 1
-    assert ("stranger" if damage == "add" else name) in skipped[0]
+    assert ("stranger" if damage == "add" else name) in why_skipped(store)
 
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
@@ -100,18 +104,15 @@ def test_flipped_manifest_byte_is_found(tmp_path, place):
     content = bytearray(manifest.read_bytes())
     content[place] ^= 1
     manifest.write_bytes(content)
-    checkpoint, skipped = store.newest(hashes=False)
-    assert checkpoint is not None and checkpoint.step == 1
-    assert "step-2" in skipped[0]
+    why_skipped(store, hashes=False)
 
 
 def test_changed_step_in_manifest_is_found(tmp_path):
     store = saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 6'))
-    checkpoint, skipped = store.newest(hashes=False)
-    assert checkpoint is not None and checkpoint.step == 1
-    assert "step-2 has a damaged manifest.json: its SHA-256 differs" in skipped[0]
+    reason = "step-2 has a damaged manifest.json: its SHA-256 differs"
+    assert reason in why_skipped(store, hashes=False)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])
@@ -119,9 +120,7 @@ def test_file_of_another_step_is_found(tmp_path, name):
     store = saved(tmp_path, 1)
     save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"step": 2})
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-2" / name)
-    checkpoint, skipped = store.newest()
-    assert checkpoint is not None and checkpoint.step == 1
-    assert "step-2" in skipped[0]
+    why_skipped(store)
 
 
 def test_next_commit_deletes_damaged_checkpoint(tmp_path):
@@ -129,12 +128,12 @@ def test_next_commit_deletes_damaged_checkpoint(tmp_path):
     assert len(store.set_aside_after(1, damaged=True)) == 1
     assert len(list(tmp_path.iterdir())) == 2
     save_checkpoint(store, 2, write_trainer=written_by(write_shards), state=STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert steps_in(tmp_path) == ["step-1", "step-2"]
 
 
 def test_pruning_follows_the_commit(tmp_path):
     store = saved(tmp_path, 1, 2, 3, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+    assert steps_in(tmp_path) == ["step-2", "step-3"]
 
     def fails(*_: object) -> Any:
         raise OSError(28, "No space left on device")
@@ -142,7 +141,7 @@ def test_pruning_follows_the_commit(tmp_path):
     for writes in (fails, lambda folder: fails):
         with pytest.raises(CheckpointError, match="No space left"):
             save_checkpoint(store, 4, write_trainer=writes, state=STATE)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+        assert steps_in(tmp_path) == ["step-2", "step-3"]
 
 
 def test_keep_every_stays_and_unfinished_is_removed(tmp_path):
@@ -151,7 +150,7 @@ def test_keep_every_stays_and_unfinished_is_removed(tmp_path):
     store.remove_unfinished()
     for step in range(2, 8):
         save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+    assert steps_in(tmp_path) == ["step-3", "step-6", "step-7"]
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "foreign"])
@@ -187,12 +186,12 @@ def test_driver_does_not_hash_trainer_files(tmp_path):
     shard = tmp_path / "step-2" / "trainer" / "shard-0.distcp"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     checkpoint, _ = store.newest(hashes=False)
-    assert checkpoint is not None and checkpoint.step == 2
+    assert checkpoint.step == 2
     with pytest.raises(CorruptCheckpointError, match="shard-0"):
         check_files(checkpoint.trainer_folder, checkpoint.files)
     store.damaged[checkpoint.path] = "shard-0"
     checkpoint, notes = store.newest(hashes=False)
-    assert checkpoint is not None and checkpoint.step == 1 and notes == ["shard-0"]
+    assert checkpoint.step == 1 and notes == ["shard-0"]
 
 
 def test_committed_step_is_never_overwritten(tmp_path):
@@ -210,7 +209,7 @@ def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
     assert len(store.set_aside_after(1)) == 2
     save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"branch": "new"})
     checkpoint, _ = store.newest()
-    assert checkpoint is not None and checkpoint.state == {"branch": "new"}
+    assert checkpoint.state == {"branch": "new"}
 
 
 SAVER = """
@@ -245,7 +244,6 @@ def test_random_sigkill_keeps_newest_checkpoint(tmp_path):
         printed = process.stdout.read().split()
         process.wait()
         checkpoint, _ = CheckpointStore(folder, keep=2).newest()
-        assert checkpoint is not None
         assert checkpoint.step >= int(printed[-1] if printed else 1)
         assert checkpoint.state == {"step": checkpoint.step}
 
@@ -284,9 +282,8 @@ def test_sigkill_at_each_point_of_a_save(tmp_path, point):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     checkpoint, _ = store.newest()
-    assert checkpoint is not None
     assert checkpoint.step == (3 if point in ("renamed", "pruning") else 2)
     assert checkpoint.state == {"step": checkpoint.step}
     store.remove_unfinished()
     save_checkpoint(store, 4, write_trainer=written_by(write_shards), state={"step": 4})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{checkpoint.step}", "step-4"]
+    assert steps_in(tmp_path) == [f"step-{checkpoint.step}", "step-4"]

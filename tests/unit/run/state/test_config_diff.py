@@ -7,24 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.config import RunConfig, from_dict, to_dict
-from megadapo.config.recipe import with_key
+from megadapo.config import RunConfig, to_dict
 from megadapo.errors import ConfigError
 from megadapo.run.state.config_diff import MEANING, SAMPLES, check_config_diff, samples_digest
-
-RECIPE = {
-    "run": {"folder": "runs/one", "num_steps": 5},
-    "model": {"path": "somewhere"},
-    "data": {"train": "arithmetic:train:64"},
-    "trainer": {"optimizer": {"warmup_steps": 2}},
-}
-
-
-def config_of(folder: Path, **changes: object) -> RunConfig:
-    table = with_key(RECIPE, ("run", "folder"), str(folder))
-    for key, value in changes.items():
-        table = with_key(table, tuple(key.split("__")), value)
-    return from_dict(table)
+from tests.support.runs.runs_alone import config_of
 
 
 def checkpoint_of(config: RunConfig) -> Path:
@@ -41,11 +27,8 @@ def test_equal_configuration_has_no_diff(tmp_path):
 
 def test_changes_without_meaning_are_listed(tmp_path):
     path = checkpoint_of(config_of(tmp_path))
-    after = config_of(
-        tmp_path,
-        **{"rollout__num_engines": 3, "run__num_steps": 9, "run__resume": "auto"},
-        **{"trainer__optimizer__lr": 1e-5, "trainer__tensor_parallel": 2},
-    )
+    changes = {"rollout.num_engines": 3, "trainer.optimizer.lr": 1e-5, "trainer.tensor_parallel": 2}
+    after = config_of(tmp_path, changes, num_steps=9, resume="auto")
     diff = check_config_diff(after, path, accept_changes=False)
     assert diff.lines == (
         "changed: run.num_steps: 5 -> 9",
@@ -59,28 +42,27 @@ def test_changes_without_meaning_are_listed(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "keeps_samples"),
     [
-        ("reward__rule", "boxed", False),
-        ("sampling__responses_per_prompt", 4, False),
-        ("data__train", "arithmetic:train:32", False),
-        ("rollout__temperature", 0.9, False),
-        ("algorithm__objective__clip_high", 0.3, True),
-        ("algorithm__advantage", "rloo", True),
+        ("reward.rule", "boxed", False),
+        ("sampling.responses_per_prompt", 4, False),
+        ("data.train", "arithmetic:train:32", False),
+        ("rollout.temperature", 0.9, False),
+        ("algorithm.objective.clip_high", 0.3, True),
+        ("algorithm.advantage", "rloo", True),
     ],
 )
 def test_changes_of_meaning_need_accept_changes(tmp_path, key, value, keeps_samples):
     path = checkpoint_of(config_of(tmp_path))
-    after = config_of(tmp_path, **{key: value})
-    dotted = key.replace("__", ".")
-    with pytest.raises(ConfigError, match=rf"(?s){dotted}: .* -> .*--accept-changes"):
+    after = config_of(tmp_path, {key: value})
+    with pytest.raises(ConfigError, match=rf"(?s){key}: .* -> .*--accept-changes"):
         check_config_diff(after, path, accept_changes=False)
     diff = check_config_diff(after, path, accept_changes=True)
-    assert any(line.startswith(f"changed: {dotted}: ") for line in diff.lines)
+    assert any(line.startswith(f"changed: {key}: ") for line in diff.lines)
     assert diff.keeps_samples == keeps_samples
 
 
 def test_run_in_new_folder_may_differ(tmp_path):
     path = checkpoint_of(config_of(tmp_path / "one"))
-    after = config_of(tmp_path / "two", reward__rule="boxed")
+    after = config_of(tmp_path / "two", {"reward.rule": "boxed"})
     diff = check_config_diff(after, path, accept_changes=False)
     assert not diff.keeps_samples
     assert diff.lines == ('changed: reward.rule: "answer" -> "boxed"',)
@@ -107,16 +89,16 @@ def test_listed_names_are_keys_or_tables(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "stays"),
     [
-        ({"rollout__num_engines": 3, "cluster__placement": "separate"}, True),
-        ({"sampling__prompts_per_step": 64, "trainer__optimizer__lr": 1e-5}, True),
-        ({"run__seed": 1}, False),
-        ({"rollout__temperature": 0.5}, False),
-        ({"reward__decide": "symbolic"}, False),
-        ({"model__dtype": "float32"}, False),
+        ({"rollout.num_engines": 3, "cluster.placement": "separate"}, True),
+        ({"sampling.prompts_per_step": 64, "trainer.optimizer.lr": 1e-5}, True),
+        ({"run.seed": 1}, False),
+        ({"rollout.temperature": 0.5}, False),
+        ({"reward.decide": "symbolic"}, False),
+        ({"model.dtype": "float32"}, False),
     ],
 )
 def test_samples_digest_covers_prompts_and_rewards(tmp_path, changes, stays):
     """A resumed run with more engines keeps its groups."""
-    before, after = config_of(tmp_path), config_of(tmp_path, **changes)
+    before, after = config_of(tmp_path), config_of(tmp_path, changes)
     assert before != after
     assert (samples_digest(before) == samples_digest(after)) == stays

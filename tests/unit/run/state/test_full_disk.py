@@ -1,6 +1,4 @@
-"""Would catch: a full or read-only disk that ends a run with a traceback instead of a named
-error, tears files, keeps the space of a failed write, or prevents resuming when there is room.
-"""
+"""A full or read-only disk is a named error, tears no file, and prevents no later resume."""
 
 from __future__ import annotations
 
@@ -8,29 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.config import RunConfig, from_dict
+from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError, InfraError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.run import Run
 from tests.support.processes.small_disk import fill, mount, on_a_small_disk
+from tests.support.runs import runs_alone
 from tests.support.runs.checkpoints import written_by
-from tests.support.runs.runs_alone import open_and_close
+from tests.support.runs.runs_alone import open_and_close, saved_steps
 
 pytestmark = pytest.mark.fault
 
 
 def config_of(folder: Path, num_steps: int = 9) -> RunConfig:
-    return from_dict(
-        {
-            "run": {"folder": str(folder), "num_steps": num_steps},
-            "model": {"path": "somewhere"},
-            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
-            "evaluation": {"every": 0},
-            "checkpoint": {"every": 1, "keep": 2},
-            "observe": {"saved_groups": 0, "writers": []},
-            "trainer": {"optimizer": {"warmup_steps": 2}},
-        }
-    )
+    changes = {"evaluation.every": 0, "checkpoint.every": 1, "checkpoint.keep": 2}
+    changes |= {"observe.saved_groups": 0, "observe.writers": []}
+    return runs_alone.config_of(folder, changes, num_steps=num_steps)
 
 
 def record(run: Run, number: int) -> None:
@@ -43,10 +34,6 @@ def step(run: Run, number: int, *, num_bytes: int = 1000, wait: bool = True) -> 
     record(run, number)
     run.complete(number, {"cursor": number})
     run.save(written_by(lambda to: (to / "shard").write_bytes(bytes(num_bytes))), wait=wait)
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_full_disk_tears_no_record(tmp_path):
@@ -100,15 +87,15 @@ def test_failed_save_frees_its_space(tmp_path):
             step(run, 2)
             step(run, 3, num_bytes=2_000_000, wait=False)
             run.checkpoints.settle()
-            assert checkpoints(folder) == ["step-1", "step-2"]
+            assert saved_steps(folder) == ["step-1", "step-2"]
             fill(disk, leave=100_000).unlink()
             record(run, 4)
             run.complete(4, {"cursor": "x" * 2_000_000})
             with pytest.raises(CheckpointError, match="step 4 .*No space left"):
                 run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
-            assert checkpoints(folder) == ["step-1", "step-2"]
+            assert saved_steps(folder) == ["step-1", "step-2"]
             step(run, 5, num_bytes=900_000)
-            assert checkpoints(folder) == ["step-2", "step-5"]
+            assert saved_steps(folder) == ["step-2", "step-5"]
 
     output = on_a_small_disk(tmp_path, check)
     assert "No space left" in output and "tried again after the next step" in output
@@ -158,6 +145,6 @@ def test_read_only_folder_loses_nothing(tmp_path):
         (folder / "lease.json").unlink()
         with Run.open(config_of(folder)) as run:
             assert run.step == 1
-        assert checkpoints(folder) == ["step-1"]
+        assert saved_steps(folder) == ["step-1"]
 
     on_a_small_disk(tmp_path, check)

@@ -21,14 +21,14 @@ import sys, time
 from pathlib import Path
 from megadapo.run.state.lease import Lease
 Lease.take(Path(sys.argv[1]))
-print("taken", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
 TAKE_AND_GIVE = """
 import sys
 from pathlib import Path
 from megadapo.run.state.lease import Lease
-print("begins", flush=True)
+print("ready", flush=True)
 while True:
     Lease.take(Path(sys.argv[1])).close()
 """
@@ -39,6 +39,14 @@ def write(folder: Path, driver: Driver, *, age_s: float = 0.0) -> None:
     path.write_text(json.dumps(asdict(driver)))
     then = time.time() - age_s
     os.utime(path, (then, then))
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a driver that takes lines from its input, and wait for its first line of output."""
+    command = [sys.executable, "-c", script, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def of_another_machine() -> Driver:
@@ -56,10 +64,7 @@ def test_second_driver_is_refused_with_the_holder(tmp_path):
 
 
 def test_lease_of_killed_driver_is_taken_at_once(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "taken\n"
+    process = start(HOLD, tmp_path)
     with pytest.raises(ConfigError, match=f"process {process.pid} on"):
         Lease.take(tmp_path)
     assert holder_of(tmp_path).pid == process.pid
@@ -112,10 +117,7 @@ def test_lease_in_writing_is_not_taken(tmp_path):
 def test_kill_while_taking_lease_does_not_lock_run(tmp_path):
     """A lease without a holder would count as a starting driver."""
     for attempt in range(5):
-        process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_AND_GIVE, str(tmp_path)], stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None and process.stdout.readline()
+        process = start(TAKE_AND_GIVE, tmp_path)
         time.sleep(0.003 * attempt)
         process.kill()
         process.communicate()
@@ -143,13 +145,12 @@ def test_suspended_driver_notices_lost_lease(tmp_path):
     assert json.loads((tmp_path / LEASE_FILE).read_text())["token"] == "theirs"
 
 
-def test_one_of_many_takes_a_stale_lease(tmp_path):
-    """The slower one must not remove the new lease of the quicker one."""
-    script = """
+TAKE_TOGETHER = """
 import sys
 from pathlib import Path
 from megadapo.errors import ConfigError
 from megadapo.run.state.lease import Lease
+print("ready", flush=True)
 sys.stdin.readline()
 try:
     lease = Lease.take(Path(sys.argv[1]), stale_s=60)
@@ -159,16 +160,12 @@ else:
     print("taken", flush=True)
 sys.stdin.readline()
 """
+
+
+def test_one_of_many_takes_a_stale_lease(tmp_path):
+    """The slower one must not remove the new lease of the quicker one."""
     write(tmp_path, of_another_machine(), age_s=1000)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(6)
-    ]
+    processes = [start(TAKE_TOGETHER, tmp_path) for _ in range(6)]
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()

@@ -1,5 +1,4 @@
-"""Checkpoints that somebody else has prepared: read they would be another's model or another's
-files, and pruning them would delete what they lead to."""
+"""Checkpoints that another user has prepared neither reach nor delete files elsewhere."""
 
 from __future__ import annotations
 

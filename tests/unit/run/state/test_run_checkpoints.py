@@ -13,14 +13,8 @@ from typing import Any
 
 import pytest
 
-from megadapo.config.sections import CheckpointConfig
-from megadapo.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    RunInterruptedError,
-)
+from megadapo.errors import CheckpointError, CorruptCheckpointError, RunInterruptedError
 from megadapo.observe.metrics.records import read_metrics
-from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER
 from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
@@ -55,16 +49,14 @@ def found_damaged(run: Run) -> None:
 
 
 def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
-    """Opening the run again would count a restart and miss that its samples follow another rule,
-    because the folder has the new configuration by then."""
-    config = config_of(tmp_path)
-    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=3)})
-    with Run.open(config) as run:
+    """Opening the run again would count a restart and miss that its samples follow another rule."""
+    saves = {"checkpoint": {"every": 1, "keep": 3}}
+    with Run.open(config_of(tmp_path, saves)) as run:
         for step in (1, 2, 3):
             record_step(run, step)
             run.complete(step, {"sampler": {"reserve": ["a group"], "step": step}})
             run.save(write_shard, wait=True)
-    changed = config.model_copy(update={"reward": RewardConfig(rule="boxed")})
+    changed = config_of(tmp_path, {**saves, "reward.rule": "boxed"})
     with Run.open(changed, accept_changes=True) as run:
         found_damaged(run)
         found_damaged(run)
@@ -90,8 +82,7 @@ def test_run_ends_if_every_checkpoint_is_damaged(tmp_path):
 
 
 def test_requeued_command_resumes_from_newer_checkpoint(tmp_path):
-    """Taken again at every requeue it would throw away what was trained since, and end the run
-    where pruning has deleted it."""
+    """Otherwise each requeue would throw away what was trained since."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 4)
     path = tmp_path / "checkpoints" / "step-2"
@@ -142,9 +133,7 @@ def test_missing_target_is_one_message(tmp_path, name):
 
 def test_checkpoint_under_evaluation_is_kept(tmp_path):
     """A stopped run has these weights nowhere else."""
-    config = config_of(tmp_path)
-    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=2)})
-    with Run.open(config) as run:
+    with Run.open(config_of(tmp_path, {"checkpoint": {"every": 1, "keep": 2}})) as run:
         for step in run.steps():
             record_step(run, step)
             run.complete(step, {EVALUATING: 2} if step in (3, 4) else {})
@@ -226,8 +215,7 @@ def test_training_continues_during_a_save(tmp_path):
 
 def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
     """A preempted run of long steps must not lose completed steps."""
-    config = config_of(tmp_path, grace_s=0.2)
-    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=100)})
+    config = config_of(tmp_path, {"checkpoint.every": 100}, grace_s=0.2)
     with pytest.raises(RunInterruptedError, match="s more, and"), Run.open(config) as run:
         for step in run.steps():
             with run.phase("train"):
@@ -242,8 +230,7 @@ def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
 
 
 def test_every_minutes_makes_a_step_due(tmp_path):
-    checkpoint = CheckpointConfig(every=100, every_minutes=1e-9)
-    config = config_of(tmp_path).model_copy(update={"checkpoint": checkpoint})
+    config = config_of(tmp_path, {"checkpoint": {"every": 100, "every_minutes": 1e-9}})
     with Run.open(config) as run:
         advance(run, 1)
     assert saved_steps(tmp_path) == ["step-1"]

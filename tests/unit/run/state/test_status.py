@@ -12,9 +12,14 @@ from megadapo.run.state.lease import Lease
 from megadapo.run.state.status import STATUS_FILE, StatusFile, read_status
 
 
+def resumed_at(folder, step):
+    status = StatusFile(folder, num_steps=9)
+    status.update(step=step, checkpoint_step=step, resumed_from=step)
+    return status
+
+
 def test_status_follows_the_run(tmp_path):
-    status = StatusFile(tmp_path, num_steps=9)
-    status.update(step=2, checkpoint_step=2, resumed_from=2)
+    status = resumed_at(tmp_path, 2)
     status.update(phase="train")
     status.update(step=3)
     status.update(checkpoint_step=3)
@@ -22,8 +27,7 @@ def test_status_follows_the_run(tmp_path):
     read = read_status(tmp_path)
     assert (read.phase, read.step, read.num_steps) == ("train", 4, 9)
     assert (read.checkpoint_step, read.resumed_from, read.restarts) == (3, 2, 0)
-    status = StatusFile(tmp_path, num_steps=9)
-    status.update(step=3, checkpoint_step=3, resumed_from=3)
+    resumed_at(tmp_path, 3)
     assert read_status(tmp_path).restarts == 1
 
 
@@ -60,8 +64,7 @@ def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
     ],
 )
 def test_last_line_has_reason_and_resume_command(tmp_path, step, error, state, reason):
-    status = StatusFile(tmp_path, num_steps=9)
-    status.update(step=0, checkpoint_step=0, resumed_from=0)
+    status = resumed_at(tmp_path, 0)
     status.update(checkpoint_step=6)
     status.update(step=step)
     line = status.end(error)
@@ -76,8 +79,7 @@ def test_last_line_has_reason_and_resume_command(tmp_path, step, error, state, r
 def test_unwritable_status_is_a_warning(tmp_path, caplog):
     folder = tmp_path / "gone"
     folder.mkdir()
-    status = StatusFile(folder, num_steps=9)
-    status.update(step=0, checkpoint_step=0, resumed_from=0)
+    status = resumed_at(folder, 0)
     (folder / STATUS_FILE).unlink()
     folder.rmdir()
     status.update(phase="train")
@@ -89,8 +91,7 @@ def test_invalid_status_is_refused(tmp_path, text):
     (tmp_path / STATUS_FILE).write_text(text)
     with pytest.raises(DataError, match=STATUS_FILE):
         read_status(tmp_path)
-    status = StatusFile(tmp_path, num_steps=9)
-    status.update(step=0, checkpoint_step=0, resumed_from=0)
+    resumed_at(tmp_path, 0)
     assert read_status(tmp_path).restarts == 0
 
 
@@ -98,8 +99,7 @@ def test_command_tells_living_from_dead_driver(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == DataError.exit_code
     assert "not a run's folder" in capsys.readouterr().err
     lease = Lease.take(tmp_path)
-    status = StatusFile(tmp_path, num_steps=9)
-    status.update(step=2, checkpoint_step=2, resumed_from=2)
+    status = resumed_at(tmp_path, 2)
     status.update(phase="rollout")
     assert main(["status", str(tmp_path)]) == 0
     assert "rollout" in capsys.readouterr().out

@@ -101,25 +101,20 @@ print(time.monotonic() - start)
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "expected_s", "takes_s", "reserved_s", "outcome", "at_s"),
+    ("times", "outcome", "at_s"),
     [
-        (0, 60, 0.1, 60, "finished began", 0.1),
-        (30, 0.1, 0.1, 5, "finished interrupted", 0.1),
-        (30, 60, 60, 5, "interrupted", 0.0),
-        (30, 10, 60, 25, "interrupted", 0.0),
-        (1.2, 0.0, 60, 0.9, "interrupted", 0.3),
+        ((0, 60, 0.1, 60), "finished began", 0.1),
+        ((30, 0.1, 0.1, 5), "finished interrupted", 0.1),
+        ((30, 60, 60, 5), "interrupted", 0.0),
+        ((30, 10, 60, 25), "interrupted", 0.0),
+        ((1.2, 0.0, 60, 0.9), "interrupted", 0.3),
     ],
     ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
 )
-def test_block_that_outlasts_the_grace_is_interrupted(
-    grace_s, expected_s, takes_s, reserved_s, outcome, at_s
-):
-    """Catches a scheduler's SIGKILL in the middle of an update that could not have ended, and an
-    update that is given up although there was time for it."""
-    numbers = map(str, (grace_s, expected_s, takes_s, reserved_s))
-    result = subprocess.run(
-        [sys.executable, "-c", GRACE, *numbers], capture_output=True, text=True, timeout=50
-    )
+def test_block_that_outlasts_the_grace_is_interrupted(times, outcome, at_s):
+    """Otherwise a scheduler's SIGKILL hits the middle of an update."""
+    command = [sys.executable, "-c", GRACE, *map(str, times)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50)
     *words, seconds = result.stdout.split()
     assert " ".join(words) == outcome, result.stderr
     assert at_s <= float(seconds) < at_s + 5

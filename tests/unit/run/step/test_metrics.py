@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from megadapo.config import from_dict
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
-from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import UpdateResult
 from tests.support.rollout.saved_groups import saved_group
+from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
 SAMPLED = SampledBatch(
@@ -66,20 +64,12 @@ SAMPLED = SampledBatch(
     ),
     saved=(),
 )
-CONFIG = from_dict(
-    {
-        "run": {"folder": "somewhere", "num_steps": 50},
-        "model": {"path": "somewhere"},
-        "data": {"train": "arithmetic:train:64"},
-        "rollout": {"max_response_tokens": 100},
-        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 2},
-        "algorithm": {
-            "overlong_buffer": 40,
-            "overlong_factor": 0.5,
-            "responses_per_mini_batch": 4,
-        },
-    }
-)
+SIZES = {
+    "rollout": {"max_response_tokens": 100},
+    "sampling": {"prompts_per_step": 8, "responses_per_prompt": 2},
+    "algorithm": {"overlong_buffer": 40, "overlong_factor": 0.5, "responses_per_mini_batch": 4},
+}
+CONFIG = config_of(changes=SIZES)
 OWN = [metric_name(phrase) for phrase in CONFIG.observe.reflection_phrases]
 ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
@@ -108,13 +98,8 @@ def test_reward_parts_have_metrics(tmp_path):
 
 def test_tool_metrics_need_a_tool():
     """0 calls are a number, and what was not generated but read has none."""
-    tools, branching = ToolsConfig(tool="mark"), BranchingConfig(initial_rollouts=2)
-    on = CONFIG.model_copy(
-        update={
-            "rollout": CONFIG.rollout.model_copy(update={"tools": tools}),
-            "sampling": CONFIG.sampling.model_copy(update={"branching": branching}),
-        }
-    )
+    tools = {"rollout.tools.tool": "mark", "sampling.branching.initial_rollouts": 1}
+    on = config_of(changes={**SIZES, **tools})
     names = ("calls_per_response", "token_share", "branches_per_group", "entropy_rise")
 
     def found(config, **values):

@@ -11,7 +11,6 @@ import pytest
 from megadapo.algorithm.advantages import advantages, group_advantages
 from megadapo.algorithm.groups import Steps
 from megadapo.algorithm.shaping import overlong_penalty
-from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import Group
 from megadapo.data.group_codec import encode_group
@@ -21,21 +20,16 @@ from megadapo.run.step.rollouts import saved_groups
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
-from tests.support.rollout.scripted_engines import (
-    ScriptedEngines,
-)
+from tests.support.rollout.scripted_engines import ScriptedEngines
+from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
-CONFIG: RunConfig = from_dict(
-    {
-        "run": {"folder": "somewhere", "num_steps": 50},
-        "model": {"path": "somewhere"},
-        "data": {"train": "arithmetic:train:64"},
-        "rollout": {"max_response_tokens": MAX_TOKENS},
-        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3},
-        "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 24},
-    }
-)
+SIZES = {
+    "rollout": {"max_response_tokens": MAX_TOKENS},
+    "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3},
+    "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 24},
+}
+CONFIG = config_of(changes=SIZES)
 
 
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
@@ -57,6 +51,11 @@ def marks(group: Group, index: int) -> np.ndarray:
     """Return log-probs that identify a response, one per token."""
     size = group.lengths[index]
     return (100 * group.prompt_index + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
+
+
+def saved_of(sampled, batch, values, update, tokenizer, config=CONFIG):
+    parts = (sampled, batch.recorded, values, update, config, tokenizer, later_verdicts)
+    return list(saved_groups(9, *parts))
 
 
 def with_steps(group: Group, steps: Sequence[Steps]) -> Group:
@@ -82,19 +81,13 @@ def test_responses_are_saved_with_their_own_results(tmp_path, tokenizer, saved):
     batch, values = make_batch(sampled, CONFIG)
     path = rollouts_path(tmp_path, 9)
     update = trained(sampled, batch)
-    saved = saved_groups(
-        9, sampled, batch.recorded, values, update, CONFIG, tokenizer, later_verdicts
-    )
-    write_rollouts(path, saved)
+    write_rollouts(path, saved_of(sampled, batch, values, update, tokenizer))
     found = list(read_rollouts(path))
     assert [g.prompt_index for g in found] == [s.group.prompt_index for s in sampled.saved]
     assert saved != "all" or {g.disposition for g in found} >= {"trained", "to_reserve"}
     for group, entry in zip(found, sampled.saved, strict=True):
-        assert (group.step, group.disposition, group.from_reserve) == (
-            9,
-            entry.disposition,
-            entry.from_reserve,
-        )
+        facts = (9, entry.disposition, entry.from_reserve)
+        assert (group.step, group.disposition, group.from_reserve) == facts
         # repr hides float32's last bits, the encoding of a checkpoint does not
         without = replace(group.group, scores=entry.group.scores)
         assert encode_group(without) == encode_group(entry.group)
@@ -127,20 +120,12 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
     known = {group.prompt_index: group for group in groups}
     saved = tuple(replace(s, group=known.get(s.group.prompt_index, s.group)) for s in sampled.saved)
     sampled = replace(sampled, groups=groups, saved=saved)
-    config = from_dict(
-        {
-            **to_dict(CONFIG),
-            "algorithm": {**to_dict(CONFIG)["algorithm"], "advantage": "grpo-process"},
-            "reward": {"functions": ["arithmetic_steps"]},
-        }
-    )
+    process = {"algorithm.advantage": "grpo-process", "reward.functions": ["arithmetic_steps"]}
+    config = config_of(changes={**SIZES, **process})
     batch, values = make_batch(sampled, config)
     path = rollouts_path(tmp_path, 9)
     update = trained(sampled, batch)
-    entries = saved_groups(
-        9, sampled, batch.recorded, values, update, config, tokenizer, later_verdicts
-    )
-    write_rollouts(path, entries)
+    write_rollouts(path, saved_of(sampled, batch, values, update, tokenizer, config))
     found = [group for group in read_rollouts(path) if group.disposition == "trained"]
     responses = [response for group in found for response in group.responses]
     expected = {group.prompt_index: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
@@ -160,14 +145,11 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
 def test_trainer_advantages_take_precedence(tokenizer):
     """With gae only the trainer knows advantages."""
     sampled = sample("all")
-    gae = {**to_dict(CONFIG)["algorithm"], "advantage": "gae"}
-    config = from_dict({**to_dict(CONFIG), "algorithm": gae})
+    config = config_of(changes={**SIZES, "algorithm.advantage": "gae"})
     batch, values = make_batch(sampled, config)
     made = trained(sampled, batch, makes_advantages=True)
     for update in (made, None):
-        saved = saved_groups(
-            9, sampled, batch.recorded, values, update, config, tokenizer, later_verdicts
-        )
+        saved = saved_of(sampled, batch, values, update, tokenizer, config)
         for group, entry in zip(saved, sampled.saved, strict=True):
             for i, response in enumerate(group.responses):
                 if update is None or entry.disposition != "trained":
@@ -183,8 +165,7 @@ def test_no_sequences_without_saved_groups(tokenizer):
     sampled = sample(0)
     batch, values = make_batch(sampled, CONFIG)
     assert batch.recorded == []
-    saved = saved_groups(1, sampled, [], values, UPDATE, CONFIG, tokenizer, later_verdicts)
-    assert list(saved) == []
+    assert saved_of(sampled, batch, values, UPDATE, tokenizer) == []
 
 
 def test_all_sequences_are_saved_in_order():
@@ -197,9 +178,7 @@ def test_rule_verdict_is_saved_if_another_scorer_decides(tokenizer):
     sampled = sample("all")
     batch, values = make_batch(sampled, CONFIG)
     update = trained(sampled, batch)
-    saved = saved_groups(
-        9, sampled, batch.recorded, values, update, CONFIG, tokenizer, later_verdicts
-    )
+    saved = saved_of(sampled, batch, values, update, tokenizer)
     responses = [response for group in saved for response in group.responses]
     # the scorer of this test looks at numbers alone, and no response has an answer for the rule
     assert any(response.score.correct for response in responses)
