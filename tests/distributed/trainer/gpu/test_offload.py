@@ -118,7 +118,6 @@ def sent(rank: TrainerRank) -> list[int]:
         for number in range(pack(plan, size).num_rounds)
         for one in sender.fill(number, with_checksums=True)
     ]
-    sender.close()
     return sums
 
 
