@@ -20,7 +20,7 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch, trained_tokens, version_gaps
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
-from megadapo.trainer.batch.off_policy import OldPolicy, old_policy
+from megadapo.trainer.batch.off_policy import old_policy
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
     load_checkpoint,
@@ -136,19 +136,19 @@ class TrainerRank(TrainedModel):
         gaps = version_gaps(batch, version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         split = self.splitter.split(batch, predicted=predicted, policy_version=version)
-        old, seconds = self._old_policies(split)
+        split, seconds = self._with_old_policy(split)
         probed = probe_shape(
-            split, old, self.splitter, request, predicted=predicted, score=self.logprobs_of
+            split, self.splitter, request, predicted=predicted, score=self.logprobs_of
         )
         if self.reference is not None:
-            old = self.reference.add_logprobs(batch, predicted, split, old, kl_reward_coef=kl_coef)
+            split = self.reference.add_logprobs(batch, predicted, split, kl_reward_coef=kl_coef)
         critic = None
         if self.critic is not None:
-            critic = CriticStep(self.critic, split, old, request.step, kl_coef=kl_coef)
-            old = critic.old
+            critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)
+            split = critic.split
         search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
         sums, grad_norms = self._apply_updates(
-            request, split, old, probed=probed, critic=critic, search=search, recorder=recorder
+            request, split, probed=probed, critic=critic, search=search, recorder=recorder
         )
         metrics = summarize(
             sums,
@@ -169,9 +169,9 @@ class TrainerRank(TrainedModel):
             recorded=recorder.tokens() if batch.recorded and self.has_results else None,
         )
 
-    def _old_policies(self, split: Sequence[MiniBatch]) -> tuple[list[list[OldPolicy]], float]:
-        """Return the old policies of each update, and the time of the passes for log-probs."""
-        old, seconds = [], 0.0
+    def _with_old_policy(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
+        """Return the mini-batches with their old policy, and the time of the passes for it."""
+        found, seconds = [], 0.0
         with self.experts.counted():
             for mini_batch in split:
                 start = time.perf_counter()
@@ -180,10 +180,9 @@ class TrainerRank(TrainedModel):
                     torch.cuda.current_stream().synchronize()
                 seconds += time.perf_counter() - start
                 pairs = zip(mini_batch, logprobs, strict=False)
-                old.append(
-                    [old_policy(*pair, self.settings.algorithm.importance) for pair in pairs]
-                )
-        return old, seconds
+                computed = [old_policy(*pair, self.settings.algorithm.importance) for pair in pairs]
+                found.append(mini_batch.with_policy(computed))
+        return found, seconds
 
     def bound_search(self) -> BoundSearch:
         """Return the search for a step's clip bounds, which keeps them if they are fixed."""
@@ -198,7 +197,6 @@ class TrainerRank(TrainedModel):
         self,
         request: UpdateRequest,
         split: Sequence[MiniBatch],
-        old: Sequence[list[OldPolicy]],
         *,
         probed: MiniBatchSums,
         critic: CriticStep | None,
@@ -216,15 +214,13 @@ class TrainerRank(TrainedModel):
         lengths = np.diff(request.batch.cu_seqlens)
         reduced, grad_norms = [], []
         self.offload.load(*BETWEEN_UPDATES)
-        for number, (mini_batch, policies) in enumerate(zip(split, old, strict=True)):
+        for number, mini_batch in enumerate(split):
             self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
-            objective = search.objective(self.head.objective, mini_batch, policies)
+            objective = search.objective(self.head.objective, mini_batch)
             head = replace(self.head, objective=objective)
-            sums, logprobs = compute_gradients(
-                self.chunks, head, mini_batch, policies, pretraining[number]
-            )
-            search.observe(mini_batch, policies, logprobs)
-            recorder.add_update(mini_batch, policies, logprobs)
+            sums, logprobs = compute_gradients(self.chunks, head, mini_batch, pretraining[number])
+            search.observe(mini_batch, logprobs)
+            recorder.add_update(mini_batch, logprobs)
             if number == 0:
                 sums = MiniBatchSums.merged([sums, probed])
             sums = sums.reduced(contributes=self.has_results, device=self.device)

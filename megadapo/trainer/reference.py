@@ -27,7 +27,7 @@ from megadapo.algorithm.reference import kl_estimates
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
+from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
@@ -88,31 +88,29 @@ class ReferencePolicy:
         self,
         batch: PackedBatch,
         trained: np.ndarray,
-        split: Sequence[Sequence[MicroBatch]],
-        old: Sequence[Sequence[OldPolicy]],
+        split: Sequence[MiniBatch],
         *,
         kl_reward_coef: float,
-    ) -> list[list[OldPolicy]]:
-        """Return `old` with the reference's log-probs, from the same micro-batches; collective.
+    ) -> list[MiniBatch]:
+        """Return the mini-batches with the reference's log-probs; collective.
 
         If rewards include the KL divergence, it also has the advantages that follow. The critic
         makes its own.
 
         Args:
             trained: [tokens of the batch] bool, tokens that have a KL divergence.
-            split: the rank's micro-batches of each mini-batch.
-            old: old policy of each; empty except on the last pipeline stage.
+            split: the rank's part of each mini-batch, with its old policy.
         """
         with self.in_place():
             logprobs_ref = [self._score(mini_batch) for mini_batch in split]
         objective = self.settings.algorithm.objective
-        policies = [
-            with_reference(*parts, objective)
-            for parts in zip(split, old, logprobs_ref, strict=True)
+        found = [
+            mini_batch.with_policy(with_reference(mini_batch, values, objective))
+            for mini_batch, values in zip(split, logprobs_ref, strict=True)
         ]
         if objective.kl_in == "loss" or self.settings.critic is not None:
-            return policies
-        return self._with_kl_in_reward(batch, trained, split, policies, kl_reward_coef)
+            return found
+        return self._with_kl_in_reward(batch, trained, found, kl_reward_coef)
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -189,11 +187,10 @@ class ReferencePolicy:
         self,
         batch: PackedBatch,
         trained: np.ndarray,
-        split: Sequence[Sequence[MicroBatch]],
-        old: Sequence[Sequence[OldPolicy]],
+        split: Sequence[MiniBatch],
         kl_coef: float,
-    ) -> list[list[OldPolicy]]:
-        """Return `old` with advantages of rewards minus the KL divergence; collective.
+    ) -> list[MiniBatch]:
+        """Return mini-batches with advantages of rewards minus the KL divergence; collective.
 
         Every rank gets the KL divergence of every token and computes the same advantages.
         """
@@ -201,7 +198,7 @@ class ReferencePolicy:
         advantages = np.zeros(len(batch.tokens))
         advantages[trained] = advantages_with_kl(
             batch.rewards,
-            self._kl_of_all_tokens(batch, split, old)[trained],
+            self._kl_of_all_tokens(batch, split)[trained],
             num_tokens,
             batch.group_sizes,
             kl_coef=kl_coef,
@@ -209,51 +206,45 @@ class ReferencePolicy:
             normalize_by_std=self.settings.algorithm.normalize_by_std,
         )
         return [
-            [
-                replace(policy, advantages=micro_batch.at_rows(advantages[micro_batch.source]))
-                for micro_batch, policy in zip(micro_batches, policies, strict=False)
-            ]
-            for micro_batches, policies in zip(split, old, strict=True)
+            mini_batch.with_policy(
+                [
+                    micro_batch.with_advantages(advantages[micro_batch.source])
+                    for micro_batch in mini_batch
+                ]
+            )
+            for mini_batch in split
         ]
 
-    def _kl_of_all_tokens(
-        self,
-        batch: PackedBatch,
-        split: Sequence[Sequence[MicroBatch]],
-        old: Sequence[Sequence[OldPolicy]],
-    ) -> np.ndarray:
+    def _kl_of_all_tokens(self, batch: PackedBatch, split: Sequence[MiniBatch]) -> np.ndarray:
         """Return [tokens of the batch] float64, 0 for tokens without a KL divergence."""
         kl = torch.zeros(len(batch.tokens), dtype=torch.float64)
         if has_results():
-            for micro_batches, policies in zip(split, old, strict=True):
-                for micro_batch, policy in zip(micro_batches, policies, strict=True):
-                    assert policy.kl is not None, "with_reference sets it"
-                    kl[torch.from_numpy(micro_batch.source)] = policy.kl.cpu()
+            for micro_batch in (one for mini_batch in split for one in mini_batch):
+                assert micro_batch.kl is not None, "with_reference sets it"
+                kl[torch.from_numpy(micro_batch.source)] = micro_batch.kl.cpu()
         kl = kl.to(next(iter(self._parameters.values())).device)
         torch.distributed.all_reduce(kl)
         return kl.cpu().numpy()
 
 
 def with_reference(
-    micro_batches: Sequence[MicroBatch],
-    old: Sequence[OldPolicy],
-    logprobs_ref: Sequence[Tensor],
-    objective: PolicyObjective,
-) -> list[OldPolicy]:
-    """Return a mini-batch's old policies with the KL divergence to the reference.
+    micro_batches: Sequence[MicroBatch], logprobs_ref: Sequence[Tensor], objective: PolicyObjective
+) -> list[MicroBatch]:
+    """Return a mini-batch's micro-batches with the KL divergence to the reference.
 
     Args:
-        old: old policy of each micro-batch; empty except on the last pipeline stage.
-        logprobs_ref: [T] of each, from the same shapes as the old ones; empty where `old` is.
+        logprobs_ref: [T] of each, from the same shapes as the old ones; empty, like the result,
+            except on the last pipeline stage.
     """
     found = []
-    for micro_batch, policy, values in zip(micro_batches, old, logprobs_ref, strict=False):
-        rows = micro_batch.rows
-        gap = (values[rows] - policy.proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    for micro_batch, values in zip(micro_batches, logprobs_ref, strict=False):
+        rows, proximal = micro_batch.rows, micro_batch.proximal
+        assert proximal is not None, "computed before"
+        gap = (values[rows] - proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         # the old policy's ratio to itself is 1
         kl = kl_estimates(gap, torch.ones_like(gap), objective.kl_value)
         in_loss = objective.kl_loss_coef != 0.0
-        found.append(replace(policy, kl=kl, logprobs_ref=values if in_loss else None))
+        found.append(replace(micro_batch, kl=kl, logprobs_ref=values if in_loss else None))
     return found
 
 

@@ -25,11 +25,12 @@ class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
 
     Entry t of a [T] tensor belongs to hidden state t and describes the next token, which may be on
-    another context-parallel rank. Entries outside of `rows` are not used.
+    another context-parallel rank. Entries outside of `rows` are not used. The old policy, from
+    `proximal` on, is known before the step's first update, on the last pipeline stage only.
     """
 
     tokens: Tensor  # [1, T] int64
-    is_padding: Tensor  # [T] bool, tokens of no sequence
+    is_uncounted: Tensor  # [T] bool, tokens that routers do not balance, such as padding
     packed: PackedSequences
     members: np.ndarray  # [S] int64, indices of the sequences in the batch
     lengths: np.ndarray  # [S] int64, their tokens
@@ -53,6 +54,22 @@ class MicroBatch:
     """Whether a predicted token on any context-parallel rank was sampled from other weights."""
     experts: Tensor | None = None  # [T, layers, K], with router replay
     """Experts of each token. A token that the engine never read takes those of the token before."""
+    has_computed_advantages: bool = False
+    """Whether the trainer computed the advantages; the batch's are finite, and these may be NaN."""
+    proximal: Tensor | None = None
+    """The trainer's log-probs [T] fp32 before the step's first update."""
+    logprobs_old: Tensor | None = None
+    """Log-probs [T] in the ratio's denominator: `proximal`, or the engine's for stale tokens."""
+    importance_weights: Tensor | None = None
+    """Weights [T] fp32, 1 for other tokens; None if no token is weighted."""
+    num_weighted: int = 0
+    num_outside: float = 0.0
+    """Number of weighted tokens whose ratio is out of bounds."""
+    logprobs_ref: Tensor | None = None
+    """Reference log-probs [T] fp32 for the loss; None if the loss has no KL divergence."""
+    kl: Tensor | None = None
+    """Estimated KL divergence [R] float64 of each predicted token before the step's first update;
+    None without a reference."""
 
     @property
     def sequences(self) -> np.ndarray:
@@ -66,11 +83,30 @@ class MicroBatch:
         spread[self.rows] = torch.from_numpy(values).to(spread)
         return spread
 
+    def with_advantages(self, values: np.ndarray) -> MicroBatch:
+        """Return a copy with computed advantages [R] of the predicted tokens."""
+        return replace(self, advantages=self.at_rows(values), has_computed_advantages=True)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on the device; itself if they are there."""
         if self.tokens.device == device:
             return self
         return replace(self, packed=self.packed.to(device), **tensors_on(self, device))
+
+
+POLICY_FIELDS = (
+    "advantages",
+    "has_computed_advantages",
+    "proximal",
+    "logprobs_old",
+    "importance_weights",
+    "num_weighted",
+    "num_outside",
+    "logprobs_ref",
+    "kl",
+)
+"""Fields of a micro-batch that the trainer computes for the step; their tensors stay on the device
+while the others wait in main memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +149,7 @@ class MicroBatchBuilder:
         is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
         return MicroBatch(
             tokens=_spread(batch.tokens[source[here]], row_of[here], num_rows)[None, :],
-            is_padding=~_spread(np.ones(len(here), dtype=np.bool_), row_of[here], num_rows),
+            is_uncounted=~_spread(np.ones(len(here), dtype=np.bool_), row_of[here], num_rows),
             packed=pack_sequences(padded, self.inverse_frequencies, self.part),
             members=members,
             lengths=stops - starts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import overload
 
@@ -17,7 +18,12 @@ from megatron.core import parallel_state as mpu
 
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import ModelDescription
-from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, response_tokens
+from megadapo.trainer.batch.micro_batch import (
+    POLICY_FIELDS,
+    MicroBatch,
+    MicroBatchBuilder,
+    response_tokens,
+)
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import rotary_of_own_layers
 from megadapo.trainer.model.parallel import context_part
@@ -50,6 +56,19 @@ class MiniBatch(Sequence[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (micro_batch.to(self._device) for micro_batch in self._waiting)
+
+    def with_policy(self, computed: Sequence[MicroBatch]) -> MiniBatch:
+        """Return the mini-batch with POLICY_FIELDS of its micro-batches as they are in `computed`.
+
+        It is returned unchanged if nothing was computed, as on most pipeline stages.
+        """
+        if not computed:
+            return self
+        waiting = [
+            replace(old, **{name: getattr(new, name) for name in POLICY_FIELDS})
+            for old, new in zip(self._waiting, computed, strict=True)
+        ]
+        return MiniBatch(waiting, self._device)
 
     @property
     def num_tokens(self) -> int:

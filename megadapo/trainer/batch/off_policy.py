@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,32 +17,10 @@ from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.model.parallel import add_up_over_context
 
 
-@dataclass(frozen=True, kw_only=True)
-class OldPolicy:
-    """Old policy of one micro-batch; [T] tensors are fp32 and valid at its rows only."""
-
-    proximal: Tensor
-    """The trainer's log-probs [T] before the step's first update."""
-    logprobs: Tensor
-    """Log-probs [T] in the ratio's denominator: `proximal`, or the engine's for stale tokens."""
-    importance_weights: Tensor | None = None
-    """Weights [T], 1 for other tokens; None if no token is weighted."""
-    logprobs_ref: Tensor | None = None
-    """Reference log-probs [T] for the loss; None if the loss has no KL divergence."""
-    kl: Tensor | None = None
-    """Estimated KL divergence [R] float64 of each predicted token before the step's first update;
-    None without a reference."""
-    advantages: Tensor | None = None
-    """Advantages [T] that replace the batch's; None if the batch's are used."""
-    num_weighted: int = 0
-    num_outside: float = 0.0
-    """Number of weighted tokens whose ratio is out of bounds."""
-
-
 def old_policy(
     micro_batch: MicroBatch, proximal: Tensor, importance: ImportanceConfig
-) -> OldPolicy:
-    """Return the old policy of one micro-batch, given the trainer's log-probs [T].
+) -> MicroBatch:
+    """Return the micro-batch with its old policy, given the trainer's log-probs [T].
 
     It is collective over context-parallel ranks, each of which has some tokens of every sequence.
     Without stale tokens, and if only they are weighted, it is just these log-probs.
@@ -53,7 +31,7 @@ def old_policy(
         logprobs[micro_batch.rows[stale]] = micro_batch.logprobs_rollout[stale]
     weighted = _weighted_tokens(micro_batch, importance)
     if weighted is None:
-        return OldPolicy(proximal=proximal, logprobs=logprobs)
+        return replace(micro_batch, proximal=proximal, logprobs_old=logprobs)
     rows = micro_batch.rows[weighted]
     ratios = importance_ratios(
         proximal[rows],
@@ -65,9 +43,10 @@ def old_policy(
     )
     weights = torch.ones_like(proximal)
     weights[rows] = bounded_weights(ratios, importance)
-    return OldPolicy(
+    return replace(
+        micro_batch,
         proximal=proximal,
-        logprobs=logprobs,
+        logprobs_old=logprobs,
         importance_weights=weights,
         num_weighted=len(weighted),
         num_outside=is_outside(ratios, importance).sum().item(),

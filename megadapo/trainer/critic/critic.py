@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,7 +23,6 @@ from megadapo.trainer.critic.value_model import (
     ValueHead,
     ValueLoss,
     ValueTargets,
-    ValueTask,
     WithValueHead,
 )
 from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
@@ -75,9 +76,9 @@ class Critic(TrainedModel):
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return values [T] of each micro-batch on the last pipeline stage, else an empty list."""
-        tasks = [ValueTask(micro_batch=part, targets=None) for part in micro_batches]
+        work = [(micro_batch, self.head.values) for micro_batch in micro_batches]
         with torch.no_grad(), record_function("megadapo::values"):
-            return run_schedule(self.chunks, self.head, tasks, forward_only=True)
+            return run_schedule(self.chunks, work, forward_only=True)
 
     @record_function("megadapo::value_gradients")
     def gradients(
@@ -88,14 +89,11 @@ class Critic(TrainedModel):
         Args:
             targets: of each micro-batch; empty except on the last pipeline stage.
         """
-        wanted: Sequence[ValueTargets | None] = targets or [None] * len(micro_batches)
-        tasks = [
-            ValueTask(micro_batch=micro_batch, targets=own)
-            for micro_batch, own in zip(micro_batches, wanted, strict=True)
-        ]
+        heads: list[Callable[..., Any]] = [partial(self.head, targets=own) for own in targets]
+        work = list(zip(micro_batches, heads or [self.head] * len(micro_batches), strict=True))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        outputs = run_schedule(self.chunks, self.head, tasks, forward_only=False)
+        outputs = run_schedule(self.chunks, work, forward_only=False)
         sums = CriticSums()
         for output, own in zip(outputs, targets, strict=True):
             sums.add(own.values_old, own.returns)

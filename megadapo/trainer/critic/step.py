@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
+from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic.critic import Critic, CriticSums, summarize_critic
 from megadapo.trainer.critic.value_model import ValueTargets
 from megadapo.trainer.model.parallel import add_up_over_context, has_results
@@ -30,8 +29,7 @@ class CriticStep:
     def __init__(
         self,
         critic: Critic,
-        split: Sequence[Sequence[MicroBatch]],
-        old: Sequence[Sequence[OldPolicy]],
+        split: Sequence[MiniBatch],
         step: int,
         *,
         kl_coef: float,
@@ -39,38 +37,32 @@ class CriticStep:
         """Compute values of all of the step's tokens, before any update.
 
         Args:
-            split: this rank's micro-batches of each update.
-            old: old policy of each, with the KL divergence that rewards include; empty except on
-                the last pipeline stage.
+            split: this rank's part of each mini-batch, with the KL divergence that rewards include.
         """
-        self._critic, self._split, self._kl_coef = critic, split, kl_coef
+        self._critic, self._kl_coef = critic, kl_coef
         self._lr = critic.optimizer_config.lr_at(step)
         self._reduced: list[CriticSums] = []
         self._grad_norms: list[float] = []
         self.targets: list[list[ValueTargets]] = []
         """[update][micro-batch] -> targets; empty lists except on the last pipeline stage."""
         raw: list[list[np.ndarray]] = []
-        for micro_batches, policies in zip(split, old, strict=True):
+        for mini_batch in split:
             # empty except on the last stage
-            values = critic.values(micro_batches)
-            triples = list(zip(micro_batches, policies, values, strict=False))
-            raw.append([self._raw_advantages(*triple) for triple in triples])
+            pairs = list(zip(mini_batch, critic.values(mini_batch), strict=False))
+            raw.append([self._raw_advantages(*pair) for pair in pairs])
             self.targets.append(
                 [
                     _targets(values[micro_batch.rows], advantages)
-                    for (micro_batch, _, values), advantages in zip(triples, raw[-1], strict=True)
+                    for (micro_batch, values), advantages in zip(pairs, raw[-1], strict=True)
                 ]
             )
-        self.old = [
-            [replace(policy, advantages=own) for policy, own in zip(*pair, strict=True)]
-            for pair in zip(old, self._whitened(raw), strict=True)
-        ]
-        """[update][micro-batch] -> `old` with [T] advantages, whitened over the step's tokens."""
+        self.split = self._with_whitened(split, raw)
+        """The mini-batches with advantages that are whitened over the step's tokens."""
 
     def update(self, number: int) -> None:
         """Train on the micro-batches of the step's update `number`, counted from 0."""
         critic = self._critic
-        sums = critic.gradients(self._split[number], self.targets[number])
+        sums = critic.gradients(self.split[number], self.targets[number])
         sums = sums.reduced(contributes=has_results(), device=critic.device)
         self._reduced.append(sums)
         grad_norm = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
@@ -82,15 +74,13 @@ class CriticStep:
         gather_weights_now(self._critic.chunks)
         return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
 
-    def _raw_advantages(
-        self, micro_batch: MicroBatch, policy: OldPolicy, values: Tensor
-    ) -> np.ndarray:
+    def _raw_advantages(self, micro_batch: MicroBatch, values: Tensor) -> np.ndarray:
         """Return [R] float64 of the predicted tokens; each token's reward includes its own KL."""
         rows, sequences = micro_batch.rows, micro_batch.whole_sequences
         known = [micro_batch.advantages[rows], values[rows]]
         if self._kl_coef != 0.0:
-            assert policy.kl is not None, "the reference comes first"
-            known.append(policy.kl)
+            assert micro_batch.kl is not None, "the reference comes first"
+            known.append(micro_batch.kl)
         scores, of_states, *kl = _of_whole_sequences(micro_batch, known)
         rewards = terminal_rewards(scores, sequences)
         for divergence in kl:
@@ -105,17 +95,21 @@ class CriticStep:
         own: np.ndarray = advantages[micro_batch.own]
         return own
 
-    def _whitened(self, raw: list[list[np.ndarray]]) -> list[list[Tensor]]:
+    def _with_whitened(
+        self, split: Sequence[MiniBatch], raw: list[list[np.ndarray]]
+    ) -> list[MiniBatch]:
         flat = [values for parts in raw for values in parts]
         whitened = iter(
             whitened_over_ranks(flat, contributes=has_results(), device=self._critic.device)
         )
         return [
-            [
-                micro_batch.at_rows(next(whitened))
-                for micro_batch, _ in zip(micro_batches, parts, strict=False)
-            ]
-            for micro_batches, parts in zip(self._split, raw, strict=True)
+            mini_batch.with_policy(
+                [
+                    micro_batch.with_advantages(next(whitened))
+                    for micro_batch, _ in zip(mini_batch, parts, strict=False)
+                ]
+            )
+            for mini_batch, parts in zip(split, raw, strict=True)
         ]
 
 

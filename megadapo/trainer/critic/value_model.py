@@ -70,15 +70,6 @@ class ValueTargets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueTask:
-    """Work of the critic on one micro-batch."""
-
-    micro_batch: MicroBatch
-    targets: ValueTargets | None
-    """Targets of the loss; None asks for values instead."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValueOutput:
     """Loss of one micro-batch."""
 
@@ -95,15 +86,25 @@ class ValueLoss:
     value_clip: float | None
 
     def __call__(
-        self, *, hidden_states: Tensor, output_layer: ValueHead, context: ValueTask, **unused: Any
-    ) -> ValueOutput | Tensor:
-        """Return the loss, or [T] values if there are no targets; entry t as in `MicroBatch`."""
-        values: Tensor = output_layer(hidden_states.squeeze(1))
-        targets, rows = context.targets, context.micro_batch.rows
-        if targets is None:
-            return values
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: ValueHead,
+        context: MicroBatch,
+        targets: ValueTargets,
+        **unused: Any,
+    ) -> ValueOutput:
+        """Return the loss."""
+        values = self.values(hidden_states=hidden_states, output_layer=output_layer)
+        rows = context.rows
         losses, is_clipped = value_losses(
             values[rows], targets.values_old, targets.returns, value_clip=self.value_clip
         )
-        loss = (context.micro_batch.loss_weights[rows] * losses).sum()
+        loss = (context.loss_weights[rows] * losses).sum()
         return ValueOutput(loss=loss, clipped=is_clipped.sum())
+
+    @staticmethod
+    def values(*, hidden_states: Tensor, output_layer: ValueHead, **unused: Any) -> Tensor:
+        """Return [T] values, entry t as in `MicroBatch`; an `output_processor` like the loss."""
+        values: Tensor = output_layer(hidden_states.squeeze(1))
+        return values

@@ -83,7 +83,7 @@ class ReplayedChoice:
 
 
 def replay_choices(chunk: GPTModel) -> None:
-    """Let the chunk's routers use the `experts` of each forward pass's task."""
+    """Let the chunk's routers use the `experts` of each forward pass's micro-batch."""
     choices: dict[int, ReplayedChoice] = {}
     for module in chunk.modules():
         if isinstance(module, TopKRouter):

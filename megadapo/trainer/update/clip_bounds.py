@@ -16,7 +16,6 @@ from megadapo.algorithm.bapo import (
 )
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
 
 
 class BoundSearch:
@@ -43,65 +42,54 @@ class BoundSearch:
         """Bounds of the updates so far."""
 
     def objective(
-        self,
-        objective: PolicyObjective,
-        micro_batches: Sequence[MicroBatch],
-        old: Sequence[OldPolicy],
+        self, objective: PolicyObjective, micro_batches: Sequence[MicroBatch]
     ) -> PolicyObjective:
         """Return the objective of the next update with its bounds; collective with gate "bapo"."""
         if objective.gate != "bapo":
             return objective
         if self._config.scope == "minibatch":
             # before the first update, the current log-probs are the old ones
-            current = (
-                self._score(micro_batches) if self.found else [policy.proximal for policy in old]
-            )
-            self._sums = self._own_sums(micro_batches, old, current)
+            current = self._score(micro_batches) if self.found else None
+            self._sums = self._own_sums(micro_batches, current)
         total = self._sums.clone()
         torch.distributed.all_reduce(total)
         bounds = search_bounds(total.cpu().numpy(), self._config)
         self.found.append(bounds)
         return bounds.put_into(objective)
 
-    def observe(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        old: Sequence[OldPolicy],
-        logprobs: Sequence[Tensor],
-    ) -> None:
+    def observe(self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
         """Keep the sums of this update for the next one's bounds, with lagged bounds."""
         if self.found and self._config.scope == "lagged":
-            self._sums = self._own_sums(micro_batches, old, logprobs)
+            self._sums = self._own_sums(micro_batches, logprobs)
 
     def _own_sums(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        old: Sequence[OldPolicy],
-        logprobs: Sequence[Tensor],
+        self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor] | None
     ) -> Tensor:
         total = torch.zeros_like(self._sums)
         if not self._contributes:
             return total
-        for triple in zip(micro_batches, old, logprobs, strict=True):
-            total += sums_of(*triple, self._config)
+        known = [None] * len(micro_batches) if logprobs is None else logprobs
+        for micro_batch, current in zip(micro_batches, known, strict=True):
+            total += sums_of(micro_batch, current, self._config)
         return total
 
 
-def sums_of(
-    micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor, config: BapoConfig
-) -> Tensor:
+def sums_of(micro_batch: MicroBatch, logprobs: Tensor | None, config: BapoConfig) -> Tensor:
     """Return `bapo_sums` of a micro-batch's tokens, weighted by their importance weights.
 
     Tokens that the head drops do not count.
 
     Args:
-        logprobs: [T] under the current weights.
+        logprobs: [T] under the current weights; None before the first update: the proximal ones.
     """
-    known = (micro_batch.loss_weights != 0) & old.logprobs.isfinite()
-    advantages = micro_batch.advantages if old.advantages is None else old.advantages
-    if old.importance_weights is not None:
-        known = known & old.importance_weights.isfinite()
-        advantages = advantages * old.importance_weights
+    old = micro_batch.logprobs_old
+    current = micro_batch.proximal if logprobs is None else logprobs
+    assert old is not None and current is not None, "computed before the first update"
+    known = (micro_batch.loss_weights != 0) & old.isfinite()
+    advantages = micro_batch.advantages
+    if micro_batch.importance_weights is not None:
+        known = known & micro_batch.importance_weights.isfinite()
+        advantages = advantages * micro_batch.importance_weights
     rows = micro_batch.rows[known[micro_batch.rows]]
-    log_ratios = (logprobs[rows] - old.logprobs[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratios = (current[rows] - old[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bapo_sums(log_ratios.exp(), advantages[rows], config)

@@ -11,7 +11,6 @@ from torch import Tensor
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.types import RecordedTokens, UpdateRequest
 from megadapo.trainer.update.metrics import MiniBatchSums
 
@@ -39,29 +38,24 @@ class UpdateRecorder:
         self._update = self._old.copy()
         self._advantages = self._old.copy()
 
-    def add_update(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        old: Sequence[OldPolicy],
-        logprobs: Sequence[Tensor],
-    ) -> None:
+    def add_update(self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
         """Record the sequences of one update.
 
         Args:
-            old: old policy of each micro-batch; empty except on the last pipeline stage.
-            logprobs: [T] of each micro-batch, or empty likewise.
+            logprobs: [T] of each micro-batch; empty except on the last pipeline stage.
         """
         if not len(self._places):
             return
-        for micro_batch, policy, current in zip(micro_batches, old, logprobs, strict=False):
+        for micro_batch, current in zip(micro_batches, logprobs, strict=False):
             slots = np.searchsorted(self._places, micro_batch.source)
             slots = np.minimum(slots, len(self._places) - 1)
             wanted = self._places[slots] == micro_batch.source
             if not wanted.any():
                 continue
-            kept = [(self._old, policy.logprobs), (self._update, current)]
-            if policy.advantages is not None:
-                kept.append((self._advantages, policy.advantages))
+            assert micro_batch.logprobs_old is not None, "computed before the first update"
+            kept = [(self._old, micro_batch.logprobs_old), (self._update, current)]
+            if micro_batch.has_computed_advantages:
+                kept.append((self._advantages, micro_batch.advantages))
             for values, found in kept:
                 values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
 
@@ -71,7 +65,6 @@ class UpdateRecorder:
 
 def probe_shape(
     split: Sequence[MiniBatch],
-    old: Sequence[Sequence[OldPolicy]],
     splitter: MicroBatchSplitter,
     request: UpdateRequest,
     *,
@@ -84,8 +77,7 @@ def probe_shape(
     another log-prob in another micro-batch. That part of the trainer/engine gap is measured here.
 
     Args:
-        split: the rank's part of each mini-batch.
-        old: old policies of each; the weights have not changed since.
+        split: the rank's part of each mini-batch; the weights still are those of its old policy.
         predicted: [tokens of the batch] bool, tokens that the head predicts.
         score: computes log-probs [T] of micro-batches; an empty list on ranks that have none.
     """
@@ -104,7 +96,8 @@ def probe_shape(
         return sums
     original = split[0][place]
     again = torch.from_numpy(np.isin(original.source, probed.source)).to(probed.rows.device)
-    first = old[0][place].proximal[original.rows[again]]
+    assert original.proximal is not None, "computed before the first update"
+    first = original.proximal[original.rows[again]]
     second = scored[0][probed.rows]
     shape = (first - second).abs()
     sums.num_probed = len(shape)

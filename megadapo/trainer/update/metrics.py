@@ -19,8 +19,7 @@ from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
-from megadapo.trainer.model.head import HeadTask, sequence_old
+from megadapo.trainer.model.head import sequence_old
 from megadapo.trainer.types import Metrics
 
 
@@ -100,10 +99,10 @@ class MiniBatchSums(Sums):
     max_engine_difference: float = 0.0
     max_kl: float = 0.0
 
-    def add(self, task: HeadTask, output: PolicyHeadOutput, objective: PolicyObjective) -> None:
+    def add(
+        self, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
+    ) -> None:
         """Add the head's output for one micro-batch; `objective` has the searched bounds."""
-        micro_batch, old = task.micro_batch, task.old
-        assert old is not None, "a task with a loss has old log-probs"
         # the head drops tokens whose old log-probs are not finite. Dropped tokens here mean a
         # fault of the model, and its gradient cannot be trusted
         self.loss += math.nan if output.num_dropped.item() else output.loss.item()
@@ -114,18 +113,19 @@ class MiniBatchSums(Sums):
         self.clipped_high += output.clip_high_count.item()
         self.dual_clipped += output.dual_clip_count.item()
         self.token_probability += output.probability_sum.item()
-        self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, old, output))
-        self._add_old_policy(micro_batch, old)
+        self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, output))
+        self._add_old_policy(micro_batch)
         positive, size = gradient_sizes(
             output.logprobs[micro_batch.rows],
-            _policy_inputs(micro_batch, old, output.logprobs, objective),
+            _policy_inputs(micro_batch, output.logprobs, objective),
             objective,
         )
         self.positive_gradient += positive
         self.gradient += size
 
-    def _add_old_policy(self, micro_batch: MicroBatch, old: OldPolicy) -> None:
-        difference = (old.proximal[micro_batch.rows] - micro_batch.logprobs_rollout).abs()
+    def _add_old_policy(self, micro_batch: MicroBatch) -> None:
+        assert micro_batch.proximal is not None, "computed before the first update"
+        difference = (micro_batch.proximal[micro_batch.rows] - micro_batch.logprobs_rollout).abs()
         fresh = difference[micro_batch.is_current]
         if len(fresh):
             self.num_compared += len(fresh)
@@ -136,35 +136,39 @@ class MiniBatchSums(Sums):
             self.num_stale += micro_batch.num_stale
             self.logprob_drift += drift.sum(dtype=torch.float64).item()
             self.max_logprob_drift = max(self.max_logprob_drift, drift.max().item())
-        if old.kl is not None and len(old.kl):
-            self.num_with_kl += len(old.kl)
-            self.kl += old.kl.sum().item()
-            self.max_kl = max(self.max_kl, old.kl.abs().max().item())
-        self.num_weighted += old.num_weighted
-        self.num_outside += old.num_outside
+        kl = micro_batch.kl
+        if kl is not None and len(kl):
+            self.num_with_kl += len(kl)
+            self.kl += kl.sum().item()
+            self.max_kl = max(self.max_kl, kl.abs().max().item())
+        self.num_weighted += micro_batch.num_weighted
+        self.num_outside += micro_batch.num_outside
 
 
-def _ratio_error(micro_batch: MicroBatch, old: OldPolicy, output: PolicyHeadOutput) -> float:
+def _ratio_error(micro_batch: MicroBatch, output: PolicyHeadOutput) -> float:
     """Return the largest |ratio - 1| over tokens whose old log-prob the trainer computed."""
-    if old.logprobs is old.proximal:
+    old = micro_batch.logprobs_old
+    assert old is not None, "computed before the first update"
+    if old is micro_batch.proximal:
         return output.ratio_max_error.item()
     recomputed = micro_batch.rows[~micro_batch.is_stale]
     if not len(recomputed):
         return 0.0
-    change = output.logprobs[recomputed] - old.logprobs[recomputed]
+    change = output.logprobs[recomputed] - old[recomputed]
     return torch.expm1(change).abs().max().item()
 
 
 def _policy_inputs(
-    micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor, objective: PolicyObjective
+    micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
 ) -> PolicyInputs:
-    by_token = objective.ratio != "sequence"
+    old = micro_batch.logprobs_old
+    assert old is not None, "computed before the first update"
     return PolicyInputs(
-        logprobs_old=old.logprobs if by_token else sequence_old(micro_batch, old, logprobs),
-        advantages=micro_batch.advantages if old.advantages is None else old.advantages,
+        logprobs_old=sequence_old(micro_batch, logprobs) if objective.ratio == "sequence" else old,
+        advantages=micro_batch.advantages,
         loss_weights=micro_batch.loss_weights,
         logprobs_ref=None,
-        importance_weights=old.importance_weights,
+        importance_weights=micro_batch.importance_weights,
     ).map(lambda values: values[micro_batch.rows])
 
 

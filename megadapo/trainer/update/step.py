@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,16 +18,12 @@ from torch.profiler import record_function
 
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.batch.off_policy import OldPolicy
-from megadapo.trainer.model.head import HeadTask, PolicyHead
+from megadapo.trainer.model.head import LIKELIHOOD, PolicyHead
 from megadapo.trainer.update.metrics import MiniBatchSums
 
-
-class Task(Protocol):
-    """Work of a head on one micro-batch."""
-
-    @property
-    def micro_batch(self) -> MicroBatch: ...
+Work = tuple[MicroBatch, Callable[..., Any]]
+"""A micro-batch, and the `output_processor` that turns its hidden states into the result: a tensor,
+or a dataclass object with a `loss`."""
 
 
 @record_function("megadapo::logprobs")
@@ -43,11 +38,10 @@ def compute_logprobs(
 
     `replays`: whether routers use the experts in the micro-batches, if there are any.
     """
-    tasks = [
-        HeadTask(micro_batch=micro_batch, old=None, replays=replays)
-        for micro_batch in micro_batches
-    ]
-    return run_schedule(chunks, head, tasks, forward_only=True)
+    if not replays:
+        micro_batches = [replace(micro_batch, experts=None) for micro_batch in micro_batches]
+    work = [(micro_batch, head.logprobs) for micro_batch in micro_batches]
+    return run_schedule(chunks, work, forward_only=True)
 
 
 @record_function("megadapo::gradients")
@@ -55,62 +49,60 @@ def compute_gradients(
     chunks: list[DistributedDataParallel],
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
-    old: Sequence[OldPolicy],
     pretraining: Sequence[MicroBatch] = (),
 ) -> tuple[MiniBatchSums, list[Tensor]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
-        old: old policy of each micro-batch; empty except on the last pipeline stage.
+        micro_batches: on the last pipeline stage with their old policy.
         pretraining: further micro-batches, with the loss of a language model.
 
     Returns:
         This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
         on the last pipeline stage.
     """
-    policies: Sequence[OldPolicy | None] = old or [None] * len(micro_batches)
-    tasks = [
-        HeadTask(micro_batch=micro_batch, old=policy)
-        for micro_batch, policy in zip(micro_batches, policies, strict=True)
-    ]
-    for micro_batch in pretraining:
-        # this loss has no ratio: old log-probs only have to be finite
-        unread = torch.zeros_like(micro_batch.loss_weights)
-        policy = OldPolicy(proximal=unread, logprobs=unread)
-        tasks.append(HeadTask(micro_batch=micro_batch, old=policy, is_pretraining=True))
+    work: list[Work] = [(micro_batch, head) for micro_batch in micro_batches]
+    likelihood = replace(head, objective=LIKELIHOOD, temperature=1.0)
+    work += [(_for_likelihood(micro_batch), likelihood) for micro_batch in pretraining]
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    outputs = run_schedule(chunks, head, tasks, forward_only=False)
+    outputs = run_schedule(chunks, work, forward_only=False)
     sums = MiniBatchSums()
-    for task, output in zip(tasks, outputs, strict=False):
-        if task.is_pretraining:
-            logprobs = output.logprobs[task.micro_batch.rows]
+    for (micro_batch, used), output in zip(work, outputs, strict=False):
+        if used is head:
+            sums.add(micro_batch, output, head.objective)
+        else:
+            logprobs = output.logprobs[micro_batch.rows]
             sums.num_pretraining_tokens += len(logprobs)
             sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
-        else:
-            sums.add(task, output, head.objective)
     return sums, [output.logprobs for output in outputs[: len(micro_batches)]]
+
+
+def _for_likelihood(micro_batch: MicroBatch) -> MicroBatch:
+    """Return pretraining data as the policy head and routers take it."""
+    return replace(
+        micro_batch,
+        # routers do not balance it
+        is_uncounted=torch.ones_like(micro_batch.is_uncounted),
+        # the loss has no ratio: old log-probs only have to be finite
+        logprobs_old=torch.zeros_like(micro_batch.loss_weights),
+    )
 
 
 def run_schedule(
     chunks: list[DistributedDataParallel],
-    head: Callable[..., Any],
-    tasks: Sequence[Task],
+    work: Sequence[Work],
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Return the head's output for each task on the last stage; every rank has as many tasks.
-
-    Args:
-        head: the model's last step. It returns a tensor, or a dataclass object with a `loss`.
-    """
+    """Return the result for each micro-batch on the last stage; every rank has as many."""
     forward_backward = get_forward_backward_func()
     outputs: list[Any] = forward_backward(
-        forward_step_func=partial(_forward_step, head),
+        forward_step_func=_forward_step,
         # every chunk processes all micro-batches in the same order
-        data_iterator=[iter(tasks) for _ in chunks] if len(chunks) > 1 else iter(tasks),
+        data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
         model=chunks,
-        num_microbatches=len(tasks),
+        num_microbatches=len(work),
         # the true lengths travel with the activations (variable_seq_lengths)
         seq_length=1,
         micro_batch_size=1,
@@ -119,22 +111,16 @@ def run_schedule(
     return outputs
 
 
-def _forward_step(
-    head: Callable[..., Any], tasks: Iterator[Task], chunk: DistributedDataParallel
-) -> tuple[Any, Any]:
-    task = next(tasks)
-    # routers balance neither padding nor pretraining data
-    uncounted = task.micro_batch.is_padding[None, :]
-    if isinstance(task, HeadTask) and task.is_pretraining:
-        uncounted = torch.ones_like(uncounted)
+def _forward_step(work: Iterator[Work], chunk: DistributedDataParallel) -> tuple[Any, Any]:
+    micro_batch, head = next(work)
     output = chunk(
-        input_ids=task.micro_batch.tokens,
+        input_ids=micro_batch.tokens,
         position_ids=None,
         attention_mask=None,
-        packed_seq_params=task.micro_batch.packed,
-        padding_mask=uncounted if chunk.config.num_moe_experts else None,
+        packed_seq_params=micro_batch.packed,
+        padding_mask=micro_batch.is_uncounted[None, :] if chunk.config.num_moe_experts else None,
         output_processor=head,
-        output_processor_context=task,
+        output_processor_context=micro_batch,
     )
     report_progress()
     return output, _loss_and_data

@@ -49,14 +49,14 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
     critic = rank.critic
     assert critic is not None
     set_head(critic)
-    split = probes.split_of(rank, batch)
-    old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
-    step = CriticStep(critic, split, old, 1, kl_coef=0.0)
+    split = [probes.with_old_policy(rank, part) for part in probes.split_of(rank, batch)]
+    step = CriticStep(critic, split, 1, kl_coef=0.0)
     advantages = {
         int(place): float(value)
-        for micro_batches, policies in zip(split, step.old, strict=True)
-        for part, policy in zip(micro_batches, policies, strict=False)
-        for place, value in zip(part.source, policy.advantages[part.rows].tolist(), strict=True)
+        for mini_batch in step.split
+        for part in mini_batch
+        if part.has_computed_advantages
+        for place, value in zip(part.source, part.advantages[part.rows].tolist(), strict=True)
     }
     targets = [
         ValueTargets(
@@ -82,19 +82,20 @@ def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
     from megadapo.trainer.critic.step import CriticStep
 
     rank = probes.build(rendezvous, settings)
-    split = probes.split_of(rank, batch)
-    old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
+    split = [probes.with_old_policy(rank, part) for part in probes.split_of(rank, batch)]
     difference = np.zeros(len(batch.tokens))
     for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):
         with_kl = [
-            [
-                replace(policy, kl=torch.from_numpy(values[micro_batch.source]))
-                for micro_batch, policy in zip(*pair, strict=True)
-            ]
-            for pair in zip(split, old, strict=True)
+            mini_batch.with_policy(
+                [
+                    replace(micro_batch, kl=torch.from_numpy(values[micro_batch.source]))
+                    for micro_batch in mini_batch
+                ]
+            )
+            for mini_batch in split
         ]
         kl_coef = settings.algorithm.objective.kl_reward_coef
-        step = CriticStep(rank.critic, split, with_kl, 1, kl_coef=kl_coef)
+        step = CriticStep(rank.critic, with_kl, 1, kl_coef=kl_coef)
         for micro_batches, targets in zip(split, step.targets, strict=True):
             for micro_batch, target in zip(micro_batches, targets, strict=True):
                 difference[micro_batch.source] += sign * target.returns.double().numpy()

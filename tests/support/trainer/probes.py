@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from megadapo.trainer.batch.micro_batch import MicroBatch
     from megadapo.trainer.batch.mini_batch import MiniBatch
-    from megadapo.trainer.batch.off_policy import OldPolicy
     from megadapo.trainer.critic.critic import Critic
     from megadapo.trainer.model.head import PolicyHead
     from megadapo.trainer.rank import TrainerRank
@@ -96,8 +95,8 @@ def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceCo
         with rank.experts.counted():
             logprobs = rank.logprobs_of(split)
         rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
-        old = old_policies(rank, split, logprobs, importance)
-        own = gradients_under(rank, rank.head, split, old)
+        old = with_old_policy(rank, split, logprobs, importance)
+        own = gradients_under(rank, rank.head, old)
         found[name] = replace(own, experts=rank.experts.result())
     return found if rendezvous.rank == 0 else None
 
@@ -111,46 +110,46 @@ def gradients_by_objective(
     With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
     them beside the default objective.
     """
-    from megadapo.trainer.batch.off_policy import OldPolicy
-
     rank = build(rendezvous, settings)
     split, *_ = split_of(rank, batch)
     present = rank.logprobs_of(split)
     found = {}
     for name, objective in cases.items():
-        old = [
-            OldPolicy(
-                proximal=values,
-                logprobs=shifted(micro_batch, values),
-                logprobs_ref=shifted(micro_batch, values, 0.7) if objective.kl_coef else None,
-            )
-            for micro_batch, values in zip(split, present, strict=False)
-        ]
+        old = split.with_policy(
+            [
+                replace(
+                    micro_batch,
+                    proximal=values,
+                    logprobs_old=shifted(micro_batch, values),
+                    logprobs_ref=shifted(micro_batch, values, 0.7) if objective.kl_coef else None,
+                )
+                for micro_batch, values in zip(split, present, strict=False)
+            ]
+        )
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
-            head = replace(head, objective=rank.bound_search().objective(objective, split, old))
-        found[name] = gradients_under(rank, head, split, old)
+            head = replace(head, objective=rank.bound_search().objective(objective, old))
+        found[name] = gradients_under(rank, head, old)
     if pretraining is not None:
         (parts,) = rank.splitter.split_responses(pretraining)
-        found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], [], parts)
+        found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], parts)
         head = replace(rank.head, objective=PolicyObjective())
-        old = [replace(policy, logprobs_ref=None) for policy in old]
-        found["ptx"] = gradients_under(rank, head, split, old, parts)
+        old = old.with_policy([replace(micro_batch, logprobs_ref=None) for micro_batch in old])
+        found["ptx"] = gradients_under(rank, head, old, parts)
     return found if rendezvous.rank == 0 else None
 
 
 def gradients_under(
     rank: TrainerRank,
     head: PolicyHead,
-    split: Sequence[MicroBatch],
-    old: list[OldPolicy],
+    micro_batches: Sequence[MicroBatch],
     pretraining: Sequence[MicroBatch] = (),
 ) -> Gradients:
-    """Return loss and full gradients of one mini-batch with the old policies `old`."""
+    """Return loss and full gradients of one mini-batch that has its old policy."""
     from megadapo.trainer.update.step import compute_gradients
 
     def compute() -> Any:
-        return compute_gradients(rank.chunks, head, split, old, pretraining)[0]
+        return compute_gradients(rank.chunks, head, micro_batches, pretraining)[0]
 
     sums, norm, full = full_gradients(rank, rank, compute)
     loss = sums.loss
@@ -183,13 +182,13 @@ def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Call
     return sums, norm, gathered(model, "main_grad")
 
 
-def old_policies(
+def with_old_policy(
     rank: TrainerRank,
     split: MiniBatch,
     logprobs: Iterable[Tensor] | None = None,
     importance: ImportanceConfig | None = None,
-) -> list[OldPolicy]:
-    """Return the old policies of an update: those of the current weights, or near `logprobs`."""
+) -> MiniBatch:
+    """Return a mini-batch with its old policy: that of the current weights, or near `logprobs`."""
     from megadapo.trainer.batch.off_policy import old_policy
 
     if logprobs is None:
@@ -197,7 +196,8 @@ def old_policies(
     else:
         near = [shifted(*pair) for pair in zip(split, logprobs, strict=False)]
     importance = importance or rank.settings.algorithm.importance
-    return [old_policy(*pair, importance) for pair in zip(split, near, strict=False)]
+    pairs = zip(split, near, strict=False)
+    return split.with_policy([old_policy(*pair, importance) for pair in pairs])
 
 
 def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Tensor:
@@ -325,7 +325,7 @@ def traffic(rendezvous, settings, batch) -> tuple[int, int, bool]:
     rank.config.finalize_model_grads_func = look_and_finalize
     split, *_ = split_of(rank, batch)
     for _ in range(2):
-        sums, _ = compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
+        sums, _ = compute_gradients(rank.chunks, rank.head, with_old_policy(rank, split))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)
@@ -358,7 +358,7 @@ def steps_with_losses(rendezvous, settings, batch, losses: list[float]):
     split, *_ = split_of(rank, batch)
     answers = []
     for loss in losses:
-        compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
+        compute_gradients(rank.chunks, rank.head, with_old_policy(rank, split))
         before = state_bits(rank)
         norm = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
         answers.append((norm, state_bits(rank) != before))

@@ -12,9 +12,9 @@ from tests.support.trainer.probes import (
     build,
     gathered,
     gradients_under,
-    old_policies,
     split_of,
     steps_of,
+    with_old_policy,
 )
 from tests.support.trainer.ranks import with_algorithm
 
@@ -32,15 +32,16 @@ def gradients_by_estimator(
     rank, with_kl = scaled(rendezvous, settings, batch, scale)
     found = {}
     for name, objective in cases.items():
-        split, old = with_kl(0.0, objective=objective)
+        first, *_ = with_kl(0.0, objective=objective)
         head = replace(rank.head, objective=objective)
-        found[name] = gradients_under(rank, head, split[0], old[0])
+        found[name] = gradients_under(rank, head, first)
     return found if rendezvous.rank == 0 else None
 
 
 def scaled(rendezvous, settings, batch, scale: float):
     """Return a rank whose policy's weights were multiplied, which the reference's are not, and a
-    function that adds the divergence to old policies a little off the current one."""
+    function that returns mini-batches with the divergence, of old policies a little off the
+    current one."""
     import torch
 
     from megadapo.trainer.batch.micro_batch import trained_tokens
@@ -50,14 +51,11 @@ def scaled(rendezvous, settings, batch, scale: float):
         for parameter in rank.parameters.values():
             parameter.mul_(scale)
     split, (trained, _) = split_of(rank, batch), trained_tokens(batch)
-    old = [old_policies(rank, part, rank.logprobs_of(part)) for part in split]
+    old = [with_old_policy(rank, part, rank.logprobs_of(part)) for part in split]
 
     def with_kl(kl_reward_coef: float, **changes: Any) -> Any:
         rank.reference.settings = with_algorithm(settings, **changes)
-        added = rank.reference.add_logprobs(
-            batch, trained, split, old, kl_reward_coef=kl_reward_coef
-        )
-        return split, added
+        return rank.reference.add_logprobs(batch, trained, old, kl_reward_coef=kl_reward_coef)
 
     return rank, with_kl
 
@@ -67,13 +65,10 @@ def advantages_by_rule(rendezvous, settings, batch, rules: list[str], scale: flo
     _, with_kl = scaled(rendezvous, settings, batch, scale)
     found = {}
     for rule in rules:
-        pairs = zip(
-            *with_kl(settings.algorithm.objective.kl_reward_coef, advantage=rule), strict=True
-        )
+        split = with_kl(settings.algorithm.objective.kl_reward_coef, advantage=rule)
         values = np.full(len(batch.tokens), np.nan)
-        for micro_batches, policies in pairs:
-            for micro_batch, policy in zip(micro_batches, policies, strict=False):
-                values[micro_batch.source] = policy.advantages[micro_batch.rows].numpy()
+        for micro_batch in (one for mini_batch in split for one in mini_batch):
+            values[micro_batch.source] = micro_batch.advantages[micro_batch.rows].numpy()
         found[rule] = values
     return found
 

@@ -10,7 +10,6 @@ import torch
 
 from megadapo.algorithm.bapo import BapoConfig, bapo_sums
 from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, trained_tokens
-from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.update.clip_bounds import sums_of
 from tests.support.trainer.batches import random_batch
 
@@ -33,11 +32,11 @@ def test_tokens_count_by_their_importance_weight() -> None:
     logprobs = old + torch.from_numpy(source.normal(0.0, 0.5, micro_batch.num_tokens)).float()
     weights = torch.ones_like(old)
     weights[rows[:4]] = torch.tensor([0.0, 0.5, 2.0, math.nan])
-    policy = OldPolicy(proximal=old, logprobs=old, importance_weights=weights)
+    micro_batch = replace(micro_batch, logprobs_old=old, importance_weights=weights)
     ratios, advantages = (logprobs - old).exp()[rows], micro_batch.advantages[rows]
     kept = [1, 2, *range(4, len(rows))]
     expected = bapo_sums(ratios[kept], (advantages * weights[rows])[kept], CONFIG)
-    found = sums_of(micro_batch, policy, logprobs, CONFIG)
+    found = sums_of(micro_batch, logprobs, CONFIG)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
-    plain = sums_of(micro_batch, replace(policy, importance_weights=None), logprobs, CONFIG)
+    plain = sums_of(replace(micro_batch, importance_weights=None), logprobs, CONFIG)
     torch.testing.assert_close(plain, bapo_sums(ratios, advantages, CONFIG), rtol=1e-12, atol=0.0)
