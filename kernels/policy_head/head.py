@@ -95,7 +95,7 @@ def policy_head_loss(
         weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
             accumulated in fp32, into `weight.main_grad` if the parameter has one.
         targets: [T] token ids over the whole vocabulary.
-        logprobs_old: [T], for a sequence ratio those of `algorithm.ratios.sequence_shifted`. A
+        logprobs_old: [T], for a sequence ratio those of `algorithm.importance.sequence_shifted`. A
             token is dropped and counted if this, its importance weight or its reference log-prob
             is not finite.
         advantages: [T].

@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megadapo.algorithm.importance import sequence_shifted
 from megadapo.algorithm.objective import MAX_LOG_RATIO, KlEstimator, PolicyObjective
-from megadapo.algorithm.ratios import sequence_shifted
 
 
 def policy_loss(

@@ -10,8 +10,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megadapo.algorithm.importance import sequence_shifted
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import (
     HeadOptions,
     PolicyHeadOutput,

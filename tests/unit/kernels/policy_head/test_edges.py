@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megadapo.algorithm.importance import sequence_shifted
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
-from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import token_logprobs
 from tests.support.trainer.head_cases import HeadCase, HeadResult, make_case
 
