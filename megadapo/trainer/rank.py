@@ -18,9 +18,8 @@ from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch, trained_tokens, version_gaps
+from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy, trained_tokens, version_gaps
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
-from megadapo.trainer.batch.off_policy import old_policy
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
     load_checkpoint,

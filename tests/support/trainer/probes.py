@@ -189,7 +189,7 @@ def with_old_policy(
     importance: ImportanceConfig | None = None,
 ) -> MiniBatch:
     """Return a mini-batch with its old policy: that of the current weights, or near `logprobs`."""
-    from megadapo.trainer.batch.off_policy import old_policy
+    from megadapo.trainer.batch.micro_batch import old_policy
 
     if logprobs is None:
         near = rank.logprobs_of(split)
