@@ -16,7 +16,6 @@ from megadapo.commands import (
     doctor,
     eval,
     export,
-    plot,
     report,
     rollout,
     show,
@@ -30,7 +29,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
     *(train, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
-    *(ablate, status, show, plot, report, config, doctor),
+    *(ablate, status, show, report, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
 
