@@ -14,8 +14,8 @@ import numpy as np
 
 from megadapo.cluster.calls import Watch, gather
 from megadapo.cluster.config import START_TIMEOUT_S
-from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.cluster.process_log import trainer_log
+from megadapo.cluster.processes import cpu_environment, full_precision
 from megadapo.cluster.watch.diagnostics import (
     HungProcesses,
     ProcessLocation,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megadapo.cluster.config import START_TIMEOUT_S
-from megadapo.cluster.environment import cpu_environment, full_precision
+from megadapo.cluster.processes import cpu_environment, full_precision
 from megadapo.errors import ConfigError
 from megadapo.models.shape import ModelShape
 from megadapo.rollout.config import RolloutConfig

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
-from megadapo.cluster.environment import cpu_environment
+from megadapo.cluster.processes import cpu_environment
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megadapo.cluster.environment import KEEP_FREED_MEMORY, cpu_environment
+from megadapo.cluster.processes import KEEP_FREED_MEMORY, cpu_environment
 
 INTEL = pytest.mark.skipif(
     not list(importlib.metadata.distributions(name="intel-openmp")),

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from megadapo.cluster.environment import cpu_environment
+from megadapo.cluster.processes import cpu_environment
 from megadapo.errors import ConfigError
 from megadapo.models.shape import model_shape
 from megadapo.rollout.config import RolloutConfig
