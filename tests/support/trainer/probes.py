@@ -188,7 +188,7 @@ def with_old_policy(
     logprobs: Iterable[Tensor] | None = None,
     importance: ImportanceConfig | None = None,
 ) -> MiniBatch:
-    """Return a mini-batch with its old policy: that of the current weights, or near `logprobs`."""
+    """Return a mini-batch with the current weights as its old policy, or one near `logprobs`."""
     from megadapo.trainer.batch.micro_batch import old_policy
 
     if logprobs is None:
