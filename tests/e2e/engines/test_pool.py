@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.types import OpenGroup
+from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
     give_version,
@@ -49,20 +49,23 @@ def answers(engines: Engines) -> dict:
     return bits({one.key: one.responses for one in found})
 
 
-def wait_for_capacity(engines: Engines, num_engines: int) -> None:
-    deadline = time.monotonic() + 60
-    while engines.capacity < num_engines * NUM_SLOTS:
-        assert time.monotonic() < deadline, "a dead engine did not restart"
+def wait_for_capacity(engines: Engines) -> None:
+    """Wait until all three engines generate."""
+
+    def is_back() -> bool:
         engines.submit(requests(3))
         answers(engines)
+        return engines.capacity >= 3 * NUM_SLOTS
+
+    wait_until(is_back, message="a dead engine did not restart")
 
 
 def check_until(condition: Callable[[], object], engines: Engines) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "not within a minute"
+    def is_met() -> object:
         engines.check()
-        time.sleep(0.05)
+        return condition()
+
+    wait_until(is_met)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -79,7 +82,7 @@ def test_dead_engine_restarts_and_its_groups_are_generated(engines, how):
     os.kill(pid, how)
     late = answers(engines)
     assert late | bits({one.key: one.responses for one in early}) == expected
-    wait_for_capacity(engines, 3)
+    wait_for_capacity(engines)
     assert [engines.incarnation(i) == before[i] for i in range(3)] == [True, False, True]
     (note,) = engines.drain_warnings()
     cause = "died" if how == signal.SIGKILL else "no token for 6 s"
@@ -117,7 +120,7 @@ def test_stop_reports_every_group(engines):
     # a group that was lost with its engine starts from the prompt again
     assert {len(one.responses) for one in report.unfinished} <= {0, 4}
     assert engines.num_in_flight == 0
-    wait_for_capacity(engines, 3)
+    wait_for_capacity(engines)
 
 
 def test_refused_request_is_an_error_without_restart(engines):
@@ -127,7 +130,7 @@ def test_refused_request_is_an_error_without_restart(engines):
         answers(engines)
     engines.stop(keep=False)
     assert engines.drain_warnings() == [] and engines.num_in_flight == 0
-    wait_for_capacity(engines, 3)
+    wait_for_capacity(engines)
 
 
 def test_restarted_engine_waits_for_the_update(engines):

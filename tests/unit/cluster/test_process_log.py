@@ -21,6 +21,7 @@ from megadapo.cluster.watch.diagnostics import (
     write_stacks,
 )
 from megadapo.cluster.watch.guard import MARK, start_time
+from tests.support.processes.running import wait_until
 
 CHATTY = """
 import subprocess, sys, time
@@ -57,13 +58,6 @@ def start(source: str, log: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", source, str(log)], env={**os.environ, **environment}
     )
-
-
-def wait_for(log: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while text not in (log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline, f"no {text!r} in {log}"
-        time.sleep(0.02)
 
 
 def here(pid: int) -> ProcessLocation:
@@ -105,7 +99,7 @@ def test_hung_processes_write_stacks_and_others_survive(tmp_path):
     deaf = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
     try:
         for log in logs:
-            wait_for(log, "waiting")
+            wait_until(lambda log=log: log.exists() and "waiting" in log.read_text())
         os.kill(stopped.pid, signal.SIGSTOP)
         # a pipe without a reader, and a missing one
         pipe = tmp_path / "nccl-rank-0.pipe"

@@ -21,7 +21,7 @@ import pytest
 from megadapo.errors import InfraError
 from megadapo.rewards.symbolic import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
 from megadapo.rewards.workers import processes
-from tests.support.processes.running import is_running
+from tests.support.processes.running import is_running, wait_until
 
 RIGHT_AND_WRONG = [
     (("42", "42"), True),
@@ -206,13 +206,9 @@ def test_memory_is_limited() -> None:
 
 
 def test_failed_worker_start_gives_its_reason(monkeypatch) -> None:
-    def environment_without_packages() -> dict[str, str]:
-        return {
-            "PYTHONPATH": str(Path(processes.__file__).parents[3]),
-            "PYTHONNOUSERSITE": "1",
-        }
-
-    monkeypatch.setattr(processes, "worker_environment", environment_without_packages)
+    without_packages = {"PYTHONPATH": str(Path(processes.__file__).parents[3])}
+    without_packages["PYTHONNOUSERSITE"] = "1"
+    monkeypatch.setattr(processes, "worker_environment", lambda: without_packages)
     monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
     with pytest.raises(InfraError, match="cannot start: ModuleNotFoundError: .*math_verify"):
         start_pool()
@@ -291,25 +287,21 @@ def test_results_do_not_depend_on_the_thread(pool: SymbolicPool) -> None:
         asked = [threads.submit(pool.check_batch, pairs) for _ in range(8)]
         assert all(future.result() == expected for future in asked)
 
-    async def ask() -> list[list[bool | None]]:
-        in_loop = pool.check_batch(pairs)
-        return [in_loop, *await asyncio.gather(*[asyncio.to_thread(pool.check_batch, pairs)] * 1)]
+    async def ask() -> list[bool | None]:
+        return pool.check_batch(pairs)
 
-    assert asyncio.run(ask()) == [expected] * 2
+    assert asyncio.run(ask()) == expected
 
 
 def test_pool_starts_in_a_thread() -> None:
-    found: list[list[bool | None]] = []
-
-    def work() -> None:
+    def work() -> list[bool | None]:
         pool = start_pool()
-        found.append(pool.check_batch([("1/2", "0.5"), ("1", "2")]))
+        results = pool.check_batch([("1/2", "0.5"), ("1", "2")])
         pool.close()
+        return results
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [[True, False]]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(work).result() == [True, False]
 
 
 def test_close_ends_processes_and_later_use_fails() -> None:
@@ -344,7 +336,4 @@ def test_busy_workers_do_not_outlive_a_killed_run() -> None:
     run.kill()
     run.wait()
     run.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(is_running(pid) for pid in workers)
+    wait_until(lambda: not any(is_running(pid) for pid in workers), timeout_s=20)

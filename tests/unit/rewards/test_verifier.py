@@ -1,4 +1,4 @@
-"""Scores of a batch: which comparison decides, what is counted, and that Ray's threads work."""
+"""Scores of a batch: which comparison decides, and what is counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import ray
 
 from megadapo.data.group import Score
 from megadapo.errors import ConfigError, InfraError
@@ -22,6 +21,12 @@ RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no ide
 GOLDS = ["42"] * 5
 SLOW = "Answer: (x+y+z+w)^{99}"
 SOON_S = 60.0
+
+
+def compare(verifier: Verifier) -> None:
+    """Cross-check the pairs scored so far, and wait for the results."""
+    verifier.ask_cross_check()
+    verifier.finish_cross_check(SOON_S)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,7 @@ def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
         Score(-1.0, False, "[INVALID]"),
     ]
     assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
-    verifier.ask_cross_check()
-    verifier.finish_cross_check(SOON_S)
+    compare(verifier)
     assert verifier.cross_checks(RESPONSES, "42") == [True, True, True, False, None]
 
 
@@ -106,14 +110,12 @@ def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable
         # more answers than processes: the last ones need new processes
         golds = [str(number) for number in range(10, 14)]
         verifier.score_batch([f"Answer: {gold}" for gold in golds], golds)
-        verifier.ask_cross_check()
-        verifier.finish_cross_check(SOON_S)
+        compare(verifier)
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "cannot start: " in note
         assert reason in note
         assert verifier.score_batch(["Answer: 3"], ["3"])[0].correct
-        verifier.ask_cross_check()
-        verifier.finish_cross_check(SOON_S)
+        compare(verifier)
         assert verifier.cross_checks(["Answer: 3"], "3") == [None]
         assert verifier.drain_warnings() == []
         assert verifier.counts.num_left_out == 1
@@ -139,8 +141,7 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Verifier(RewardConfig()) as verifier:
         assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
-        verifier.ask_cross_check()
-        verifier.finish_cross_check(SOON_S)
+        compare(verifier)
         assert verifier.cross_checks(["Answer: 1"], "1") == [None]
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "reward.symbolic = false" in note
@@ -162,8 +163,7 @@ def test_without_cross_check_no_process_starts() -> None:
         scores = verifier.score_batch(RESPONSES, GOLDS)
         assert [v.correct for v in scores] == [True, False, False, False, False]
         assert all(v.symbolic_correct is None for v in scores)
-        verifier.ask_cross_check()
-        verifier.finish_cross_check(SOON_S)
+        compare(verifier)
         assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
         assert verifier._pool is None
         assert verifier.counts.num_scored == 5 and verifier.num_disagreements == 0
@@ -200,33 +200,3 @@ def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
 def test_deciding_comparison_cannot_be_off() -> None:
     with pytest.raises(ConfigError, match="reward.decide"):
         RewardConfig(decide="symbolic", symbolic=False)
-
-
-@ray.remote(num_cpus=0)
-class AsyncScorer:
-    """An actor that scores on the event loop's thread, which is not a main thread."""
-
-    def __init__(self) -> None:
-        self.verifier = Verifier(RewardConfig(decide="symbolic"), symbolic_timeout_s=30.0)
-
-    async def score(self) -> list[Score]:
-        return self.verifier.score_batch(RESPONSES, GOLDS)
-
-    async def close(self) -> None:
-        self.verifier.close()
-
-
-def test_results_are_the_same_in_an_async_ray_actor() -> None:
-    """In such a thread math-verify's own time limit marks everything wrong."""
-    started_here = not ray.is_initialized()
-    if started_here:
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        actor = AsyncScorer.remote()
-        scores = ray.get(actor.score.remote(), timeout=120)
-        assert [one.symbolic_correct for one in scores] == [True, True, True, False, None]
-        assert [one.correct for one in scores] == [True, True, True, False, False]
-        ray.get(actor.close.remote(), timeout=30)
-    finally:
-        if started_here:
-            ray.shutdown()

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
-from megadapo.cluster.watch.guard import MARK, kill_marked, marked_processes, start_time
+from megadapo.cluster.watch.guard import MARK, kill_marked, marked_processes
+from tests.support.processes.running import is_running, wait_until
 
 MARKED = """
 import os, subprocess, sys, time
@@ -38,15 +38,6 @@ if sys.argv[1] == "hangs":
 """
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def start(source: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE, text=True
@@ -61,11 +52,11 @@ def test_nothing_marked_outlives_a_killed_process() -> None:
     parent = start(MARKED, mark, block)
     try:
         assert parent.stdout.readline() == "up\n"
-        assert wait_until(lambda: len(marked_processes(mark)) >= 2, 20)
+        wait_until(lambda: len(marked_processes(mark)) >= 2)
         assert Path("/dev/shm", block).exists()
         parent.kill()
-        assert wait_until(lambda: not marked_processes(mark), 20)
-        assert wait_until(lambda: not Path("/dev/shm", block).exists(), 5)
+        wait_until(lambda: not marked_processes(mark), timeout_s=20)
+        wait_until(lambda: not Path("/dev/shm", block).exists(), timeout_s=5)
         assert bystander.poll() is None
     finally:
         for process in (parent, bystander):
@@ -81,15 +72,16 @@ def test_listed_processes_are_killed_unless_the_exit_is_orderly(ending: str) -> 
     try:
         if ending == "hangs":
             parent.kill()
-            assert wait_until(lambda: start_time(pid) is None, 20)
+            wait_until(lambda: not is_running(pid), timeout_s=20)
         else:
             assert parent.wait(timeout=20) == 0
             # the guard needs GRACE_S = 3 s before it would kill
-            assert not wait_until(lambda: start_time(pid) is None, 4)
+            time.sleep(4)
+            assert is_running(pid)
     finally:
         parent.kill()
         parent.wait()
-        if start_time(pid) is not None:
+        if is_running(pid):
             os.kill(pid, 9)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megadapo.cluster.watch.heartbeat import (
     read_heartbeat,
 )
 from megadapo.errors import ProcessHungError
+from tests.support.processes.running import wait_until
 
 LIMIT_S = 60.0
 
@@ -124,23 +124,20 @@ def test_sender_writes_work_and_progress(tmp_path: Path) -> None:
     path = tmp_path / "rank.heartbeat"
     path.write_text("x" * 1000)
     sender = HeartbeatSender(path, limit_s=0.04)
+
+    def last() -> Heartbeat:
+        return read_heartbeat(path) or Heartbeat()
+
     with sender.working_on("update"):
         for _ in range(3):
             sender.report_progress()
             time.sleep(0.05)
-        wait_for(path, lambda last: last.progress == 3 and last.doing == "update")
-    wait_for(path, lambda last: last.doing == "" and last.count > 3)
+        wait_until(lambda: last().progress == 3 and last().doing == "update")
+    wait_until(lambda: last().doing == "" and last().count > 3)
     with sender.working_on("update"):
         assert sender.heartbeat().slowest_s > 0.04
     with sender.working_on("logprobs"):
         assert sender.heartbeat().slowest_s == 0.0
-
-
-def wait_for(path: Path, condition: Callable[[Heartbeat], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while (last := read_heartbeat(path)) is None or not condition(last):
-        assert time.monotonic() < deadline, last
-        time.sleep(0.01)
 
 
 def test_hung_process_is_told_from_busy_ones(

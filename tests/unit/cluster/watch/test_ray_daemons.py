@@ -10,6 +10,7 @@ import pytest
 
 from megadapo.cluster.watch.ray_daemons import LIMIT_S, LOST, SILENT, MainThread, RayDaemonWatch
 from megadapo.errors import ProcessHungError
+from tests.support.processes.running import wait_until
 
 EVERY_S = LIMIT_S / 4
 
@@ -122,16 +123,9 @@ def test_threads_ping_and_count() -> None:
     watch = RayDaemonWatch(ping, ended.append, main=Main(in_ray=True), every_s=0.001)
     watch._silent_s = LIMIT_S
     assert pinged.wait(30)
-    until(lambda: not watch.answers)
+    wait_until(lambda: not watch.answers)
     watch._stuck_s = LIMIT_S
-    until(lambda: bool(ended))
+    wait_until(lambda: bool(ended))
     assert set(ended) == {SILENT}
     watch.close()
     forever.set()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

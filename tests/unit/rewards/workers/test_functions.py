@@ -17,7 +17,7 @@ from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.function_runners import check_functions, start_runner
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.scorer import Scorer
-from tests.support.processes.running import is_running
+from tests.support.processes.running import is_running, wait_until
 
 MODULE = "tests.support.rollout.reward_functions"
 PROMPT = Prompt("id", (("system", "Add."), ("user", "1+1=?")), "12", "test", {"index": 7})
@@ -147,10 +147,7 @@ def test_children_of_a_function_end_with_it(tmp_path: Path) -> None:
     hangs = function("leaves_a_child", timeout_s=1.0, processes=True)
     assert score(["a"], hangs, prompt=prompt)[0].reward == 0.0
     child = int(file.read_text())
-    deadline = time.monotonic() + 5
-    while is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(child)
+    wait_until(lambda: not is_running(child), timeout_s=5)
 
 
 def test_function_sees_only_named_variables(monkeypatch) -> None:
