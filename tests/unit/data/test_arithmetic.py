@@ -156,20 +156,10 @@ def test_is_built_in() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "arithmetic:",
-        "arithmetic:train",
-        "arithmetic:train:",
-        "arithmetic:train:0",
-        "arithmetic:train:-1",
-        "arithmetic:train:1000000",
-        "arithmetic:train:9999999999999999999999",
-        "arithmetic:test:10",
-        "arithmetic:train:10:x",
-        "arithmetic:train:10:1:2",
-        "arithmetic:train:\u0661\u0660",
-        "arithmetic-chain:train:0",
-        "arithmetic-chain:test:10",
-        "arithmetic-long:train:10",
+        *("arithmetic:", "arithmetic:train", "arithmetic:train:"),
+        *(f"arithmetic:train:{num}" for num in ("0", "-1", "1000000", "9" * 22, "\u0661\u0660")),
+        *("arithmetic:train:10:x", "arithmetic:train:10:1:2", "arithmetic:test:10"),
+        *("arithmetic-chain:train:0", "arithmetic-chain:test:10", "arithmetic-long:train:10"),
     ],
 )
 def test_malformed_source_is_rejected(source: str) -> None:

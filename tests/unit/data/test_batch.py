@@ -68,7 +68,8 @@ def pack_loose(
 GROUPS = [group(0, [4, 2], [True, False]), group(1, [1, 3], [False, True])]
 
 
-def packed_step(groups: list[Group], config: AlgorithmConfig) -> PackedBatch:
+def packed(groups: list[Group] = GROUPS, **changes: object) -> PackedBatch:
+    config = AlgorithmConfig(**{"responses_per_mini_batch": 2, "overlong_buffer": 0, **changes})
     return pack(
         groups,
         advantages(groups, config, max_response_tokens=4),
@@ -76,11 +77,6 @@ def packed_step(groups: list[Group], config: AlgorithmConfig) -> PackedBatch:
         mini_batch_size=config.responses_per_mini_batch,
         rewards=response_rewards(groups, config, max_response_tokens=4),
     )
-
-
-def packed(**config):
-    defaults = {"responses_per_mini_batch": 2, "overlong_buffer": 0}
-    return packed_step(GROUPS, AlgorithmConfig(**(defaults | config)))
 
 
 def test_tokens_are_at_cu_seqlens():
@@ -103,7 +99,6 @@ def test_array_types():
 
 
 def test_prompt_tokens_are_not_trained_on():
-    """A prompt token in the loss would train the model to write prompts."""
     batch = packed()
     prompt = np.array([1, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0], bool)
     assert (batch.loss_weights[prompt] == 0).all() and (batch.loss_weights[~prompt] > 0).all()
@@ -118,14 +113,11 @@ def test_tool_output_is_not_trained_on():
     assert [one.lengths for one in used] == [(4, 2), (1, 3)]
     assert [one.num_sampled for one in used] == [(2, 2), (1, 2)]
     assert [one.oldest_version for one in used] == [0, 1]
-    config = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=0)
-    batch = packed_step(used, config)
+    batch = packed(used, responses_per_mini_batch=4)
     weights = [0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0]
     np.testing.assert_allclose(batch.loss_weights, np.array(weights) / 7, rtol=1e-6)
-    by_length = AlgorithmConfig(
-        responses_per_mini_batch=4, overlong_buffer=0, loss_aggregation="seq-mean-token-mean"
-    )
-    assert packed_step(used, by_length).loss_weights[13] == pytest.approx(1 / 8)
+    by_length = packed(used, responses_per_mini_batch=4, loss_aggregation="seq-mean-token-mean")
+    assert by_length.loss_weights[13] == pytest.approx(1 / 8)
     punished = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=2)
     assert response_rewards(used, punished, max_response_tokens=5).tolist() == [0.5, -1, -1, 1]
 
@@ -145,16 +137,12 @@ def test_loss_weights_normalise_per_mini_batch():
 
 
 def test_step_scores_give_advantages_per_token():
-    """Each step's advantage is at its own tokens."""
     steps = (((1, 1.0), (4, 0.0)), ((2, 0.5),))
     scores = zip(GROUPS[0].scores, steps, strict=True)
     scored = tuple(replace(score, steps=own) for score, own in scores)
     groups = [replace(GROUPS[0], scores=scored), GROUPS[1]]
-    config = AlgorithmConfig(
-        advantage="grpo-process", responses_per_mini_batch=2, overlong_buffer=0
-    )
     a, b = 1.0, np.sqrt(0.5)
-    batch = packed_step(groups, config)
+    batch = packed(groups, advantage="grpo-process")
     expected = [0, 0.0, -a, -a, -a, 0, 0.0, 0.0, 0, 0, -b, 0, 0, b, b, b]
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-7)
 
@@ -162,8 +150,7 @@ def test_step_scores_give_advantages_per_token():
 def test_mini_batches_partition_sequences_in_order():
     """Three groups with at most two per update; without groups, responses count alone."""
     three = [*GROUPS, group(2, [2, 2], [True, False])]
-    config = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=0)
-    batch = packed_step(three, config)
+    batch = packed(three, responses_per_mini_batch=4)
     assert [m.tolist() for m in batch.mini_batches] == [[0, 1, 2, 3], [4, 5]]
     # loss weights count over those same responses
     assert batch.loss_weights.sum() == pytest.approx(2.0, rel=1e-6)
@@ -195,13 +182,10 @@ def test_rewards_and_group_sizes_are_in_order():
 
 def test_overlong_punishment_and_filtering():
     truncated = [group(0, [4, 2], [True, False], finish="length")]
-    soft = packed_step(truncated, AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=2))
+    soft = packed(truncated, overlong_buffer=2)
     # rewards 1 - 1 and -1: still one above the other, by half the distance
     assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
-    hard = packed_step(
-        truncated,
-        AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=True),
-    )
+    hard = packed(truncated, overlong_filtering=True)
     assert (hard.loss_weights == 0).all()
 
 

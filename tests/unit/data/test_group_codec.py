@@ -24,17 +24,15 @@ from tests.support.rollout.groups import make_group
 def test_group_survives_json_exactly() -> None:
     group = make_group(2)
     found = decode_group(json.loads(json.dumps(encode_group(group), allow_nan=False)))
-    assert (found.prompt_index, found.prompt, found.prompt_ids) == (
-        *(group.prompt_index, group.prompt, group.prompt_ids),
-    )
-    assert found.scores == group.scores
+    for name in ("prompt_index", "prompt", "prompt_ids", "scores"):
+        assert getattr(found, name) == getattr(group, name)
     for one, two in zip(group.responses, found.responses, strict=True):
         for name in ("token_ids", "logprobs", "policy_versions", "experts"):
             before, after = getattr(one, name), getattr(two, name)
             assert before.dtype == after.dtype
             np.testing.assert_array_equal(before, after)
-        assert (one.text, one.finish_reason) == (two.text, two.finish_reason)
-        assert one.entropy == two.entropy
+        for name in ("text", "finish_reason", "entropy"):
+            assert getattr(one, name) == getattr(two, name)
         assert [call.end for call in one.calls] == [call.end for call in two.calls]
         assert math.isnan(two.calls[0].entropy) and two.calls[1].entropy == 0.25
 

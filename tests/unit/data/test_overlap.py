@@ -52,12 +52,7 @@ def test_different_problems_are_not_copies(one: str, other: str) -> None:
 def test_warning_lists_the_overlap(caplog: pytest.LogCaptureFixture) -> None:
     training = prompts("A: 1?", "B: 2?", "C: 3?", "D: 4?", "E: 5?", system="Be brief.")
     held_out = prompts("z: 9", "b: 2", "C: 3?", "D:4", "E:5.")
-    assert [prompt.id for prompt in overlapping(training, held_out)] == [
-        "b: 2",
-        "C: 3?",
-        "D:4",
-        "E:5.",
-    ]
+    assert overlapping(training, held_out) == held_out[1:]
     with caplog.at_level(logging.WARNING):
         warn_of_overlap(training, held_out)
     [record] = caplog.records

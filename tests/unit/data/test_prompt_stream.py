@@ -54,19 +54,17 @@ def test_fingerprint_is_recorded() -> None:
 
 def test_state_of_another_stream_is_rejected() -> None:
     state = PromptStream(PROMPTS, seed=0).state_dict()
-    for prompts in (PROMPTS[:-1], PROMPTS[::-1], [*PROMPTS, PROMPTS[0]]):
-        with pytest.raises(
-            DataError, match="^the prompts have changed since the checkpoint was saved \\(finger"
-        ):
-            PromptStream(prompts, seed=0).check_state(state)
-    with pytest.raises(
-        DataError, match="^the checkpoint was saved with another seed \\(seed 0 there, 1 here\\)"
-    ):
-        PromptStream(PROMPTS, seed=1).check_state(state)
-    with pytest.raises(
-        DataError, match="^the checkpoint was saved with another data.shuffle \\(shuffle True"
-    ):
-        PromptStream(PROMPTS, seed=0, shuffle=False).check_state(state)
+    changed = r"^the prompts have changed since the checkpoint was saved \(finger"
+    saved_with = "^the checkpoint was saved with another"
+    for other, message in [
+        (PromptStream(PROMPTS[:-1], seed=0), changed),
+        (PromptStream(PROMPTS[::-1], seed=0), changed),
+        (PromptStream([*PROMPTS, PROMPTS[0]], seed=0), changed),
+        (PromptStream(PROMPTS, seed=1), rf"{saved_with} seed \(seed 0 there, 1 here\)"),
+        (PromptStream(PROMPTS, 0, shuffle=False), rf"{saved_with} data.shuffle \(shuffle True"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            other.check_state(state)
 
 
 def test_state_survives_json() -> None:
