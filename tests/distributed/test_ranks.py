@@ -21,7 +21,6 @@ def end_on_the_last_rank(rendezvous: Rendezvous) -> None:
 
 
 def test_a_rank_that_dies_fails_one_test_by_its_name(ranks: Ranks) -> None:
-    """At work, or idle between two tests."""
     before = ranks.run(2, own_pid)
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
         ranks.run(2, end_on_the_last_rank)

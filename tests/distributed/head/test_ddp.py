@@ -121,7 +121,6 @@ def expected_grads(tied: bool) -> dict[str, Tensor]:
 def test_main_grad_is_the_sum_over_micro_batches_and_ranks(
     folder: Path, tied: bool, overlap: bool
 ) -> None:
-    """Catches lost, doubled or early reduced gradients, and old ones in the second step."""
     expected = expected_grads(tied)
     for rank in range(WORLD):
         for step in torch.load(folder / f"tied{tied}_overlap{overlap}_rank{rank}.pt"):

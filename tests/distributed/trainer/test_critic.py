@@ -95,7 +95,6 @@ def test_advantages_loss_and_gradients_equal_the_definition(
 def test_layout_keeps_advantages_and_the_critics_gradient(
     ranks: Ranks, models: Path, alone: dict[str, Any], layout: str
 ) -> None:
-    """Whitening over one rank's tokens, or a value head whose gradient counts twice."""
     found = _observe(ranks, models / "deep-tied", **LAYOUTS[layout])
     np.testing.assert_allclose(found["advantages"], alone["advantages"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)

@@ -118,7 +118,6 @@ def test_pretraining_loss_adds_to_the_objective(
 def test_split_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
 ) -> None:
-    """Not the mean of a sequence's ratios, nor a share that is searched for over the batch."""
     found = measure(ranks, models, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])

@@ -70,7 +70,6 @@ def test_loss_and_gradients_equal_the_definition(
 def test_split_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
 ) -> None:
-    """A sequence's ratio is of the whole sequence, wherever its micro-batch is computed."""
     found = measure(ranks, models / "qwen2-tied", **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
@@ -84,7 +83,6 @@ def step(ranks: Ranks, models: Path, batch: PackedBatch, **settings: Any) -> dic
 
 
 def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
-    """On two ranks: sums and maxima are those of the whole batch."""
     batch = stale_batch(RAGGED, present=PRESENT)
     folder = models / "qwen2-tied"
     trained = np.isfinite(batch.logprobs_rollout)

@@ -149,8 +149,6 @@ def count_sent(outbox) -> list[int]:
     EngineShape(tp_size=2), EngineShape(copies=(2,)),
 ], ids=["two ranks", "two engines of a node"])  # fmt: skip
 def test_messages_reach_separate_devices_in_plan_order(tmp_path, engine):
-    """Catches buckets that are overwritten too early, mixed-up messages, and messages to a second
-    engine of a node."""
     run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"), engine)
 
 
@@ -159,7 +157,5 @@ def test_messages_reach_separate_devices_in_plan_order(tmp_path, engine):
     (EngineShape(nodes=("engine 0", "engine 1")), ["", "", "engine 0", "engine 1"]),
 ], ids=["one engine", "two engines"])  # fmt: skip
 def test_slices_of_other_node_reach_engine_through_relay(tmp_path, engine, places):
-    """Catches a relay that waits for a missing message or uses a wrong offset, and slices that are
-    forwarded before they arrive."""
     folder = make_model(tmp_path / "model", "Qwen2")
     run_ranks(relay_and_compare, 4, tmp_path, folder, engine, places)

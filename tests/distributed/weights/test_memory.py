@@ -122,11 +122,9 @@ def large_model(tmp_path, monkeypatch) -> Path:
 
 
 def test_relay_to_three_senders_takes_two_buckets(large_model, tmp_path):
-    """Catches slices that are staged outside of the buckets."""
     run_ranks(relay_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
 @pytest.mark.full
 def test_receiving_from_three_senders_takes_two_buckets(large_model, tmp_path):
-    """Catches an engine rank that receives a whole round at once."""
     run_ranks(send_and_measure, 4, tmp_path, large_model, fresh=True)

@@ -19,7 +19,6 @@ from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 
 def test_grpo_without_std_centres_rewards():
-    """The std of these rewards is not 1."""
     np.testing.assert_allclose(
         group_advantages([3, -1, -1, -1], normalize_by_std=False), [3.0, -1.0, -1.0, -1.0]
     )
@@ -27,7 +26,6 @@ def test_grpo_without_std_centres_rewards():
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
 def test_step_advantages_use_shaped_rewards_of_each_group(normalize_by_std):
-    """Catches an option that never reaches the formula, and groups that are normalised as one."""
     groups = [
         SimpleNamespace(
             rewards=[1.0, -1.0, -1.0],

@@ -12,7 +12,6 @@ from megadapo.errors import ConfigError
 
 
 def test_filtering_excludes_overlong_punishment() -> None:
-    """Even a buffer of one token is rejected; the error has both solutions."""
     with pytest.raises(ConfigError) as caught:
         AlgorithmConfig(overlong_filtering=True, overlong_buffer=1)
     assert str(caught.value) == (
@@ -56,7 +55,6 @@ def test_filtering_or_punishment_alone_is_valid(filtering: bool, buffer: int) ->
     ],
 )
 def test_contradictory_objectives_are_rejected(objective: dict[str, object], problem: str) -> None:
-    """Each of them would train something else than its keys say."""
     with pytest.raises(ConfigError, match=re.escape(problem)):
         PolicyObjective(**objective)
 

@@ -82,7 +82,6 @@ def test_search_matches_plain_loop(statistic: str, offset: float) -> None:
 
 
 def test_sums_add_up_over_any_cut() -> None:
-    """Catches a mean of means, and a search over a part of the tokens."""
     config = BapoConfig()
     whole = bapo_sums(RATIOS, ADVANTAGES, config)
     parts = [

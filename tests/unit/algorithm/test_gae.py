@@ -31,7 +31,6 @@ def test_published_gae_example() -> None:
 
 @pytest.mark.parametrize(("discount", "gae_lambda"), [(1, 1), (0.99, 0.95), (1, 0), (0.5, 0.25)])
 def test_packed_gae_matches_plain_loops(discount: float, gae_lambda: float) -> None:
-    """Catches a value or advantage that leaks over a sequence's end."""
     rng = np.random.default_rng(0)
     sequences = np.repeat(np.arange(len(LENGTHS)) * 3, LENGTHS)
     rewards, values = rng.normal(size=len(sequences)), rng.normal(size=len(sequences))

@@ -48,7 +48,6 @@ def test_coefficient_is_constant_without_target() -> None:
 
 
 def test_coefficient_survives_checkpoint() -> None:
-    """The coefficient passes through a checkpoint's JSON."""
     controller = KlController(CONFIG, 0.05)
     controller.observe(0.123, 300)
     resumed = KlController(CONFIG, 0.05)

@@ -23,7 +23,6 @@ def found(rule: str, *, kl: np.ndarray = KL, kl_coef: float = 0.1, **changes: An
 
 
 def test_rloo_subtracts_kl_of_all_tokens():
-    """RLOO of two: each reward less the other's."""
     paid = np.array([1.0 - 0.01, -1.0 - 0.04, -1.0, 1.0 - 0.09])
     per_response = [paid[0] - paid[1], paid[1] - paid[0], paid[2] - paid[3], paid[3] - paid[2]]
     np.testing.assert_allclose(found("rloo"), np.repeat(per_response, NUM_TOKENS), rtol=1e-12)
@@ -56,7 +55,6 @@ def test_reinforce_baseline_whitens_after_centring():
 
 @pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
 def test_zero_kl_does_not_change_advantages(rule: str):
-    """The first step of a run, whose KL divergence is exactly 0."""
     zero = found(rule, kl=np.zeros_like(KL))
     np.testing.assert_array_equal(zero, found(rule, kl_coef=0.0))
     assert np.isfinite(zero).all() and zero.any()

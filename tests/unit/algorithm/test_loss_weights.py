@@ -70,7 +70,6 @@ def test_empty_response_has_zero_weight(keep):
     "filtering, expected", [(False, [1 / 6, 1 / 6, 1 / 5]), (True, [1 / 2, 0.0, 1 / 5])]
 )
 def test_overlong_filtering_removes_truncated_responses(filtering, expected):
-    """Two mini-batches: 2 + 4 tokens, of which the 4 are truncated, and 5 tokens."""
     groups = [
         SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, True]),
         SimpleNamespace(lengths=[5], num_sampled=[5], truncated=[False]),
@@ -90,7 +89,6 @@ def test_overlong_filtering_removes_truncated_responses(filtering, expected):
     ],
 )
 def test_weights_of_two_groups(aggregation, weights):
-    """Lengths [2, 3] and [4, 6], worked by hand."""
     found = sequence_weights(np.array([2, 3, 4, 6]), np.array([0, 0, 1, 1]), aggregation)
     np.testing.assert_allclose(found, weights, rtol=1e-15)
 

@@ -106,7 +106,6 @@ def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
     ],
 )
 def test_has_mixed_steps(steps, expected: bool) -> None:
-    """Catches a check that looks at rewards, which are all equal here."""
     assert has_mixed_steps(group(steps, [4, 3])) is expected
 
 
@@ -115,6 +114,5 @@ def test_has_mixed_steps_without_steps_uses_rewards() -> None:
 
 
 def test_equal_steps_give_exact_zeros() -> None:
-    """Catches rounding of an inexact mean that is divided by itself."""
     found = process_advantages([((1, 0.1), (2, 0.1)), ((3, 0.1),)], [2, 3])
     assert all((own == 0.0).all() for own in found)

@@ -109,7 +109,6 @@ def test_loss_is_weighted_sum_in_input_dtype() -> None:
 
 
 def test_every_term_at_once() -> None:
-    """Importance weights scale the policy term alone; KL adds, entropy subtracts."""
     tokens, objective = make_tokens(), PolicyObjective(kl_coef=0.3, entropy_coef=0.1)
     plain = policy_loss(**tokens, objective=PolicyObjective())
     ref = tokens["logprobs"] - 0.5

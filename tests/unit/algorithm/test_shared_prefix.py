@@ -31,7 +31,6 @@ def test_shared_tokens_get_mean_advantage():
 
 
 def test_one_correct_and_two_incorrect_with_shared_prefix():
-    """Rewards 1, 0, 0: by the mean the shared beginning is neither good nor bad."""
     values = group_advantages([1.0, 0.0, 0.0])
     branches = [None, Branch(0, 3), Branch(0, 3)]
     hard = hard_advantages(values, [10, 11, 11], branches)
@@ -57,7 +56,6 @@ def test_hard_and_soft_advantages_have_equal_sums():
 
 
 def test_advantages_of_tokens_are_averaged_token_by_token():
-    """Two responses share a prefix of 2 tokens."""
     own = [np.array([1.0, 2.0, 3.0]), np.array([5.0, -4.0])]
     found = hard_advantages(own, [3, 2], [None, Branch(0, 2)])
     assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]
@@ -85,7 +83,6 @@ def test_groups_of_a_step_are_spread_in_order():
 
 @pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, 0.0)])
 def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering: bool, shared: float):
-    """A filtered response must not change the advantage of tokens that others share with it."""
     one = group([3, 3, 4], [None, Branch(0, 2), Branch(0, 2)], [False, False, True])
     changes = {"overlong_filtering": filtering, "overlong_buffer": 0}
     found = step_advantages([one], [2.0, 0.0, -2.0], shared_prefix="hard", **changes)

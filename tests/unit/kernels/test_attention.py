@@ -104,7 +104,6 @@ def test_sequence_bits_do_not_depend_on_batch_or_threads() -> None:
 
 
 def test_large_and_non_finite_scores() -> None:
-    """Scores of a thousand must not overflow, and a NaN must stay in its sequence."""
     torch.manual_seed(0)
     query, key, value = tensors(12, 2, 2, 16)
     starts = starts_of([6, 6])

@@ -47,7 +47,6 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads, size, rotated", [(1, 8, 8), (5, 64, 64), (12, 24, 20)])
 @pytest.mark.parametrize("rows", ROWS)
 def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dtype) -> None:
-    """Ragged heads, and heads of which only a part is rotated."""
     torch.manual_seed(0)
     angles = torch.randn(rows, rotated // 2) * 5
     cos, sin = angles.cos(), angles.sin()
@@ -75,7 +74,6 @@ def test_large_values_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_values_stay_in_their_row(bad: float) -> None:
-    """A non-finite value must be visible in its token and in no other."""
     torch.manual_seed(0)
     x = torch.randn(3, 48)
     x[1, 5] = bad
@@ -85,7 +83,6 @@ def test_non_finite_values_stay_in_their_row(bad: float) -> None:
 
 
 def test_row_bits_do_not_depend_on_batch_or_threads() -> None:
-    """Log-probs of one forward pass must repeat in another one of other sequences."""
     torch.manual_seed(0)
     x, weight, angles = torch.randn(300, 96), torch.rand(96), torch.randn(300, 16)
     heads = torch.randn(300, 3, 32)

@@ -52,7 +52,6 @@ def test_head_without_torchs_inner_product(
     monkeypatch: pytest.MonkeyPatch,
     fresh_product: None,
 ) -> None:
-    """After a failed lookup the head must use the widened product."""
     case = make_case(70, 64, 1000, padded=1024, dtype=torch.bfloat16)
     usual = case.run(chunk_tokens=64)
     products.load_product.cache_clear()

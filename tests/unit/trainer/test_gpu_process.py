@@ -16,7 +16,6 @@ from tests.support.rollout.engine_specs import engine_spec
 
 
 def test_missing_gpu_is_an_error() -> None:
-    """Catches a broken driver that turns a run on GPUs into a very slow one."""
     with pytest.raises(InfraError, match=r"finds no GPU .*cluster.device"):
         require_cuda()
 
@@ -24,7 +23,6 @@ def test_missing_gpu_is_an_error() -> None:
 def test_broken_transformer_engine_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches other layers, in other precision and memory, than the recipe was made for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(InfraError, match="transformer-engine cannot be imported"):
@@ -45,7 +43,6 @@ def test_old_gpu_needs_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_float32_is_not_multiplied_as_tf32(dtype: str) -> None:
-    """Catches a quickstart on a GPU machine whose trainer and engine differ by 1e-3."""
     expected = "0" if dtype == "float32" else None
     rank = rank_environment(TrainerConfig(), uses_cuda=True, dtype=dtype, num_cores=1)
     engine = engine_spec(gpus=("0",), dtype=dtype).environment()

@@ -68,7 +68,6 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
 
 
 def test_long_calls_return_gpu_memory(ranks: Ranks, models: Path, tmp_path: Path) -> None:
-    """Catches a trainer that keeps the memory of a step while engines wake up into it."""
     settings = settings_for(str(models / "qwen2-tied"))
     arguments = (settings, random_batch(RAGGED), tmp_path / "state")
     (seen,) = ranks.run(1, _calls_that_release_memory, *arguments)

@@ -71,7 +71,6 @@ def test_traffic_overlaps_compute(ranks: Ranks, models: Path) -> None:
 
 
 def test_overlap_has_no_effect_with_one_replica(ranks: Ranks, models: Path) -> None:
-    """A recipe for many replicas must also run with one."""
     batch = random_batch(RAGGED)
     folder = str(models / "qwen2-tied")
     expected, _ = ranks.run(1, train, settings_for(folder), batch, 2)[0]

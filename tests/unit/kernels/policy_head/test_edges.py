@@ -81,7 +81,6 @@ def test_ratios_of_0_and_infinity(name: str, passes: None) -> None:
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_only_masked_sequences(name: str, passes: None) -> None:
-    """Loss and gradients are 0 for any values of masked tokens, and exist."""
     case = edge_case(OBJECTIVES[name])
     case.loss_weights[:] = 0.0
     case.kwargs["logprobs_old"][::3] = float("nan")

@@ -39,7 +39,6 @@ def test_matches_fp64(num_tokens: int, kind: str) -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
 def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
-    """Entropy bonus, KL, dual clip and importance weights, all at once."""
     objective = PolicyObjective(dual_clip=1.5, entropy_coef=0.02, kl_coef=0.1, kl_value=kl_kind)
     case = make_case(
         70, 24, 500, padded=504, temperature=temperature, objective=objective, extras=True
@@ -82,7 +81,6 @@ def test_bf16_gradients_and_clip_counts(padded: int) -> None:
 
 
 def test_padded_vocabulary_never_enters() -> None:
-    """Huge weights in padded rows must change nothing and get no gradient."""
     case = make_case(50, 16, 600, padded=640, objective=EVERYTHING, extras=True)
     expected = case.run()
     case.weight[600:] = 1e4
@@ -97,7 +95,6 @@ def test_whole_shards_of_padding() -> None:
 
 
 def test_masked_rows_never_enter() -> None:
-    """NaN hidden states, bad targets and NaN advantages of masked tokens have no effect."""
     case = make_case(60, 16, 200)
     expected = case.run()
     masked = case.loss_weights == 0
@@ -113,7 +110,6 @@ def test_masked_rows_never_enter() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
 def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
-    """An empty or all-masked micro-batch has loss 0 and zero gradients, and still has them."""
     got = make_case(num_tokens, 16, 200, masked=1.1).run()
     output = got.output
     assert output.loss == 0 and output.num_tokens == 0 and output.ratio_max_error == 0
@@ -125,7 +121,6 @@ def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_token_is_dropped(name: str, value: float) -> None:
-    """A token without an engine log-prob contributes 0; the others are unchanged."""
     case = make_case(40, 16, 200, masked=0.0, objective=EVERYTHING, extras=True)
     case.kwargs[name][[3, 17]] = value
     got = case.run()
@@ -151,7 +146,6 @@ def test_non_finite_hidden_state_reaches_the_loss() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 3.5, -2.0, 0.0])
 def test_any_upstream_scale(scale: float) -> None:
-    """The gradient made in the forward pass follows any later factor of the loss."""
     case = make_case(50, 16, 200)
     got, expected = case.run(scale), case.definition(scale)
     got.assert_gradients(expected, GRAD_TOLERANCE)
@@ -190,7 +184,6 @@ def test_same_bits_on_every_run() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
-    """Old log-probs from the same rows and shapes have the very bits of the update's."""
     case = make_case(75, 32, 512, dtype=dtype, temperature=0.9)
     old, entropy = token_logprobs(
         case.hidden,

@@ -234,7 +234,6 @@ def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
 
 
 def test_flags_have_the_clipped_side() -> None:
-    """Catches a fraction that counts the other side, or a token without an advantage."""
     values = make_inputs((-3.0, -0.125, 0.125, 0.5, 3.0), (0.0,))
     negative = (CLIPPED_LOW, 0, 0, 0, DUAL_CLIPPED)
     positive = (0, 0, 0, CLIPPED_HIGH, CLIPPED_HIGH)
@@ -267,7 +266,6 @@ def test_ratio_at_dual_clip_is_not_clipped() -> None:
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
-    """Such a token must not make the sum NaN or drop its neighbours."""
     objective = GATED.get(gate, PolicyObjective(dual_clip=3.0))
     objective = objective.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.02})
     values = make_inputs((-0.5, 0.125, 3.0), (0.25,))

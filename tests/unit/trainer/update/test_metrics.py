@@ -38,7 +38,6 @@ def step_of(mini_batches: list[MiniBatchSums], **changes):
 
 
 def test_means_are_over_tokens_not_over_mini_batches() -> None:
-    """A short mini-batch must not weigh as much as a long one."""
     later = sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0, dual_clipped=4.0)
     result = step_of([sums(), later])
     assert result["policy/dual_clip_fraction"] == pytest.approx(0.25)
@@ -105,7 +104,6 @@ def test_searched_bounds_are_means_and_the_smallest_share() -> None:
 
 
 def test_every_metric_of_the_trainer_is_given() -> None:
-    """A missing metric would be null in every run."""
     critic = CriticSums(num_tokens=1.0, squared_returns=1.0)
     found = step_of([sums()]) | summarize_critic([critic], grad_norms=[], lr=0.0)
     expected = {name for name in UPDATE.metrics if not name.startswith("experts/")}

@@ -26,7 +26,6 @@ def all_tensors(folder):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4, "pp": 2}, {"pp": 2, "vpp": 2}])
 def test_round_trip_is_bitwise(model_folders, tmp_path, family, sizes):
-    """Catches any loss of names, order, padding, files, configuration or type."""
     source = model_folders[family]
     flags = [word for name, size in sizes.items() for word in (f"--{name}", size)]
     convert("hf-to-megatron", source, tmp_path / "megatron", *flags)
@@ -48,7 +47,6 @@ def test_experts_are_split_and_merged(model_folders, tmp_path):
 
 
 def test_converted_folder_loads_at_other_splits(model_folders, tmp_path):
-    """Catches a folder that loads only at its own sizes."""
     source = model_folders["Qwen3"]
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 4, "--pp", 2)
     layout = open_layout(source)
@@ -63,7 +61,6 @@ def test_converted_folder_loads_at_other_splits(model_folders, tmp_path):
 
 
 def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
-    """Catches a conversion through float32, and files of unbounded size."""
     source = make_model(tmp_path / "source", "Qwen2")
     tensors = {
         name: one.bfloat16() for name, one in load_file(source / "model.safetensors").items()
@@ -87,7 +84,6 @@ def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
     ({"head_dim": 16}, "head_dim is"),
 ])  # fmt: skip
 def test_verify_names_config_key_that_differs(model_folders, tmp_path, changes, key):
-    """Catches a checkpoint with another model's configuration."""
     source = model_folders["Llama"]
     config = json.loads((source / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -106,7 +102,6 @@ def test_old_and_new_rope_keys_are_equal(model_folders, tmp_path):
 
 
 def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
-    """Catches a comparison that is satisfied by closeness."""
     source = model_folders["Mistral"]
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] *= 1 + 2**-20
@@ -143,7 +138,6 @@ def test_damaged_folders_and_bad_requests_are_named(model_folders, tmp_path):
     ({"attention_bias": True}, r"q_proj.bias is missing"),
 ])  # fmt: skip
 def test_config_that_does_not_match_weights_is_refused(model_folders, tmp_path, changes, message):
-    """Catches an import of one model's weights under another's configuration."""
     source = model_folders["Llama"]
     config = json.loads((source / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -153,7 +147,6 @@ def test_config_that_does_not_match_weights_is_refused(model_folders, tmp_path, 
 
 
 def test_index_cannot_leave_its_folder(model_folders, tmp_path):
-    """Catches path traversal through a downloaded index."""
     source = model_folders["Qwen2"]
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}

@@ -14,7 +14,6 @@ from tests.support.runs.commands import convert
 
 
 def test_quantised_experts_are_refused(model_folders, tmp_path):
-    """Catches an export that vLLM cannot read."""
     convert("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
     with pytest.raises(WeightError, match="dense layers only"):
         convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
@@ -23,7 +22,6 @@ def test_quantised_experts_are_refused(model_folders, tmp_path):
 
 @pytest.mark.slow
 def test_fp8_weights_have_e4m3_precision(tmp_path):
-    """Catches a wrong scale or axis, a quantised embedding, and a forgotten temporary folder."""
     source = make_model(tmp_path / "source", "Qwen2", num_hidden_layers=2)
     (source / "tokenizer.json").write_text("{}")
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)

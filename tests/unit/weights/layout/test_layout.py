@@ -34,7 +34,6 @@ def imported_ranks(folder, layout, **sizes):
 
 
 def test_vocabulary_is_padded_with_zeros(model_folders):
-    """Catches padding rows left uninitialised, and a cut of the unpadded vocabulary."""
     folder = model_folders["Qwen3"]
     layout = open_layout(folder)
     hf = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -53,7 +52,6 @@ def test_vocabulary_is_padded_with_zeros(model_folders):
 def test_ranks_of_every_split_give_the_model_bitwise(
     model_folders, family, tp_size, pp_size, vpp_size
 ):
-    """Catches a weight that is dropped, doubled or misplaced by any split."""
     folder = model_folders[family]
     layout = open_layout(folder)
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "vpp_size": vpp_size}
@@ -74,7 +72,6 @@ def assert_gives_model(folder, layout, ranks):
 
 @pytest.mark.parametrize("etp_size,ep_size,num_dp", [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
 def test_experts_are_spread_over_expert_ranks(model_folders, etp_size, ep_size, num_dp):
-    """Catches an expert with another expert's number."""
     folder = model_folders["Qwen3Moe"]
     layout = open_layout(folder)
     sizes = {"tp_size": 2, "ep_size": ep_size, "etp_size": etp_size, "num_dp": num_dp}
@@ -124,7 +121,6 @@ def damage(folder, tmp_path, change):
     (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight has shape \[3\]"),
 ])  # fmt: skip
 def test_mismatched_checkpoint_is_rejected_by_name(model_folders, tmp_path, change, message):
-    """Catches a silent partial import."""
     folder = damage(model_folders["Qwen2"], tmp_path, change)
     layout = open_layout(folder)
     (position,) = replica_positions(layout)
@@ -133,7 +129,6 @@ def test_mismatched_checkpoint_is_rejected_by_name(model_folders, tmp_path, chan
 
 
 def test_mismatched_model_is_rejected_by_name(model_folders):
-    """Catches a parameter that keeps its random initialisation."""
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
     (position,) = replica_positions(layout)
@@ -167,7 +162,6 @@ def test_unsupported_configs_are_rejected_by_name(model_folders):
 
 
 def test_engine_stages_match_vllm(model_folders):
-    """Catches layers planned for the wrong pipeline stage of an engine."""
     from vllm.distributed.utils import get_pp_indices
 
     layout = open_layout(model_folders["Qwen2"])
@@ -179,7 +173,6 @@ def test_engine_stages_match_vllm(model_folders):
 
 @pytest.mark.parametrize("tp_size, rows", [(1, 320), (3, 384), (5, 320), (128, 384)])
 def test_trainer_vocabulary_padding(tp_size, rows):
-    """301 rows are padded to a multiple of 64 that the ranks divide."""
     assert padded_vocab_size(301, tp_size) == rows
 
 

@@ -74,7 +74,6 @@ def test_expert_tp_defaults_to_tp() -> None:
 
 
 def test_chunks_alternate_between_stages() -> None:
-    """Catches a stage whose chunks are neighbours in the model."""
     assert stage_chunks(4, pp_size=2) == [[range(0, 2)], [range(2, 4)]]
     first, second = stage_chunks(8, pp_size=2, vpp_size=2)
     assert first == [range(0, 2), range(4, 6)]
@@ -83,7 +82,6 @@ def test_chunks_alternate_between_stages() -> None:
 
 
 def test_remaining_layers_go_to_first_chunks() -> None:
-    """Catches a layer that is lost, doubled or given to the last chunks."""
     assert stage_layers(6, pp_size=4) == [(0, 1), (2, 3), (4,), (5,)]
     assert stage_layers(7, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6)]
     for layers in range(4, 20):

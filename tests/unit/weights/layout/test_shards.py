@@ -201,7 +201,6 @@ def test_position_sets_vocabulary_padding() -> None:
 
 
 def test_runs_are_placed_end_to_end() -> None:
-    """Catches a run placed at the start of the run before it."""
     runs = (Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4))
     shard = Shard("qkv", runs, axis=0, length=9, width=3)
     assert list(shard.placed_runs()) == list(zip((0, 4, 6), runs, strict=True))

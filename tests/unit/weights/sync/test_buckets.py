@@ -54,8 +54,6 @@ def ranges_in_buckets(plan, schedule):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=["32B", "235B"])
 def test_update_of_64_ranks_from_512_fits_in_two_buckets(case, place):
-    """Catches slices staged outside of the buckets, overlapping slices, an engine rank that many
-    senders overload at once, and buckets that are nearly empty."""
     plan = plan_of(case, place)
     schedule = pack(plan, BUCKET)
     assert Counter(one.transfer for _, one in schedule) == Counter(plan.transfers)

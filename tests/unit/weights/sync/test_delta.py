@@ -50,7 +50,6 @@ def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.002, 0.046, 0.1])
 def test_every_bit_comes_back(dtype, share):
-    """Catches gaps or steps that overflow their byte, and conversions through a float."""
     before = changed_at_random(weights(dtype), 0.05)
     after = changed_at_random(before, share)
     assert torch.equal(image(decoded(sent(before, after), before)), image(after))
@@ -61,7 +60,6 @@ def test_every_bit_comes_back(dtype, share):
     [0, 257], list(range(300)), [5, 300, 301, 39_000],
 ])  # fmt: skip
 def test_all_gap_lengths_are_decoded(places):
-    """Catches a gap of 255, and the first and the last element."""
     before = weights()
     after = before.clone()
     after.view(torch.int16)[places] += 1
@@ -70,7 +68,6 @@ def test_all_gap_lengths_are_decoded(places):
 
 @pytest.mark.parametrize("step", [1, -1, 127, -127, 128, -128, 129, 32767, -32768])
 def test_all_step_sizes_are_decoded(step):
-    """Catches the step that is a marker, and sums beyond 16 bits."""
     before = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -1e-40, 3.0], dtype=torch.bfloat16)
     before = before.repeat(200)
     after = before.clone()
@@ -79,7 +76,6 @@ def test_all_step_sizes_are_decoded(step):
 
 
 def test_signed_zeros_and_nan_payloads_are_changes():
-    """Catches a comparison of numbers instead of bits."""
     before = torch.zeros(500, dtype=torch.bfloat16)
     before[1] = torch.nan
     after = before.clone()
@@ -99,7 +95,6 @@ def test_one_unit_in_the_last_place_takes_two_bytes():
 
 @pytest.mark.parametrize("size", [8, 40, 1000])
 def test_larger_section_is_not_encoded(size):
-    """Catches a delta that is larger than its bundle."""
     before = weights()[:size]
     after = changed_at_random(before, 1.0)
     assert encode(image(before), image(after), STAMP, itemsize=2)[0] is None
@@ -131,7 +126,6 @@ def refused(
 
 
 def test_section_of_wrong_length_is_refused():
-    """Catches partial messages and messages of another length."""
     _, section = some_section()
     for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, len(section) - 16, len(section) - 1):
         refused(section[:length], "A delta")
@@ -145,12 +139,10 @@ def test_section_of_wrong_length_is_refused():
     {"itemsize": 1, "num_elements": 2 * NUM_ELEMENTS},
 ])  # fmt: skip
 def test_section_with_other_stamp_shape_or_type_is_refused(expected):
-    """Catches a lost or repeated update, and a section of another bundle."""
     refused(some_section()[1], "is to be applied", **expected)
 
 
 def test_any_flipped_bit_is_found():
-    """Catches memory that changes between trainer and engine."""
     _, section = some_section()
     torch.manual_seed(1)
     for place in [*range(HEADER_BYTES), *torch.randint(len(section), (200,)).tolist()]:
@@ -184,7 +176,6 @@ def test_inconsistent_lists_are_refused():
 
 
 def test_changes_between_have_indices_from_start():
-    """Catches an element that is written into a neighbouring parameter."""
     before = weights()
     after = before.clone()
     places = [0, 9, 10, 19, 20, 39_999]

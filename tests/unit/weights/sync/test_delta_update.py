@@ -66,8 +66,6 @@ def assert_same_bits(targets, expected):
     ("Llama", {"tp_size": 4}, EngineShape(), torch.bfloat16),
 ])  # fmt: skip
 def test_deltas_give_bits_of_full_update(model_folders, family, trainer, engine, dtype):
-    """Catches elements that are lost, misplaced or changed twice, with shards that are replicated,
-    split by columns, stacked and tied."""
     connection = Connection(model_folders[family], trainer, engine, dtype, deltas=True)
     targets = live_targets(connection, Kept)
     connection.run(targets=targets, version=1)
@@ -86,7 +84,6 @@ def test_deltas_give_bits_of_full_update(model_folders, family, trainer, engine,
 
 
 def test_delta_compares_with_pinned_weights(model_folders):
-    """Catches a delta from the present weights instead of the pinned ones."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, deltas=True)
     (sender,), (params,) = connection.senders, connection.params
     sender.pin()
@@ -117,7 +114,6 @@ def published(model_folders):
 def test_lost_repeated_and_unfinished_updates_are_refused(
     published,
 ):
-    """Catches a delta that is applied to other bits than its base."""
     connection, targets = published
     train(connection, 0.02)
     connection.encode(1, 2)  # which never arrives
@@ -145,7 +141,6 @@ def test_lost_repeated_and_unfinished_updates_are_refused(
 
 
 def test_reconnected_sender_sends_all_weights(published):
-    """Catches a full update that sends the sections of an earlier delta."""
     connection, targets = published
     train(connection, 0.02)
     connection.run(targets=targets, version=2, delta=connection.encode(1, 2))
@@ -163,7 +158,6 @@ def test_reconnected_sender_sends_all_weights(published):
 
 
 def test_section_of_previous_update_is_refused(published):
-    """Catches a bucket that still holds a round of the previous update."""
     connection, targets = published
     train(connection, 0.02)
     first = connection.encode(1, 2)
@@ -177,7 +171,6 @@ def test_section_of_previous_update_is_refused(published):
 
 
 def test_damaged_section_changes_nothing(published):
-    """Catches memory that changes between trainer and engine, and half of a section applied."""
     connection, targets = published
     train(connection, 0.02)
     delta = connection.encode(1, 2)
@@ -194,7 +187,6 @@ def test_damaged_section_changes_nothing(published):
 
 
 def test_checksums_find_engine_with_other_bits(published):
-    """Catches a correct delta on parameters that were changed by something else."""
     connection, targets = published
     train(connection, 0.02)
     delta = connection.encode(1, 2, with_checksums=True)
@@ -204,7 +196,6 @@ def test_checksums_find_engine_with_other_bits(published):
 
 
 def test_too_many_changes_need_full_update(published, monkeypatch):
-    """Catches sections that need more memory than `max_share`."""
     connection, targets = published
     monkeypatch.setattr("megadapo.weights.sync.delta.state.ALWAYS_ENCODED", 0)
     train(connection, 1.0)

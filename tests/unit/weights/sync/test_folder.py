@@ -68,7 +68,6 @@ def files(model_folders, tmp_path):
 
 
 def test_engines_read_full_updates_and_deltas(files):
-    """Catches a tensor under another name, and a delta from other bits."""
     files.update(5)
     files.assert_received(files.targets)
     size = folder_bytes(files.files / "v5")
@@ -91,7 +90,6 @@ def folder_bytes(folder):
 
 
 def test_lost_repeated_and_later_files_are_refused(files):
-    """Catches a delta that is applied twice, or to weights without the previous one."""
     files.update(5)
     files.train()
     six = files.encode(5, 6)
@@ -112,7 +110,6 @@ def test_lost_repeated_and_later_files_are_refused(files):
 
 
 def test_torn_files_are_refused(files):
-    """Catches an incomplete file, and a manifest without its files."""
     files.write(5)
     inbox, folder = files.inboxes[0], files.files / "v5"
     path = sorted(folder.glob("rank-*"))[0]
@@ -136,7 +133,6 @@ def test_torn_files_are_refused(files):
 
 
 def test_changed_files_are_refused(tmp_path):
-    """Catches a lost page, a file of another update, and a damaged header."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=3)
     outbox.begin(1)
     message = Message(sender=3, target=4, offset=16, num_bytes=32)
@@ -161,7 +157,6 @@ def test_changed_files_are_refused(tmp_path):
 
 
 def test_inbox_waits_for_late_file(tmp_path, monkeypatch):
-    """Catches storage that shows the manifest before a file."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=0)
     outbox.begin(1)
     outbox.post(0, [Message(sender=0, target=1, offset=0, num_bytes=16)])
@@ -177,7 +172,6 @@ def test_inbox_waits_for_late_file(tmp_path, monkeypatch):
 
 
 def test_only_updates_are_pruned(tmp_path):
-    """Catches the removal of the user's own folders."""
     for name in ("v1", "v20", "v3", "value", "v3.old"):
         (tmp_path / name).mkdir()
     (tmp_path / "v1" / "file").write_text("x")

@@ -57,7 +57,6 @@ def assert_filled_exactly_once(ranges, length):
     EngineShape(tp_size=2, pp_size=2), EngineShape(tp_size=2, expert_parallel=True),
 ])  # fmt: skip
 def test_every_position_is_copied_once(model_folders, family, trainer, engine):
-    """Catches gaps, overlaps and copies beyond the shard."""
     layout = open_layout(model_folders[family])
     positions = replica_positions(layout, **trainer)
     plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=4096)
@@ -144,7 +143,6 @@ def test_plan_round_trips_through_json(model_folders):
 
 
 def test_buckets_hold_all_transfers_without_overlap(model_folders):
-    """Catches overlapping slices and buckets above the limit."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, num_dp=2)
     plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=4, max_bundle_bytes=4096)
@@ -176,7 +174,6 @@ def test_bucket_smaller_than_row_is_refused(model_folders):
 
 
 def test_sender_is_on_engine_node(model_folders):
-    """Catches shared memory across machines: slices are relayed to a sender on the node."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, pp_size=2)
     nodes = ["a", "a", "b", "b"]

@@ -45,7 +45,6 @@ def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""
 
 
 def test_report_counts_bytes_of_every_engine(tmp_path, capsys):
-    """Catches bytes that are counted for one engine only, or whole tensors."""
     plan(tmp_path, "--links", "3")
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
@@ -66,7 +65,6 @@ def test_report_shows_memory_of_update(tmp_path, capsys, placement):
 
 
 def test_report_uses_recipe_split(tmp_path, capsys):
-    """Catches a plan that ignores the recipe's stages and engines."""
     plan(tmp_path, split="virtual_pipeline = 2", engine="pipeline_parallel = 2")
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8 x PP 2" in text

@@ -125,7 +125,6 @@ def test_update_quantises_new_weights(model: Model) -> None:
 
 
 def test_quantisation_error_fits_three_mantissa_bits(model: Model) -> None:
-    """Catches inverted scales, and scales of another block."""
     weights: dict[str, Any] = random_weights(3)
     update(model, weights)
     scales = model.proj.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

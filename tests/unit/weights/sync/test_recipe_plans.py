@@ -76,7 +76,6 @@ def test_recipe_sends_each_byte_to_a_node_once(name, placement):
 @pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_relay_never_blocks(name, kind):
-    """Catches a rank that misses a round, or enters it in another order."""
     case = planned(name, "colocated")
     ranks = range(case.plan.num_sources)
     relays = {rank: case.schedules[kind].relay_batches(rank) for rank in ranks}

@@ -10,7 +10,6 @@ def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:
 
 
 def test_engines_of_one_node_share_memory():
-    """Catches a copy per engine in shared memory."""
     places = find_topology("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
     assert places.transport == "shared_memory"
     assert places.receiver_of == [0, 0] and places.receivers == ["n0"]
@@ -18,7 +17,6 @@ def test_engines_of_one_node_share_memory():
 
 
 def test_cpu_engines_use_memory_of_own_node_or_messages():
-    """Catches an engine that opens the memory of another machine."""
     ranks = [("n0", None), ("n1", None)]
     spread = find_topology("auto", ranks, ["n1", "n0"], [(), ()])
     assert spread.transport == "shared_memory" and spread.sources == ["n0", "n1"]
@@ -28,7 +26,6 @@ def test_cpu_engines_use_memory_of_own_node_or_messages():
 
 
 def test_engine_opens_only_visible_gpus():
-    """Catches a handle of a GPU that the engine's process does not see."""
     gpus = [tuple("0123"), tuple("4567")] * 2
     nodes = ["n0", "n0", "n1", "n1"]
     places = find_topology("auto", on_gpus(2, 8), nodes, gpus)
@@ -37,7 +34,6 @@ def test_engine_opens_only_visible_gpus():
 
 
 def test_engines_on_other_gpus_get_messages_once_per_node():
-    """Catches CUDA IPC without a shared GPU, and messages to each engine of a node."""
     nodes, gpus = ["n1", "n2", "n1", "n1"], [(gpu,) for gpu in "0012"]
     places = find_topology("auto", on_gpus(1, 4), nodes, gpus)
     assert places.transport == "nccl" and places.sources is None

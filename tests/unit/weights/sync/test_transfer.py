@@ -40,7 +40,6 @@ from tests.support.weights.connection import BUCKET, Connection, Shards, receive
     ({"tp_size": 2}, EngineShape(tp_size=2, expert_parallel=True), torch.float32),
 ])  # fmt: skip
 def test_engine_ranks_receive_exactly_their_shards(model_folders, family, trainer, engine, dtype):
-    """Catches bytes that are lost, misplaced, stale or unnecessary."""
     connection = Connection(model_folders[family], trainer, engine, dtype)
     assert connection.num_rounds > 1
     connection.assert_received(connection.run())
@@ -56,7 +55,6 @@ def test_engine_ranks_receive_exactly_their_shards(model_folders, family, traine
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
 @pytest.mark.parametrize("engine", [EngineShape(tp_size=2), EngineShape(pp_size=2)])
 def test_interleaved_stages_send_own_layers(tmp_path, family, engine):
-    """Catches a stage taken for a contiguous range: with two chunks it has layers 0 and 2."""
     stages = stage_layers(4, pp_size=2, vpp_size=2)
     assert stages == [(0, 2), (1, 3)]
     folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
@@ -69,7 +67,6 @@ def test_interleaved_stages_send_own_layers(tmp_path, family, engine):
 
 @pytest.mark.parametrize("trainer", [{"tp_size": 2, "pp_size": 2}, {"num_dp": 2}])
 def test_pinned_weights_do_not_change(model_folders, trainer):
-    """Catches a restarted engine that scores the weights of another step."""
     connection = Connection(model_folders["Qwen3"], trainer, EngineShape(tp_size=2))
     for sender, params in zip(connection.senders, connection.params, strict=True):
         sender.pin()
@@ -83,7 +80,6 @@ def test_pinned_weights_do_not_change(model_folders, trainer):
 
 
 def test_fingerprint_shows_single_bit(model_folders):
-    """Catches an evaluation that reuses results of other weights."""
     one, other = (Connection(model_folders["Qwen2"], {}, EngineShape()) for _ in range(2))
     (sender,), (same,) = one.senders, other.senders
     assert sender.fingerprint() == same.fingerprint()
@@ -95,7 +91,6 @@ def test_fingerprint_shows_single_bit(model_folders):
 
 
 def test_second_update_sends_present_weights(model_folders):
-    """Catches senders that copy the first weights."""
     connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape())
     (before,) = connection.run()
     for params in connection.params:
@@ -113,14 +108,12 @@ def test_few_shards_are_open_at_once(model_folders):
 
 
 def test_checksum_names_damaged_slice(model_folders):
-    """Catches memory that changes between trainer and engine."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape())
     with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 0"):
         connection.run(damage=lambda number: connection.flip_bit(0, number, 17))
 
 
 def test_incomplete_update_is_refused(model_folders):
-    """Catches an engine that serves a mix of two versions."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape())
     receiver = connection.receivers[0]
     receiver.start(Shards(torch.float32), connection.inbox, with_checksums=False)
@@ -131,7 +124,6 @@ def test_incomplete_update_is_refused(model_folders):
 
 
 def test_rank_with_only_padding_completes_vocabulary(tmp_path):
-    """Catches a parameter that never completes because it has no copies."""
     folder = make_model(tmp_path / "small", "Qwen2", vocab_size=20)
     connection = Connection(folder, {}, EngineShape(tp_size=4))
     *_, last = connection.run()
@@ -139,7 +131,6 @@ def test_rank_with_only_padding_completes_vocabulary(tmp_path):
 
 
 def test_shared_memory_leaves_no_file_behind():
-    """Catches memory that survives a killed run."""
     folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
     before = set(folder.glob("megadapo-weights-*"))
     outbox = SharedMemoryOutbox(64)
@@ -186,7 +177,6 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
     ("transport", "opener"), [("shared_memory", "_map"), ("cuda_ipc", "_open_cuda")]
 )
 def test_receiver_opens_only_buckets_it_reads(transport, opener, model_folders, monkeypatch):
-    """Catches an engine that opens memory of another node or of a hidden GPU."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, num_dp=3)
     engine = EngineShape(nodes=("engine 0", "engine 1"))
@@ -210,7 +200,6 @@ def test_buckets_beyond_shared_memory_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksum_sees_flips_and_swaps(dtype):
-    """Catches a checksum that ignores swapped rows, order or a flipped bit."""
     torch.manual_seed(0)
     tensor = torch.randn(700, 3001).to(dtype)
     value = checksum(tensor)
@@ -223,7 +212,6 @@ def test_checksum_sees_flips_and_swaps(dtype):
 
 
 def test_store_listens_on_node_address_only():
-    """Catches a store that is open on other interfaces of the node."""
     outbox = PointToPointOutbox(8, torch.device("cpu"), rank=0, num_ranks=2)
     offer = outbox.offer()
     at_port = [

@@ -13,7 +13,6 @@ from megadapo.weights.sync.vllm_plugin import NAME, register
 
 
 def test_missing_layerwise_reload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a bare ImportError in vLLM's worker."""
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", None)
     with pytest.raises(WeightError, match=r"cannot replace weights .* vLLM 0\.32 can"):
         vllm_internals.layerwise_reload()
@@ -40,7 +39,6 @@ def test_loader_is_unwrapped_to_model_loader() -> None:
 
 
 def test_plugin_can_be_registered_twice() -> None:
-    """Catches an error in processes that load vLLM's plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     register()
