@@ -1,6 +1,10 @@
-"""Packed batches of random tokens with ragged lengths."""
+"""Packed batches of random tokens with ragged lengths, and groups that advantages are made of."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +46,14 @@ def random_batch(
         rewards=rng.normal(size=len(lengths)),
         group_sizes=np.ones(len(lengths), dtype=np.int64),
     )
+
+
+def scored_group(lengths: Sequence[int], **fields: Any) -> SimpleNamespace:
+    """A group as `[algorithm]` reads it: nothing is truncated, scored by steps or shared."""
+    each = len(lengths)
+    usual = {"rewards": [0.0] * each, "truncated": [False] * each, "branches": [None] * each}
+    usual |= {"lengths": lengths, "num_sampled": lengths, "steps": ()}
+    return SimpleNamespace(**(usual | fields))
 
 
 def random_texts(*updates: list[int], coef: float = TEXT_COEF) -> PackedBatch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -16,29 +14,15 @@ from megadapo.algorithm.advantages import (
 )
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
-
-
-def test_grpo_without_std_centres_rewards():
-    np.testing.assert_allclose(
-        group_advantages([3, -1, -1, -1], normalize_by_std=False), [3.0, -1.0, -1.0, -1.0]
-    )
+from tests.support.trainer.batches import scored_group
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
 def test_step_advantages_use_shaped_rewards_of_each_group(normalize_by_std):
     groups = [
-        SimpleNamespace(
-            rewards=[1.0, -1.0, -1.0],
-            lengths=[10, 20, 15],
-            num_sampled=[10, 20, 15],
-            truncated=[False] * 3,
-        ),
-        SimpleNamespace(
-            rewards=[-1.0, 1.0], lengths=[1, 1], num_sampled=[1, 1], truncated=[False] * 2
-        ),
-        SimpleNamespace(
-            rewards=[1.0, 1.0], lengths=[1, 1], num_sampled=[1, 1], truncated=[False] * 2
-        ),
+        scored_group([10, 20, 15], rewards=[1.0, -1.0, -1.0]),
+        scored_group([1, 1], rewards=[-1.0, 1.0]),
+        scored_group([1, 1], rewards=[1.0, 1.0]),
     ]
     config = AlgorithmConfig(
         overlong_buffer=10, overlong_factor=0.5, normalize_by_std=normalize_by_std
@@ -83,24 +67,16 @@ def test_maxrl_rejects_other_rewards(rewards):
 def test_whitening_counts_tokens_in_the_loss():
     """Compared with every token's value written out; the truncated response is not counted."""
     groups = [
-        SimpleNamespace(
-            rewards=[1.0, -1.0], lengths=[3, 1], num_sampled=[3, 1], truncated=[False, False]
-        ),
-        SimpleNamespace(
-            rewards=[1.0, 5.0], lengths=[2, 7], num_sampled=[2, 7], truncated=[False, True]
-        ),
+        scored_group([3, 1], rewards=[1.0, -1.0]),
+        scored_group([2, 7], rewards=[1.0, 5.0], truncated=[False, True]),
     ]
-    config = AlgorithmConfig(advantage="reinforce++", overlong_buffer=0, overlong_filtering=True)
-    tokens = np.array([1.0, 1, 1, -1, 1, 1])
-    expected = (np.array([1.0, -1.0, 1.0]) - tokens.mean()) / tokens.std(ddof=1)
-    found = advantages(groups, config, max_response_tokens=20)
-    np.testing.assert_allclose(found[:3], expected, rtol=1e-12)
-    assert np.isfinite(found).all()
-    baseline = config.model_copy(update={"advantage": "reinforce++-baseline"})
-    tokens = np.array([1.0, 1, 1, -1, -2, -2])
-    expected = (np.array([1.0, -1.0, -2.0]) - tokens.mean()) / tokens.std(ddof=1)
-    found = advantages(groups, baseline, max_response_tokens=20)
-    np.testing.assert_allclose(found[:3], expected, rtol=1e-12)
+    for rule, third in (("reinforce++", 1.0), ("reinforce++-baseline", -2.0)):
+        config = AlgorithmConfig(advantage=rule, overlong_buffer=0, overlong_filtering=True)
+        tokens = np.array([1.0, 1, 1, -1, third, third])
+        expected = (np.array([1.0, -1.0, third]) - tokens.mean()) / tokens.std(ddof=1)
+        found = advantages(groups, config, max_response_tokens=20)
+        np.testing.assert_allclose(found[:3], expected, rtol=1e-12)
+        assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("num_tokens", [[4, 4], [0, 0], [1, 0]])
@@ -130,7 +106,7 @@ def test_overlong_penalty_at_the_papers_lengths(length, penalty):
 
 
 def test_penalty_is_added_to_reward():
-    group = SimpleNamespace(rewards=[1.0, -1.0, 1.0], lengths=[10, 20, 15])
+    group = scored_group([10, 20, 15], rewards=[1.0, -1.0, 1.0])
     config = AlgorithmConfig(overlong_buffer=10, overlong_factor=0.5)
     shaped = shaped_rewards(group, config, max_response_tokens=20)
     np.testing.assert_allclose(shaped, [1.0, -1.5, 0.75])

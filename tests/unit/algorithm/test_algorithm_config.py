@@ -11,22 +11,6 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import ConfigError
 
 
-def test_filtering_excludes_overlong_punishment() -> None:
-    with pytest.raises(ConfigError) as caught:
-        AlgorithmConfig(overlong_filtering=True, overlong_buffer=1)
-    assert str(caught.value) == (
-        "algorithm.overlong_filtering = true leaves truncated responses out of the loss, so the "
-        "soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or turn "
-        "algorithm.overlong_filtering off"
-    )
-
-
-@pytest.mark.parametrize(("filtering", "buffer"), [(True, 0), (False, 1)])
-def test_filtering_or_punishment_alone_is_valid(filtering: bool, buffer: int) -> None:
-    settings = AlgorithmConfig(overlong_filtering=filtering, overlong_buffer=buffer)
-    assert (settings.overlong_filtering, settings.overlong_buffer) == (filtering, buffer)
-
-
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
@@ -65,6 +49,11 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
 @pytest.mark.parametrize(
     ("algorithm", "problem"),
     [
+        (
+            {"overlong_filtering": True, "overlong_buffer": 1},
+            "soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or turn "
+            "algorithm.overlong_filtering off",
+        ),
         ({"advantage": "rloo", "normalize_by_std": False}, "leave algorithm.normalize_by_std out"),
         ({"advantage": "maxrl"}, "set algorithm.overlong_buffer = 0"),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, "set both or neither"),
@@ -140,9 +129,14 @@ def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"advantage": "rloo"}, {"normalize_by_std": False}, {"advantage": "gae"}]
+    "algorithm",
+    [
+        {"overlong_filtering": True, "overlong_buffer": 0},
+        {"overlong_filtering": False, "overlong_buffer": 1},
+        {"objective": IN_REWARD, "advantage": "rloo"},
+        {"objective": IN_REWARD, "normalize_by_std": False},
+        {"objective": IN_REWARD, "advantage": "gae"},
+    ],
 )
-def test_rules_that_allow_kl_in_reward(
-    algorithm: dict[str, object],
-) -> None:
-    AlgorithmConfig(objective=IN_REWARD, **algorithm)
+def test_sections_that_fit_each_other(algorithm: dict[str, object]) -> None:
+    AlgorithmConfig(**algorithm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,13 @@ def log_probs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rollout = -3 * torch.rand(sum(LENGTHS), generator=generator)
     proximal = rollout + 0.8 * torch.randn(sum(LENGTHS), generator=generator)
     return proximal, rollout, torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
+
+
+def ratios_of(
+    proximal: torch.Tensor, rollout: torch.Tensor, sequences: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    options = {"num_sequences": 5, "level": "sequence"} | options
+    return importance_ratios(proximal, rollout, sequences, **options)
 
 
 def defined(
@@ -51,7 +59,7 @@ def defined(
 def test_weights_match_definition(level: str, bound: str, low: float, high: float) -> None:
     config = ImportanceConfig(level=level, bound=bound, low=low, high=high)
     proximal, rollout, sequences = log_probs()
-    ratios = importance_ratios(proximal, rollout, sequences, num_sequences=5, level=level)
+    ratios = ratios_of(proximal, rollout, sequences, level=level)
     weights = bounded_weights(ratios, config)
     expected = defined(proximal, rollout, sequences, config)
     np.testing.assert_allclose(weights.numpy(), expected, rtol=2e-6)
@@ -63,24 +71,19 @@ def test_weights_match_definition(level: str, bound: str, low: float, high: floa
 def test_sequence_ratio_bits_do_not_depend_on_micro_batch() -> None:
     """A sum in another order would make a mask of a sequence depend on the split."""
     proximal, rollout, sequences = log_probs()
-    whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
+    whole = ratios_of(proximal, rollout, sequences)
     for sequence in (0, 1, 3, 4):
         own = torch.nonzero(sequences == sequence).squeeze(1)
         shuffled = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(1))]
-        alone = importance_ratios(
-            proximal[shuffled],
-            rollout[shuffled],
-            torch.zeros_like(shuffled),
-            num_sequences=1,
-            level="sequence",
-        )
+        first = torch.zeros_like(shuffled)
+        alone = ratios_of(proximal[shuffled], rollout[shuffled], first, num_sequences=1)
         assert alone.unique().tolist() == whole[own].unique().tolist()
 
 
 def test_sequence_ratio_bits_do_not_depend_on_rank() -> None:
     """Tokens of a sequence that another rank has must count, and a rank without any takes part."""
     proximal, rollout, sequences = log_probs()
-    whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
+    whole = ratios_of(proximal, rollout, sequences)
     owners = torch.arange(len(sequences)) % 2
     sums: list[torch.Tensor] = []
     for _ in range(2):
@@ -88,16 +91,9 @@ def test_sequence_ratio_bits_do_not_depend_on_rank() -> None:
         parts, total = [], sum(sums) if sums else None
         for rank in range(3):
             own = owners == rank
-            parts.append(
-                importance_ratios(
-                    proximal[own],
-                    rollout[own],
-                    sequences[own],
-                    num_sequences=5,
-                    level="sequence",
-                    add_up=sums.append if total is None else lambda own, all=total: own.copy_(all),
-                )
-            )
+            add_up = sums.append if total is None else lambda own, all=total: own.copy_(all)
+            inputs = (values[own] for values in (proximal, rollout, sequences))
+            parts.append(ratios_of(*inputs, add_up=add_up))
     assert len(sums) == 3
     for rank, found in enumerate(parts):
         assert found.tolist() == whole[owners == rank].tolist()
@@ -109,9 +105,7 @@ def test_extreme_log_ratios_give_finite_weights(level: str) -> None:
     proximal, rollout = torch.full((size,), -1e4), torch.zeros(size)
     sequences = torch.zeros(size, dtype=torch.int64)
     for sign in (1, -1):
-        ratios = importance_ratios(
-            sign * proximal, rollout, sequences, num_sequences=1, level=level
-        )
+        ratios = ratios_of(sign * proximal, rollout, sequences, num_sequences=1, level=level)
         assert ratios.isfinite().all()
         assert ratios[0].item() == pytest.approx(math.exp(-20 * sign), rel=1e-6)
 
@@ -120,20 +114,18 @@ def test_equal_or_no_logprobs_have_weight_one() -> None:
     """On-policy tokens under scope = "all" must train as they would without weights."""
     proximal, _, sequences = log_probs()
     for level in ("token", "sequence"):
-        ratios = importance_ratios(proximal, proximal, sequences, num_sequences=5, level=level)
+        ratios = ratios_of(proximal, proximal, sequences, level=level)
         assert (bounded_weights(ratios, ImportanceConfig(bound="mask")) == 1.0).all()
         nothing = proximal[:0]
-        ratios = importance_ratios(nothing, nothing, sequences[:0], num_sequences=3, level=level)
+        ratios = ratios_of(nothing, nothing, sequences[:0], level=level)
         assert len(bounded_weights(ratios, ImportanceConfig())) == 0
 
 
 def test_nan_logprob_gives_nan_weight() -> None:
     """A mask that hides it would continue to train a broken model."""
     broken = torch.tensor([math.nan, -1.0])
+    ratios = ratios_of(broken, torch.zeros(2), torch.arange(2), level="token")
     for bound in ("truncate", "mask", "none"):
-        ratios = importance_ratios(
-            broken, torch.zeros(2), torch.arange(2), num_sequences=2, level="token"
-        )
         weights = bounded_weights(ratios, ImportanceConfig(bound=bound))
         assert weights.isnan().tolist() == [True, False]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import typing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import Aggregation, loss_weights, sequence_weights
+from tests.support.trainer.batches import scored_group
 
 LENGTHS = np.array([3, 1, 7, 2, 5])
 LOSS_LENGTH = 11
@@ -18,25 +18,20 @@ LOSSES = [np.random.default_rng(i).normal(size=n) for i, n in enumerate(LENGTHS)
 
 
 def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np.ndarray) -> float:
-    match aggregation:
-        case "token-mean":
-            return float(np.concatenate(losses).mean())
-        case "group-token-mean":
-            members = [
-                np.concatenate([x for x, g in zip(losses, groups, strict=True) if g == group])
-                for group in sorted(set(groups))
-            ]
-            return float(np.mean([m.mean() for m in members]))
-        case "seq-mean-token-mean":
-            return float(np.mean([x.mean() for x in losses]))
-        case "seq-mean-token-sum":
-            return float(np.mean([x.sum() for x in losses]))
-        case "seq-mean-token-sum-norm":
-            return float(np.mean([x.sum() / LOSS_LENGTH for x in losses]))
-        case "seq-sum-token-mean":
-            return float(np.sum([x.mean() for x in losses]))
-        case "token-sum":
-            return float(np.sum([x.sum() for x in losses]))
+    by_group = [
+        np.concatenate([x for x, g in zip(losses, groups, strict=True) if g == group])
+        for group in sorted(set(groups))
+    ]
+    means, sums = [x.mean() for x in losses], [x.sum() for x in losses]
+    return {
+        "token-mean": np.concatenate(losses).mean(),
+        "group-token-mean": np.mean([x.mean() for x in by_group]),
+        "seq-mean-token-mean": np.mean(means),
+        "seq-mean-token-sum": np.mean(sums),
+        "seq-mean-token-sum-norm": np.mean(sums) / LOSS_LENGTH,
+        "seq-sum-token-mean": np.sum(means),
+        "token-sum": np.sum(sums),
+    }[aggregation]
 
 
 @pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
@@ -70,10 +65,7 @@ def test_empty_response_has_zero_weight(keep):
     "filtering, expected", [(False, [1 / 6, 1 / 6, 1 / 5]), (True, [1 / 2, 0.0, 1 / 5])]
 )
 def test_overlong_filtering_removes_truncated_responses(filtering, expected):
-    groups = [
-        SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, True]),
-        SimpleNamespace(lengths=[5], num_sampled=[5], truncated=[False]),
-    ]
+    groups = [scored_group([2, 4], truncated=[False, True]), scored_group([5])]
     config = AlgorithmConfig(
         responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=filtering
     )
@@ -95,9 +87,8 @@ def test_weights_of_two_groups(aggregation, weights):
 
 def test_loss_length_reaches_weights():
     """Dr. GRPO's divisor is the configured length, not the longest response."""
-    group = SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, False])
     config = AlgorithmConfig(loss_aggregation="seq-mean-token-sum-norm", loss_length=50)
-    assert loss_weights([group], config).tolist() == [0.01, 0.01]
+    assert loss_weights([scored_group([2, 4])], config).tolist() == [0.01, 0.01]
 
 
 def test_unknown_aggregation_is_rejected():

@@ -1,12 +1,6 @@
-"""Process supervision: what scores of steps make of single tokens' advantages.
-
-Would catch: groups or responses normalised apart, a step that pays for tokens behind it, a step
-lost or given to a neighbour, and a group that is thrown away although its steps differ.
-"""
+"""Process supervision: what scores of steps make of single tokens' advantages."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,19 +13,9 @@ from megadapo.algorithm.advantages import (
     process_advantages,
 )
 from megadapo.algorithm.config import AlgorithmConfig
+from tests.support.trainer.batches import scored_group
 
 CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)
-
-
-def group(steps, lengths, rewards=None) -> SimpleNamespace:
-    rewards = [0.0] * len(lengths) if rewards is None else rewards
-    return SimpleNamespace(
-        steps=steps,
-        lengths=lengths,
-        num_sampled=lengths,
-        rewards=rewards,
-        truncated=[False] * len(lengths),
-    )
 
 
 def test_paper_example() -> None:
@@ -69,9 +53,9 @@ def test_one_step_per_response_is_grpo(normalize_by_std: bool) -> None:
     config = CONFIG.model_copy(update={"overlong_buffer": 10, "normalize_by_std": normalize_by_std})
     grpo = config.model_copy(update={"advantage": "grpo"})
     given = tuple(((n, r),) for n, r in zip(lengths, rewards, strict=True))
-    expected = advantages([group((), lengths, rewards)], grpo, max_response_tokens=20)
+    expected = advantages([scored_group(lengths, rewards=rewards)], grpo, max_response_tokens=20)
     for steps in ((), given, (given[0], (), given[2], ())):
-        groups = [group(steps, lengths, rewards)]
+        groups = [scored_group(lengths, rewards=rewards, steps=steps)]
         found = advantages(groups, config, max_response_tokens=20)
         for own, value, length in zip(found, expected, lengths, strict=True):
             np.testing.assert_allclose(own, np.full(length, value), rtol=1e-14)
@@ -80,8 +64,8 @@ def test_one_step_per_response_is_grpo(normalize_by_std: bool) -> None:
 def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
     config = CONFIG.model_copy(update={"overlong_buffer": 4})
     groups = [
-        group((((2, 1.0), (4, 0.0)), ((1, 1.0),)), [4, 1]),
-        group((((3, 5.0),), ((6, 1.0), (7, 3.0))), [3, 7]),
+        scored_group([4, 1], steps=(((2, 1.0), (4, 0.0)), ((1, 1.0),))),
+        scored_group([3, 7], steps=(((3, 5.0),), ((6, 1.0), (7, 3.0)))),
     ]
     found = advantages(groups, config, max_response_tokens=8)
     shaped = [[1.0, 0.0, 1.0], [5.0, 1.0, 3.0 - 0.75]]
@@ -106,11 +90,11 @@ def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
     ],
 )
 def test_has_mixed_steps(steps, expected: bool) -> None:
-    assert has_mixed_steps(group(steps, [4, 3])) is expected
+    assert has_mixed_steps(scored_group([4, 3], steps=steps)) is expected
 
 
 def test_has_mixed_steps_without_steps_uses_rewards() -> None:
-    assert has_mixed_steps(group((), [4, 3], rewards=[1.0, 0.0]))
+    assert has_mixed_steps(scored_group([4, 3], rewards=[1.0, 0.0]))
 
 
 def test_equal_steps_give_exact_zeros() -> None:

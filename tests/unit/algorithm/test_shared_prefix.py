@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from megadapo.algorithm.advantages import advantages, group_advantages, hard_adv
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch
 from megadapo.errors import ConfigError
+from tests.support.trainer.batches import scored_group
 
 
 def test_shared_tokens_get_mean_advantage():
@@ -61,20 +60,13 @@ def test_advantages_of_tokens_are_averaged_token_by_token():
     assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]
 
 
-def group(lengths, branches, truncated=None) -> SimpleNamespace:
-    truncated = [False] * len(lengths) if truncated is None else truncated
-    return SimpleNamespace(
-        lengths=lengths, num_sampled=lengths, branches=branches, truncated=truncated
-    )
-
-
 def step_advantages(groups, rewards, **changes):
     config = AlgorithmConfig(normalize_by_std=False, **changes)
     return advantages(groups, config, max_response_tokens=99, rewards=np.array(rewards))
 
 
 def test_groups_of_a_step_are_spread_in_order():
-    groups = [group([2, 3], [None, Branch(0, 1)]), group([1, 1], [None, None])]
+    groups = [scored_group([2, 3], branches=[None, Branch(0, 1)]), scored_group([1, 1])]
     rewards = [1.0, -1.0, 2.0, 0.0]
     assert step_advantages(groups, rewards).tolist() == [1.0, -1.0, 1.0, -1.0]
     hard = step_advantages(groups, rewards, shared_prefix="hard")
@@ -83,7 +75,8 @@ def test_groups_of_a_step_are_spread_in_order():
 
 @pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, 0.0)])
 def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering: bool, shared: float):
-    one = group([3, 3, 4], [None, Branch(0, 2), Branch(0, 2)], [False, False, True])
+    branches = [None, Branch(0, 2), Branch(0, 2)]
+    one = scored_group([3, 3, 4], branches=branches, truncated=[False, False, True])
     changes = {"overlong_filtering": filtering, "overlong_buffer": 0}
     found = step_advantages([one], [2.0, 0.0, -2.0], shared_prefix="hard", **changes)
     first, second, cut = (own.tolist() for own in found)
