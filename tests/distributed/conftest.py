@@ -11,9 +11,9 @@ from tests.support.trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="package")
-def ranks() -> Iterator[Ranks]:
+def ranks(models: Path) -> Iterator[Ranks]:
     # they end before other folders' tests: an idle group's threads still wake up all the time
-    started = Ranks()
+    started = Ranks(models)
     yield started
     started.close()
 

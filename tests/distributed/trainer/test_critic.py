@@ -4,6 +4,8 @@ while it warms up the policy stays where it is."""
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from megadapo.trainer.types import CRITIC_FOLDER
 from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 LAYOUTS = {
     "small-budget": {"tokens_per_micro_batch": 64},
@@ -36,9 +38,8 @@ def _batch():
     return batch
 
 
-def _observe(ranks: Ranks, folder: Path, **layout: Any) -> dict[str, Any]:
-    settings = critics.with_critic(settings_for(str(folder), **layout))
-    return ranks.run(settings.trainer.num_ranks, critics.observe, settings, _batch())[0]
+def _observe(ranks: Ranks, **layout: Any) -> dict[str, Any]:
+    return ranks.on("deep-tied", critics.observe, _batch(), critic={}, **layout)[0]
 
 
 _TWO_UPDATES = random_batch(RAGGED, num_mini_batches=2)
@@ -47,32 +48,29 @@ ORIGIN = {"tensor": 2, "sequence": True}
 
 @pytest.fixture(scope="module")
 def saved(
-    ranks: Ranks, models: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
     """Three steps, saved; and what the fourth gives: its result and the critic's weights."""
     folder = tmp_path_factory.mktemp("critic") / "step-3" / "trainer"
-    settings = critics.with_critic(settings_for(str(models / "deep-tied"), **ORIGIN))
-    steps = range(1, 5)
-    results, _, critic = ranks.run(
-        2, critics.train, settings, _TWO_UPDATES, steps, None, folder, 3
-    )[0]
+    arguments = (_TWO_UPDATES, range(1, 5), None, folder, 3)
+    results, _, critic = ranks.on("deep-tied", critics.train, *arguments, critic={}, **ORIGIN)[0]
     return folder, results[3], critic
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, models: Path) -> dict[str, Any]:
+def alone(ranks: Ranks) -> dict[str, Any]:
     """One rank, one micro-batch an update."""
-    return _observe(ranks, models / "deep-tied", tokens_per_micro_batch=100_000)
+    return _observe(ranks, tokens_per_micro_batch=100_000)
 
 
-def test_advantages_count_the_divergence_of_later_tokens(ranks: Ranks, models: Path) -> None:
+def test_advantages_count_the_divergence_of_later_tokens(ranks: Ranks) -> None:
     """GAE is linear in the rewards, so what a KL divergence changes is its own discounted sum."""
     batch = _batch()
     kl = np.where(batch.loss_weights != 0, np.sin(np.arange(len(batch.tokens))), 0.0)
     objective = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
-    settings = settings_for(str(models / "deep-tied"), objective=objective)
-    found = ranks.run(1, critics.returns_with_kl, critics.with_critic(settings), batch, kl)[0]
-    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+    changes = {"objective": objective, "critic": {}}
+    (found,) = ranks.on("deep-tied", critics.returns_with_kl, batch, kl, **changes)
+    for start, stop in pairwise(batch.cu_seqlens):
         own = [t for t in range(start, stop) if batch.loss_weights[t] != 0]
         behind = 0.0
         for t in reversed(own):
@@ -93,24 +91,21 @@ def test_advantages_loss_and_gradients_equal_the_definition(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_keeps_advantages_and_the_critics_gradient(
-    ranks: Ranks, models: Path, alone: dict[str, Any], layout: str
+    ranks: Ranks, alone: dict[str, Any], layout: str
 ) -> None:
-    found = _observe(ranks, models / "deep-tied", **LAYOUTS[layout])
+    found = _observe(ranks, **LAYOUTS[layout])
     np.testing.assert_allclose(found["advantages"], alone["advantages"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
     assert_close_by_block(found["gradients"], alone["gradients"], 1e-6)
 
 
-def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks, models: Path) -> None:
+def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks) -> None:
     """The first ratio is 1, values begin at 0, the policy is trained on other numbers than the
     batch's, and the value loss falls."""
-    settings = critics.with_critic(settings_for(str(models / "qwen2-tied")))
-    batch = _TWO_UPDATES
-    results, policy, _ = ranks.run(1, critics.train, settings, batch, range(1, 5))[0]
-    plain, without = ranks.run(1, probes.train, settings_for(str(models / "qwen2-tied")), batch, 4)[
-        0
-    ]
+    batch, steps = _TWO_UPDATES, range(1, 5)
+    ((results, policy, _),) = ranks.on("qwen2-tied", critics.train, batch, steps, critic={})
+    ((plain, without),) = ranks.on("qwen2-tied", probes.train, batch, 4)
     assert [step["policy/ratio_first_max_error"] for step in results] == [0.0] * 4
     assert results[0]["critic/value_mean"] == 0.0
     losses = [step["critic/loss"] for step in results]
@@ -120,24 +115,18 @@ def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks, models
     assert "critic/loss" not in plain[0]
 
 
-def test_critic_warm_up_changes_no_bit_of_the_policy(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_critic_warm_up_changes_no_bit_of_the_policy(ranks: Ranks, tmp_path: Path) -> None:
     """Moments that had moved, too, would show in the first step behind the warm-up."""
-    batch = _TWO_UPDATES
-    plain = settings_for(str(models / "qwen2-tied"))
-    settings = critics.with_critic(plain, warmup=2)
-    before = ranks.run(1, probes.initial_weights, plain)[0]
-    results, policy, critic = ranks.run(
-        1, critics.train, settings, batch, range(1, 3), None, tmp_path / "saved"
-    )[0]
+    train = partial(ranks.on, "qwen2-tied", critics.train, _TWO_UPDATES, critic={"warmup": 2})
+    (before,) = ranks.on("qwen2-tied", probes.initial_weights)
+    ((results, policy, critic),) = train(range(1, 3), None, tmp_path / "saved")
     for name, weight in before.items():
         assert policy[name].tobytes() == weight.tobytes(), name
     assert [(step["policy/lr"], step["policy/skipped_updates"]) for step in results] == [
         (0.0, 0)
     ] * 2
     assert float(np.abs(critic["score.weight"]).max()) > 0.0
-    _, moved, _ = ranks.run(1, critics.train, settings, batch, range(3, 4), tmp_path / "saved")[0]
+    ((_, moved, _),) = train(range(3, 4), tmp_path / "saved")
     # two updates of AdamW from zero moments move a weight by at most twice the learning rate
     assert max(float(np.abs(moved[n] - before[n]).max()) for n in before) == pytest.approx(
         2e-3, rel=0.1
@@ -145,17 +134,14 @@ def test_critic_warm_up_changes_no_bit_of_the_policy(
 
 
 def test_saved_critics_resume_at_every_split(
-    ranks: Ranks, models: Path, saved: tuple[Path, dict[str, Any], dict[str, np.ndarray]]
+    ranks: Ranks, saved: tuple[Path, dict[str, Any], dict[str, np.ndarray]]
 ) -> None:
     """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
     those of another layer, by another amount of that size."""
     folder, result, expected = saved
     for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2}):
-        settings = critics.with_critic(settings_for(str(models / "deep-tied"), **layout))
-        num_ranks = settings.trainer.num_ranks
-        again, _, found = ranks.run(
-            num_ranks, critics.train, settings, _TWO_UPDATES, range(4, 5), folder
-        )[0]
+        arguments = (_TWO_UPDATES, range(4, 5), folder)
+        again, _, found = ranks.on("deep-tied", critics.train, *arguments, critic={}, **layout)[0]
         for name, weight in expected.items():
             if layout is ORIGIN:
                 assert found[name].tobytes() == weight.tobytes(), name
@@ -165,12 +151,12 @@ def test_saved_critics_resume_at_every_split(
 
 
 def test_state_without_a_critic_is_refused(
-    ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
+    ranks: Ranks, saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     """A new critic beside an old policy would train on noise."""
     shutil.copytree(saved[0], tmp_path / "copy", ignore=shutil.ignore_patterns(CRITIC_FOLDER))
-    settings = critics.with_critic(settings_for(str(models / "deep-tied")))
-    assert "without a critic" in ranks.run(1, probes.load_refusal, settings, tmp_path / "copy")[0]
+    (refusal,) = ranks.on("deep-tied", probes.load_refusal, tmp_path / "copy", critic={})
+    assert "without a critic" in refusal
 
 
 def test_exported_critic_can_start_a_run(
@@ -184,8 +170,8 @@ def test_exported_critic_can_start_a_run(
     model = AutoModelForSequenceClassification.from_pretrained(exported)
     theirs = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     assert theirs["score.weight"].shape == (1, model.config.hidden_size)
-    settings = critics.with_critic(settings_for(str(models / "deep-tied")), path=str(exported))
-    _, _, ours = ranks.run(1, critics.train, settings, _TWO_UPDATES, range(1, 1))[0]
+    arguments, critic = (_TWO_UPDATES, range(1, 1)), {"path": str(exported)}
+    ((_, _, ours),) = ranks.on("deep-tied", critics.train, *arguments, critic=critic)
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     assert float(np.abs(ours["score.weight"]).max()) > 0.0

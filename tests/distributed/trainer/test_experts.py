@@ -19,7 +19,7 @@ from tests.support.trainer.gradients import (
     measure,
 )
 from tests.support.trainer.probes import Gradients, build, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 LAYOUTS = {
     "tp1-small-budget": {"tokens_per_micro_batch": 64},
@@ -52,15 +52,11 @@ BALANCED = {
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, models: Path) -> dict[float, Gradients]:
+def reference(ranks: Ranks) -> dict[float, Gradients]:
     """One rank, one micro-batch; by the coefficient of the load-balancing loss."""
     return {
         coef: measure(
-            ranks,
-            models / "qwen3-moe",
-            random_batch(RAGGED),
-            tokens_per_micro_batch=100_000,
-            aux_loss=coef,
+            ranks, "qwen3-moe", random_batch(RAGGED), tokens_per_micro_batch=100_000, aux_loss=coef
         )
         for coef in (0.0, AUX_LOSS)
     }
@@ -70,21 +66,19 @@ def reference(ranks: Ranks, models: Path) -> dict[float, Gradients]:
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
 def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, reference: dict[float, Gradients], layout: str
+    ranks: Ranks, reference: dict[float, Gradients], layout: str
 ) -> None:
-    found = measure(
-        ranks, models / "qwen3-moe", random_batch(RAGGED), **(LAYOUTS | FURTHER)[layout]
-    )
+    found = measure(ranks, "qwen3-moe", random_batch(RAGGED), **(LAYOUTS | FURTHER)[layout])
     assert_same(found, reference[0.0])
     assert found.experts == pytest.approx(reference[0.0].experts, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", BALANCED)
 def test_layout_does_not_change_the_load_balancing_loss(
-    ranks: Ranks, models: Path, reference: dict[float, Gradients], layout: str
+    ranks: Ranks, reference: dict[float, Gradients], layout: str
 ) -> None:
     batch = random_batch(RAGGED)
-    found = measure(ranks, models / "qwen3-moe", batch, aux_loss=AUX_LOSS, **BALANCED[layout])
+    found = measure(ranks, "qwen3-moe", batch, aux_loss=AUX_LOSS, **BALANCED[layout])
     assert_same(found, reference[AUX_LOSS])
     assert found.loss == pytest.approx(reference[0.0].loss, rel=1e-6), "it is in the gradient alone"
     assert found.grad_norm > 2 * reference[0.0].grad_norm
@@ -113,9 +107,10 @@ def _threads_after_an_update(rendezvous, settings, batch) -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_ended_trainer_leaves_no_threads(ranks: Ranks, models: Path) -> None:
+def test_ended_trainer_leaves_no_threads(ranks: Ranks) -> None:
     """Catches experts whose last micro-batch's graph keeps the model and its process groups."""
-    settings = settings_for(str(models / "qwen3-moe"), expert=2, data=2)
-    batch = random_batch(RAGGED)
-    first, *later = (ranks.run(2, _threads_after_an_update, settings, batch)[0] for _ in range(3))
+    first, *later = (
+        ranks.on("qwen3-moe", _threads_after_an_update, random_batch(RAGGED), expert=2, data=2)[0]
+        for _ in range(3)
+    )
     assert max(later) <= first

@@ -15,7 +15,7 @@ from tests.support.trainer.gradients import (
     measure,
 )
 from tests.support.trainer.probes import Gradients, initial_weights, logprobs, train
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 ATTENTION_AGAIN = {"recompute": ("core_attn",)}
 LAYOUTS = {
@@ -64,37 +64,37 @@ def cases(layouts: dict[str, dict], model: str) -> list:
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+def reference(ranks: Ranks) -> dict[str, Gradients]:
     """One rank, one micro-batch."""
     batch = random_batch(RAGGED)
     return {
-        name: measure(ranks, models / name, batch, tokens_per_micro_batch=100_000)
+        name: measure(ranks, name, batch, tokens_per_micro_batch=100_000)
         for name in ("qwen2-tied", "qwen2-untied", "deep-tied", "deep-untied")
     }
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS, "qwen2"))
 def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
+    ranks: Ranks, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
-    found = measure(ranks, models / model, random_batch(RAGGED), **LAYOUTS[layout])
+    found = measure(ranks, model, random_batch(RAGGED), **LAYOUTS[layout])
     assert_same(found, reference[model])
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(DEEP_LAYOUTS, "deep"))
 def test_interleaved_and_uneven_stages_keep_loss_and_gradient(
-    ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
+    ranks: Ranks, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
-    found = measure(ranks, models / model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
+    found = measure(ranks, model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
     assert_same(found, reference[model])
 
 
-def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks, models: Path) -> None:
+def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks) -> None:
     """Their gradients are partial sums over heads on each tensor-parallel rank."""
     batch = random_batch(RAGGED)
-    expected = measure(ranks, models / "qwen3", batch)
-    assert_same(measure(ranks, models / "qwen3", batch, tensor=2), expected)
-    assert_same(measure(ranks, models / "qwen3", batch, tensor=2, sequence=True), expected)
+    expected = measure(ranks, "qwen3", batch)
+    for sequence in (False, True):
+        assert_same(measure(ranks, "qwen3", batch, tensor=2, sequence=sequence), expected)
 
 
 def test_gradients_equal_the_definition(
@@ -109,36 +109,27 @@ def test_gradients_equal_the_definition(
     assert_close_by_block(found.by_name, by_name, 1e-5)
 
 
-def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None:
+def test_a_rank_without_sequences_takes_part(ranks: Ranks) -> None:
     """Fewer sequences than data-parallel ranks, or tokens than context-parallel ones, must neither
     hang nor change the gradient."""
-    batch = random_batch([40])
-    expected = measure(ranks, models / "qwen2-tied", batch)
-    assert_same(measure(ranks, models / "qwen2-tied", batch, data=2), expected)
-    assert_same(measure(ranks, models / "qwen2-tied", batch, data=2, **OVERLAP), expected)
-    assert_same(
-        measure(ranks, models / "qwen2-tied", batch, data=2, tensor=2, sequence=True), expected
-    )
-    short = random_batch([2])
-    expected = measure(ranks, models / "qwen2-tied", short)
-    assert_same(measure(ranks, models / "qwen2-tied", short, data=2, context=2), expected)
+    for length, layouts in {
+        40: [{}, OVERLAP, {"tensor": 2, "sequence": True}],
+        2: [{"context": 2}],
+    }.items():
+        batch = random_batch([length])
+        expected = measure(ranks, "qwen2-tied", batch)
+        for layout in layouts:
+            assert_same(measure(ranks, "qwen2-tied", batch, data=2, **layout), expected)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_first_ratio_is_one_and_runs_repeat_to_the_bit(
-    ranks: Ranks, models: Path, virtual: int
-) -> None:
-    settings = settings_for(
-        str(models / "deep-tied"),
-        tensor=2,
-        pipeline=2,
-        virtual=virtual,
-        sequence=True,
-        tokens_per_micro_batch=100,
-    )
+def test_first_ratio_is_one_and_runs_repeat_to_the_bit(ranks: Ranks, virtual: int) -> None:
+    split = {"tensor": 2, "pipeline": 2, "virtual": virtual, "sequence": True}
     batch = random_batch(RAGGED, num_mini_batches=3)
-    first, weights = ranks.run(4, train, settings, batch, 2)[0]
-    again, same_weights = ranks.run(4, train, settings, batch, 2)[0]
+    (first, weights), (again, same_weights) = (
+        ranks.on("deep-tied", train, batch, 2, **split, tokens_per_micro_batch=100)[0]
+        for _ in range(2)
+    )
     assert [step["policy/ratio_first_max_error"] for step in first] == [0.0, 0.0]
     # later mini-batches see other weights than the old log-probs: the ratio is really measured
     assert all(abs(step["policy/ratio_mean"] - 1.0) > 1e-6 for step in first)
@@ -147,21 +138,20 @@ def test_first_ratio_is_one_and_runs_repeat_to_the_bit(
         assert weight.tobytes() == same_weights[name].tobytes(), name
 
 
-def test_logprobs_of_all_ranks_fill_the_batch(ranks: Ranks, models: Path) -> None:
+def test_logprobs_of_all_ranks_fill_the_batch(ranks: Ranks) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
-    settings = settings_for(str(models / "qwen2-untied"), data=2, pipeline=2)
-    parts = [p for p in ranks.run(4, logprobs, settings, batch) if p is not None]
+    answers = ranks.on("qwen2-untied", logprobs, batch, data=2, pipeline=2)
+    parts = [part for part in answers if part is not None]
     known = np.array([np.isfinite(part) for part in parts])
     assert len(parts) == 2
     assert (known.sum(axis=0) == np.isfinite(batch.logprobs_rollout)).all()
 
 
-def test_random_weights_do_not_depend_on_the_split(ranks: Ranks, models: Path) -> None:
-    folder = str(models / "qwen2-untied")
-    whole = ranks.run(1, initial_weights, settings_for(folder, init="random", seed=5))[0]
-    settings = settings_for(folder, init="random", seed=5, tensor=2, pipeline=2)
-    split = ranks.run(4, initial_weights, settings)[0]
-    other = ranks.run(1, initial_weights, settings_for(folder, init="random", seed=6))[0]
+def test_random_weights_do_not_depend_on_the_split(ranks: Ranks) -> None:
+    whole, split, other = (
+        ranks.on("qwen2-untied", initial_weights, init="random", **layout)[0]
+        for layout in ({"seed": 5}, {"seed": 5, "tensor": 2, "pipeline": 2}, {"seed": 6})
+    )
     for name, weight in whole.items():
         assert weight.tobytes() == split[name].tobytes(), name
     drawn = "model.layers.0.mlp.up_proj.weight"

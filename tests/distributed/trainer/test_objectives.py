@@ -7,6 +7,7 @@ sequence's ratio, BAPO's shares.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.trainer.probes import (
     train,
     updates_with_texts,
 )
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 """A grid over the few ratios of a tiny batch, and a target within it."""
@@ -56,9 +57,7 @@ LAYOUTS = {
 
 def make_batch(num_mini_batches: int = 1) -> PackedBatch:
     batch = random_batch(RAGGED, num_mini_batches=num_mini_batches)
-    for index, (start, stop) in enumerate(
-        zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
-    ):
+    for index, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
         first = start + batch.prompt_lengths[index]
         batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4]
         if index == 3:
@@ -71,19 +70,16 @@ def make_batch(num_mini_batches: int = 1) -> PackedBatch:
     return batch
 
 
-def measure(ranks: Ranks, models: Path, **layout: Any) -> dict[str, Gradients]:
-    settings = settings_for(
-        str(models / "qwen2-tied"), objective=CASES["bapo"], bapo=BAPO, **layout
-    )
-    world = settings.trainer.num_ranks
-    texts = random_texts(TEXT_LENGTHS)
-    return ranks.run(world, gradients_by_objective, settings, make_batch(), CASES, texts)[0]
+def measure(ranks: Ranks, **layout: Any) -> dict[str, Gradients]:
+    arguments = (make_batch(), CASES, random_texts(TEXT_LENGTHS))
+    how = {"objective": CASES["bapo"], "bapo": BAPO, **layout}
+    return ranks.on("qwen2-tied", gradients_by_objective, *arguments, **how)[0]
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+def reference(ranks: Ranks) -> dict[str, Gradients]:
     """One rank, one micro-batch."""
-    return measure(ranks, models, tokens_per_micro_batch=100_000)
+    return measure(ranks, tokens_per_micro_batch=100_000)
 
 
 def test_loss_and_gradients_equal_the_definition(
@@ -116,9 +112,9 @@ def test_pretraining_loss_adds_to_the_objective(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
+    ranks: Ranks, reference: dict[str, Gradients], layout: str
 ) -> None:
-    found = measure(ranks, models, **LAYOUTS[layout])
+    found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
 
@@ -145,39 +141,27 @@ def test_step_rewards_are_the_same_under_every_split(ranks: Ranks, models: Path)
     assert len(np.unique(batch.advantages)) > len(RAGGED)
     cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
     for layout in ("pp2", "cp2-dp2-small-budget", "cp2-tp2-sp"):
-        settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
-        found = ranks.run(
-            settings.trainer.num_ranks, gradients_by_objective, settings, batch, cases
-        )[0]
+        found = ranks.on("qwen2-tied", gradients_by_objective, batch, cases, **LAYOUTS[layout])[0]
         for name, objective in cases.items():
             loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
             assert found[name].loss == pytest.approx(loss, rel=1e-5), (layout, name)
             assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
-def many_texts(coef: float) -> PackedBatch:
-    """Bounds of three updates."""
-    return random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef)
-
-
-def steps(ranks: Ranks, models: Path, **settings: Any) -> list[list[dict[str, Any]]]:
+def steps(ranks: Ranks, **settings: Any) -> list[list[dict[str, Any]]]:
     """Two steps of three updates each, as every rank reports them."""
-    trainer = settings_for(str(models / "qwen2-tied"), **settings)
-    results = ranks.run(trainer.trainer.num_ranks, train, trainer, make_batch(3), 2)
-    return [steps for steps, _ in results]
+    return [steps for steps, _ in ranks.on("qwen2-tied", train, make_batch(3), 2, **settings)]
 
 
 @pytest.mark.parametrize(("scope", "first"), [("minibatch", 1.15), ("lagged", 1.01)])
-def test_bounds_are_searched_over_all_ranks(
-    ranks: Ranks, models: Path, scope: str, first: float
-) -> None:
+def test_bounds_are_searched_over_all_ranks(ranks: Ranks, scope: str, first: float) -> None:
     """For a share that nothing reaches: up to the grid's end, but for an update that has none
     before it to look at. A search of a rank's own part would find other shares."""
     bapo = BAPO.model_copy(update={"scope": scope, "target_share": 0.9})
     options = {"objective": CASES["bapo"], "bapo": bapo}
-    ((alone, _),) = steps(ranks, models, **options)
+    ((alone, _),) = steps(ranks, **options)
     layout = {"data": 2, "context": 2, "tokens_per_micro_batch": 64, **OVERLAP}
-    split = steps(ranks, models, **layout, **options)
+    split = steps(ranks, **layout, **options)
     for found, _ in [(alone, None), *split]:
         bounds = area(found, "bapo")
         assert found["policy/ratio_first_max_error"] == 0.0
@@ -187,12 +171,12 @@ def test_bounds_are_searched_over_all_ranks(
     assert 0.0 < alone["bapo/share_before"] < 0.9
 
 
-def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks, models: Path) -> None:
+def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks) -> None:
     """Their loss goes down and is reported alone; one that is measured only moves no bit."""
-    folder = str(models / "qwen2-tied")
+    free, costly = (random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef) for coef in (0.0, 5.0))
     plain, measured, mixed = (
-        ranks.run(1, updates_with_texts, settings_for(folder), make_batch(3), texts, 3)[0]
-        for texts in (None, many_texts(0.0), many_texts(5.0))
+        ranks.on("qwen2-tied", updates_with_texts, make_batch(3), texts, 3)[0]
+        for texts in (None, free, costly)
     )
     nothing = {"pretraining/loss": None, "pretraining/tokens": None}
     for (found, weights), (alone, own_weights) in zip(measured, plain, strict=True):
@@ -206,10 +190,10 @@ def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks, models: Pat
     assert mixed[0][0]["policy/ratio_first_max_error"] == 0.0
 
 
-def test_the_first_sequence_ratio_is_one(ranks: Ranks, models: Path) -> None:
+def test_the_first_sequence_ratio_is_one(ranks: Ranks) -> None:
     """Measured by the extra pass of the head, whose bits must be the loss's; later ones are not."""
     objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
-    for found in steps(ranks, models, tensor=2, sequence=True, objective=objective)[0]:
+    for found in steps(ranks, tensor=2, sequence=True, objective=objective)[0]:
         assert found["policy/ratio_first_max_error"] == 0.0
         assert abs(found["policy/ratio_mean"] - 1.0) > 1e-6
         assert found["policy/clip_low_fraction"] + found["policy/clip_high_fraction"] > 0.0

@@ -20,7 +20,7 @@ from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, gradients_by_case, logprobs, train
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 PRESENT = 7
 CASES = {
@@ -41,16 +41,15 @@ LAYOUTS = {
 }
 
 
-def measure(ranks: Ranks, folder: Path, **layout: Any) -> dict[str, Gradients]:
-    settings = settings_for(str(folder), **layout)
+def measure(ranks: Ranks, **layout: Any) -> dict[str, Gradients]:
     batch = stale_batch(RAGGED, present=PRESENT)
-    return ranks.run(settings.trainer.num_ranks, gradients_by_case, settings, batch, CASES)[0]
+    return ranks.on("qwen2-tied", gradients_by_case, batch, CASES, **layout)[0]
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+def reference(ranks: Ranks) -> dict[str, Gradients]:
     """One rank, one micro-batch."""
-    return measure(ranks, models / "qwen2-tied", tokens_per_micro_batch=100_000)
+    return measure(ranks, tokens_per_micro_batch=100_000)
 
 
 def test_loss_and_gradients_equal_the_definition(
@@ -68,29 +67,27 @@ def test_loss_and_gradients_equal_the_definition(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
+    ranks: Ranks, reference: dict[str, Gradients], layout: str
 ) -> None:
-    found = measure(ranks, models / "qwen2-tied", **LAYOUTS[layout])
+    found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
 
 
-def step(ranks: Ranks, models: Path, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
+def step(ranks: Ranks, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
     """One step's result on a rank; every rank has the same."""
-    trainer = settings_for(str(models / "qwen2-tied"), **settings)
     run = partial(train, policy_version=PRESENT)
-    return ranks.run(trainer.trainer.num_ranks, run, trainer, batch, 1)[0][0][0]
+    return ranks.on("qwen2-tied", run, batch, 1, **settings)[0][0][0]
 
 
-def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
+def test_step_measures_staleness(ranks: Ranks) -> None:
     batch = stale_batch(RAGGED, present=PRESENT)
-    folder = models / "qwen2-tied"
     trained = np.isfinite(batch.logprobs_rollout)
     gaps = PRESENT - batch.policy_versions[trained]
-    proximal = ranks.run(1, logprobs, settings_for(str(folder)), batch)[0][trained]
+    proximal = ranks.on("qwen2-tied", logprobs, batch)[0][trained]
     difference = np.abs(proximal - batch.logprobs_rollout[trained])
     ratios = np.exp(proximal - batch.logprobs_rollout[trained])[gaps > 0]
-    found = step(ranks, models, batch, context=2, importance=CASES["token-truncate"])
+    found = step(ranks, batch, context=2, importance=CASES["token-truncate"])
     staleness = area(found, "staleness")
     assert staleness["token_share"] == pytest.approx((gaps > 0).mean())
     assert (staleness["mean"], staleness["max"]) == (pytest.approx(gaps.mean()), 3)
@@ -101,35 +98,34 @@ def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
     assert staleness["weight_masked_share"] == 0.0
     # parity stays about what the present weights sampled
     assert found["parity/logprob_abs_max"] == pytest.approx(difference[gaps == 0].max(), rel=1e-4)
-    masked = step(ranks, models, batch, importance=CASES["token-mask"])
+    masked = step(ranks, batch, importance=CASES["token-mask"])
     assert masked["staleness/weight_masked_share"] == staleness["weight_truncated_share"]
 
 
 @pytest.mark.parametrize("name", ["token-truncate", "rollout"])
-def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, models: Path, name: str) -> None:
+def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, name: str) -> None:
     """Stale tokens against the rollout's log-probs are not at 1, and must not hide who is."""
-    found = step(ranks, models, stale_batch(RAGGED, present=PRESENT), importance=CASES[name])
+    found = step(ranks, stale_batch(RAGGED, present=PRESENT), importance=CASES[name])
     assert found["policy/ratio_first_max_error"] == 0.0
     assert (abs(found["policy/ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
 
 
-def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks, models: Path) -> None:
+def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
-    folder = str(models / "qwen2-tied")
-    _, expected = ranks.run(1, train, settings_for(folder), batch, 1)[0]
-    settings = settings_for(folder, importance=CASES["sequence-mask"])
-    (found,), weights = ranks.run(1, train, settings, batch, 1)[0]
+    _, expected = ranks.on("qwen2-tied", train, batch, 1)[0]
+    masked = CASES["sequence-mask"]
+    (found,), weights = ranks.on("qwen2-tied", train, batch, 1, importance=masked)[0]
     assert found["staleness/token_share"] == 0.0
     assert found["staleness/weight_masked_share"] is None
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
-def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks, models: Path) -> None:
+def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks) -> None:
     batch, without = stale_batch(RAGGED, present=PRESENT), stale_batch(RAGGED, present=PRESENT)
     without.loss_weights[without.policy_versions != PRESENT] = 0.0
     left_out = ImportanceConfig(stale_logprobs="none")
-    found = step(ranks, models, batch, importance=left_out)
-    expected = step(ranks, models, without)
+    found = step(ranks, batch, importance=left_out)
+    expected = step(ranks, without)
     for name in ("policy/loss", "tokens/trained", "policy/grad_norm"):
         assert found[name] == expected[name], name
     assert found["staleness/token_share"] > 0.3
@@ -137,18 +133,18 @@ def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks, models: Path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dtype: str) -> None:
+def test_gap_to_the_engine_is_split_by_cause(ranks: Ranks, dtype: str) -> None:
     """A trainer that rounds otherwise at another shape would be blamed on the engine."""
     batch = random_batch(RAGGED, policy_version=PRESENT)
-    causes = step(ranks, models, batch, dtype=dtype, tokens_per_micro_batch=4096)
+    causes = step(ranks, batch, dtype=dtype, tokens_per_micro_batch=4096)
     # the engine's log-probs are made up: nothing of their gap is the trainer's
     assert causes["parity/engine_abs_max"] > 1e-2
     assert causes["parity/batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
     assert (causes["parity/batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
     stale = random_batch(RAGGED, policy_version=PRESENT - 1)
-    causes = step(ranks, models, stale, dtype=dtype, data=2, context=2)
+    causes = step(ranks, stale, dtype=dtype, data=2, context=2)
     assert causes["parity/batch_shape_abs_max"] is not None
     assert causes["parity/engine_abs_max"] is None
     # a sequence that is alone in its micro-batch has no other shape
-    causes = step(ranks, models, random_batch([30], policy_version=PRESENT), dtype=dtype)
+    causes = step(ranks, random_batch([30], policy_version=PRESENT), dtype=dtype)
     assert causes["parity/batch_shape_abs_max"] is causes["parity/engine_abs_max"] is None

@@ -3,16 +3,13 @@ whose results change because it records."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.critics import DISCOUNT, GAE_LAMBDA, with_critic
 from tests.support.trainer.probes import logprobs, recorded_update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import DISCOUNT, GAE_LAMBDA, Ranks
 
 SEQUENCES = [0, 2, 4, 7, 11]
 """Sequences of both mini-batches of six; sequence 2 has a single response token."""
@@ -20,21 +17,16 @@ SEQUENCES = [0, 2, 4, 7, 11]
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"data": 2, "tokens_per_micro_batch": 64},
-        {"context": 2, "pipeline": 2},
-    ],
+    [{"data": 2, "tokens_per_micro_batch": 64}, {"context": 2, "pipeline": 2}],
     ids=["dp2", "cp2-pp2"],
 )
-def test_update_records_tokens(ranks: Ranks, models: Path, layout: dict) -> None:
+def test_update_records_tokens(ranks: Ranks, layout: dict) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
     # one token without a loss: nothing is computed for it
     batch.logprobs_rollout[batch.cu_seqlens[8] - 1] = np.nan
-    settings = settings_for(str(models / "qwen2-tied"), **layout)
-    num_ranks = settings.trainer.num_ranks
-    before = ranks.run(num_ranks, logprobs, settings, batch)
-    updates = ranks.run(num_ranks, recorded_update, settings, batch, SEQUENCES)
-    silent = ranks.run(num_ranks, recorded_update, settings, batch, [])
+    before = ranks.on("qwen2-tied", logprobs, batch, **layout)
+    updates = ranks.on("qwen2-tied", recorded_update, batch, SEQUENCES, **layout)
+    silent = ranks.on("qwen2-tied", recorded_update, batch, [], **layout)
 
     assert updates == silent
     num_parts = sum(update.recorded is not None for update in updates)
@@ -63,13 +55,12 @@ def test_update_records_tokens(ranks: Ranks, models: Path, layout: dict) -> None
     assert sum(whole.rank_tokens) == replicas * len(batch.tokens)
 
 
-def test_advantages_of_ranks_are_returned(ranks: Ranks, models: Path) -> None:
+def test_advantages_of_ranks_are_returned(ranks: Ranks) -> None:
     """A critic that begins at 0 leaves of each response its score, discounted from its last token
     on, and whitened over the tokens of both updates and both ranks."""
     batch = random_batch(RAGGED, num_mini_batches=2)
-    layout = {"data": 2, "tokens_per_micro_batch": 64}
-    settings = with_critic(settings_for(str(models / "qwen2-tied"), **layout))
-    updates = ranks.run(2, recorded_update, settings, batch, SEQUENCES)
+    layout = {"data": 2, "tokens_per_micro_batch": 64, "critic": {}}
+    updates = ranks.on("qwen2-tied", recorded_update, batch, SEQUENCES, **layout)
     recorded = UpdateResult.joined(updates).recorded
     stops, starts = batch.cu_seqlens[1:], batch.cu_seqlens[:-1] + batch.prompt_lengths
     decay = DISCOUNT * GAE_LAMBDA

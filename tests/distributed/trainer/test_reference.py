@@ -25,7 +25,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, load_refusal, train
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 from tests.support.trainer.reference_probes import (
     advantages_by_rule,
     follow,
@@ -64,19 +64,18 @@ def step_batch(**changes: Any) -> PackedBatch:
     return replace(random_batch(RAGGED, **changes), group_sizes=np.array([4, 4, 4]))
 
 
-def run(ranks: Ranks, function: Callable[..., Any], folder: Path, *args: Any, **layout: Any) -> Any:
+def run(ranks: Ranks, function: Callable[..., Any], model: str, *args: Any, **layout: Any) -> Any:
     """Return rank 0's answer, or all answers for a function of parts."""
-    settings = settings_for(str(folder), **{"objective": IN_LOSS, **layout})
-    answers = ranks.run(settings.trainer.num_ranks, function, settings, *args)
+    answers = ranks.on(model, function, *args, **{"objective": IN_LOSS, **layout})
     return answers if function is advantages_by_rule else answers[0]
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: Ranks, models: Path) -> dict[str, dict[str, Gradients]]:
+def one_rank(ranks: Ranks) -> dict[str, dict[str, Gradients]]:
     """One rank, one micro-batch."""
     run_one = partial(run, ranks, gradients_by_estimator, tokens_per_micro_batch=100_000)
     return {
-        name: run_one(models / name, random_batch(RAGGED), CASES, SCALE)
+        name: run_one(name, random_batch(RAGGED), CASES, SCALE)
         for name in ("qwen2-tied", "deep-untied")
     }
 
@@ -96,17 +95,11 @@ def test_loss_and_gradients_equal_the_definition(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, one_rank: dict[str, dict[str, Gradients]], layout: str
+    ranks: Ranks, one_rank: dict[str, dict[str, Gradients]], layout: str
 ) -> None:
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
     found = run(
-        ranks,
-        gradients_by_estimator,
-        models / model,
-        random_batch(RAGGED),
-        CASES,
-        SCALE,
-        **LAYOUTS[layout],
+        ranks, gradients_by_estimator, model, random_batch(RAGGED), CASES, SCALE, **LAYOUTS[layout]
     )
     for case, gradients in found.items():
         assert_same(gradients, one_rank[model][case])
@@ -129,13 +122,11 @@ def k1_by_hand(models: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small-budget", "vpp2-dp2-overlap"])
 def test_kl_in_reward_is_the_same_under_every_split(
-    ranks: Ranks, models: Path, k1_by_hand: np.ndarray, name: str
+    ranks: Ranks, k1_by_hand: np.ndarray, name: str
 ) -> None:
     """A sum over one rank's tokens, or over one update's, would compare unequal responses."""
-    folder, batch = models / "deep-untied", step_batch(num_mini_batches=2)
-    parts = run(
-        ranks, advantages_by_rule, folder, batch, RULES, SCALE, objective=IN_REWARD, **LAYOUTS[name]
-    )
+    batch, layout = step_batch(num_mini_batches=2), {"objective": IN_REWARD, **LAYOUTS[name]}
+    parts = run(ranks, advantages_by_rule, "deep-untied", batch, RULES, SCALE, **layout)
     trained = batch.loss_weights != 0
     num_tokens = np.diff(batch.cu_seqlens) - batch.prompt_lengths
     for rule in RULES:
@@ -154,12 +145,13 @@ def test_kl_in_reward_is_the_same_under_every_split(
         np.testing.assert_allclose(known[trained], expected, atol=2e-5)
 
 
-def test_update_uses_rewards_with_kl(ranks: Ranks, models: Path) -> None:
+def test_update_uses_rewards_with_kl(ranks: Ranks) -> None:
     """On one rank and on four; without the penalty the batch's own advantages would hold."""
-    folder, batch = models / "deep-untied", step_batch(num_mini_batches=2)
+    batch = step_batch(num_mini_batches=2)
     four = {"pipeline": 2, "data": 2, "tokens_per_micro_batch": 64}
     one, split = (
-        run(ranks, follow, folder, batch, 2, objective=IN_REWARD, **layout) for layout in ({}, four)
+        run(ranks, follow, "deep-untied", batch, 2, objective=IN_REWARD, **layout)
+        for layout in ({}, four)
     )
     for step, truth in zip(split, one, strict=True):
         for name, weight in truth[1].items():
@@ -171,13 +163,12 @@ def test_update_uses_rewards_with_kl(ranks: Ranks, models: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
-def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, models: Path, dtype: str) -> None:
+def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, dtype: str) -> None:
     """Equal weights in equal shapes give equal bits; and the policy comes back bit by bit."""
     layout = {"tensor": 2, "pipeline": 2, "sequence": True, "tokens_per_micro_batch": 100}
-    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
-    seen = run(ranks, follow, folder, batch, 2, dtype=dtype, **layout)
-    plain = settings_for(str(folder), dtype=dtype, **layout)
-    (expected,), trained = ranks.run(4, train, plain, batch, 1)[0]
+    batch = random_batch(RAGGED)
+    seen = run(ranks, follow, "qwen2-tied", batch, 2, dtype=dtype, **layout)
+    (expected,), trained = ranks.on("qwen2-tied", train, batch, 1, dtype=dtype, **layout)[0]
     assert area(seen[1][0], "kl") == {"mean": 0.0, "max": 0.0, "coef": 0.5}
     assert seen[1][0] | {name: None for name in expected if name.startswith("kl/")} == expected
     for name, weight in trained.items():
@@ -186,11 +177,11 @@ def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, models: Path, dtyp
     assert seen[2][0]["policy/ratio_first_max_error"] == 0.0
 
 
-def test_kinds_of_reference_after_some_steps(ranks: Ranks, models: Path) -> None:
+def test_kinds_of_reference_after_some_steps(ranks: Ranks) -> None:
     """Against the same in plain numbers from the policy's weights after each step."""
-    batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "qwen2-tied"
+    batch = random_batch(RAGGED, num_mini_batches=2)
     for reference in (REFRESHED, AVERAGED):
-        seen = run(ranks, follow, folder, batch, 3, reference=reference, data=2)
+        seen = run(ranks, follow, "qwen2-tied", batch, 3, reference=reference, data=2)
         for name, first in seen[0][1].items():
             expected = first.astype(np.float64)
             for step, (_, policy, found) in enumerate(seen):
@@ -203,11 +194,11 @@ def test_kinds_of_reference_after_some_steps(ranks: Ranks, models: Path) -> None
             assert [result["kl/max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
 
 
-def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks, models: Path) -> None:
+def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks) -> None:
     """Kept in bf16, an average that gives way by a hundredth a step would stand still."""
     slow = ReferenceConfig(decay=0.99)
-    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
-    seen = run(ranks, follow, folder, batch, 6, reference=slow, dtype="bfloat16", lr=3e-3)
+    how = {"reference": slow, "dtype": "bfloat16", "lr": 3e-3}
+    seen = run(ranks, follow, "qwen2-tied", random_batch(RAGGED), 6, **how)
     name = "model.layers.0.mlp.down_proj.weight"
     expected = seen[0][1][name].astype(np.float64)
     for _, policy, _ in seen[1:]:
@@ -223,16 +214,17 @@ def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks, models: Path)
     ids=["averaged-bf16", "refreshed"],
 )
 def test_reference_resumes_at_any_split(
-    ranks: Ranks, models: Path, tmp_path: Path, reference: ReferenceConfig, dtype: str
+    ranks: Ranks, tmp_path: Path, reference: ReferenceConfig, dtype: str
 ) -> None:
     """A reference rebuilt from the policy's weights would lose its history."""
-    batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "deep-tied"
+    batch = random_batch(RAGGED, num_mini_batches=2)
     usual = {"reference": reference, "dtype": dtype}
     split = {"tensor": 2, "context": 2, **usual}
-    whole = run(ranks, partial(follow, save=(3, tmp_path / "saved")), folder, batch, 4, **split)
+    save = partial(follow, save=(3, tmp_path / "saved"))
+    whole = run(ranks, save, "deep-tied", batch, 4, **split)
     go_on = partial(follow, load=tmp_path / "saved", first_step=4)
     for layout in (split, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
-        loaded, then = run(ranks, go_on, folder, batch, 1, **layout)
+        loaded, then = run(ranks, go_on, "deep-tied", batch, 1, **layout)
         for name, weight in whole[3][2].items():
             assert loaded[2][name].tobytes() == weight.tobytes(), name
         if layout is split:
@@ -241,15 +233,15 @@ def test_reference_resumes_at_any_split(
                 assert then[2][name].tobytes() == weight.tobytes(), name
 
 
-def test_fixed_reference_is_read_from_the_model(ranks: Ranks, models: Path, tmp_path: Path) -> None:
+def test_fixed_reference_is_read_from_the_model(ranks: Ranks, tmp_path: Path) -> None:
     """A fixed reference is in no checkpoint, so another kind cannot resume from it."""
-    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
+    batch, model = random_batch(RAGGED), "qwen2-tied"
     saving = partial(follow, save=(2, tmp_path / "saved"))
-    seen = run(ranks, saving, folder, batch, 2, data=2)
+    seen = run(ranks, saving, model, batch, 2, data=2)
     assert not (tmp_path / "saved" / "reference").exists()
-    again = run(ranks, partial(follow, load=tmp_path / "saved"), folder, batch, 0, tensor=2)
+    again = run(ranks, partial(follow, load=tmp_path / "saved"), model, batch, 0, tensor=2)
     for name, weight in seen[0][1].items():
         assert again[0][2][name].tobytes() == weight.tobytes(), name
         assert again[0][1][name].tobytes() == seen[2][1][name].tobytes(), name
-    message = run(ranks, load_refusal, folder, tmp_path / "saved", reference=AVERAGED)
+    message = run(ranks, load_refusal, model, tmp_path / "saved", reference=AVERAGED)
     assert "algorithm.reference.decay" in message

@@ -22,7 +22,7 @@ from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_same, measure
 from tests.support.trainer.probes import Gradients, build, logprobs, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 LAYOUTS = {
     "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
@@ -37,12 +37,13 @@ FURTHER = {
     "recompute-layers": {"recompute": "full", "tokens_per_micro_batch": 64},
 }
 AUX_LOSS = 5.0
+MODEL = "qwen3-moe"
 
 
 @pytest.fixture(scope="module")
 def told(models: Path) -> PackedBatch:
     """With choices that no router would make: of any experts, in any order."""
-    model = describe_model(read_hf_config(models / "qwen3-moe"))
+    model = describe_model(read_hf_config(models / MODEL))
     assert model.routing is not None
     every = np.arange(model.shape.num_experts, dtype=np.uint8)
     draw = np.random.default_rng(3)
@@ -52,31 +53,28 @@ def told(models: Path) -> PackedBatch:
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, models: Path, told: PackedBatch) -> Gradients:
+def reference(ranks: Ranks, told: PackedBatch) -> Gradients:
     """One rank, one micro-batch."""
     layout = {"tokens_per_micro_batch": 100_000, "aux_loss": AUX_LOSS, "router_replay": True}
-    return measure(ranks, models / "qwen3-moe", told, **layout)
+    return measure(ranks, MODEL, told, **layout)
 
 
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
 def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, models: Path, told: PackedBatch, reference: Gradients, layout: str
+    ranks: Ranks, told: PackedBatch, reference: Gradients, layout: str
 ) -> None:
     settings = {"aux_loss": AUX_LOSS, "router_replay": True, **(LAYOUTS | FURTHER)[layout]}
-    found = measure(ranks, models / "qwen3-moe", told, **settings)
+    found = measure(ranks, MODEL, told, **settings)
     assert_same(found, reference)
     assert found.experts["experts/max_load"] == reference.experts["experts/max_load"]
 
 
-def test_experts_are_replayed_only_if_configured(
-    ranks: Ranks, models: Path, told: PackedBatch
-) -> None:
-    folder = models / "qwen3-moe"
-    free, plain = measure(ranks, folder, told), measure(ranks, folder, random_batch(RAGGED))
+def test_experts_are_replayed_only_if_configured(ranks: Ranks, told: PackedBatch) -> None:
+    free, plain = (measure(ranks, MODEL, batch) for batch in (told, random_batch(RAGGED)))
     assert all((free.by_name[name] == plain.by_name[name]).all() for name in plain.by_name)
-    replayed = measure(ranks, folder, told, router_replay=True).by_name
+    replayed = measure(ranks, MODEL, told, router_replay=True).by_name
     difference = sum(((replayed[name] - free.by_name[name]) ** 2).sum() for name in replayed)
     assert difference > 0.01 * free.grad_norm**2
 
@@ -100,15 +98,14 @@ def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
     return [parts[list(micro_batch.members).index(i)] for i in range(batch.num_sequences)]
 
 
-def test_replaying_own_choices_changes_no_bit(ranks: Ranks, models: Path) -> None:
+def test_replaying_own_choices_changes_no_bit(ranks: Ranks) -> None:
     """And a last token without experts has no part in anything that is learned from."""
-    folder, batch = models / "qwen3-moe", random_batch(RAGGED)
-    settings = settings_for(str(folder), tokens_per_micro_batch=100_000)
-    (own,) = ranks.run(1, _own_choices, settings, batch)
+    batch = random_batch(RAGGED)
+    (own,) = ranks.on(MODEL, _own_choices, batch, tokens_per_micro_batch=100_000)
     for kind, missing in ((np.uint8, 0), (np.uint16, 1)):
         chosen = tuple(one[: len(one) - missing].astype(kind) for one in own)
         found, free = [
-            measure(ranks, folder, replace(batch, experts=chosen), router_replay=replays)
+            measure(ranks, MODEL, replace(batch, experts=chosen), router_replay=replays)
             for replays in (True, False)
         ]
         assert found.loss == free.loss
@@ -122,19 +119,12 @@ def _first_update(rendezvous, settings, batch: PackedBatch):
     return before, update(rank, batch, policy_version=0, step=1)
 
 
-def test_old_logprobs_and_updates_share_the_routing(
-    ranks: Ranks, models: Path, told: PackedBatch
-) -> None:
+def test_old_logprobs_and_updates_share_the_routing(ranks: Ranks, told: PackedBatch) -> None:
     """And a reference policy with the same weights is of another: it routes for itself."""
-    settings = settings_for(
-        str(models / "qwen3-moe"),
-        router_replay=True,
-        recompute="full",
-        objective=PolicyObjective(kl_coef=0.1),
-    )
-    ((replayed, update),) = ranks.run(1, _first_update, settings, told)
-    free_settings = settings_for(str(models / "qwen3-moe"))
-    (free,) = ranks.run(1, logprobs, free_settings, told)
+    replay = {"router_replay": True, "recompute": "full"}
+    objective = PolicyObjective(kl_coef=0.1)
+    ((replayed, update),) = ranks.on(MODEL, _first_update, told, objective=objective, **replay)
+    (free,) = ranks.on(MODEL, logprobs, told)
     assert update.metrics["policy/ratio_first_max_error"] == 0.0
     assert np.nanmax(np.abs(replayed - free)) > 1e-4
     assert update.metrics["kl/max"] > 0.0
@@ -143,7 +133,7 @@ def test_old_logprobs_and_updates_share_the_routing(
 def test_experts_of_another_model_are_refused(models: Path, told: PackedBatch) -> None:
     from megadapo.trainer.model.router_replay import check_choices
 
-    model = describe_model(read_hf_config(models / "qwen3-moe"))
+    model = describe_model(read_hf_config(models / MODEL))
     check_choices(told, model)
     first, *others = told.experts
     longest = max(range(len(RAGGED)), key=lambda i: RAGGED[i])

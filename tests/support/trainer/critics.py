@@ -12,23 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from megadapo.algorithm.reference import generalized_advantages
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.config import CriticConfig, CriticOptimizerConfig
-from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer import probes
-from tests.support.trainer.ranks import with_algorithm
+from tests.support.trainer.ranks import DISCOUNT, GAE_LAMBDA, VALUE_CLIP
 
 if TYPE_CHECKING:
     from megadapo.trainer.critic.critic import Critic
-
-DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
-
-
-def with_critic(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
-    """The same trainer with a critic."""
-    optimizer = CriticOptimizerConfig(lr=1e-3, warmup_steps=0)
-    critic = CriticConfig(**{"value_clip": VALUE_CLIP, "optimizer": optimizer, **keys})
-    settings = with_algorithm(settings, discount=DISCOUNT, gae_lambda=GAE_LAMBDA)
-    return replace(settings, critic=critic)
 
 
 def head_weight(hidden_size: int) -> np.ndarray:

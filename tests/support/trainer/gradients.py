@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,15 @@ import pytest
 
 from megadapo.data.batch import PackedBatch
 from tests.support.trainer.probes import Gradients, gradients_by_case
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 OVERLAP = {"overlap": True, "bucket": 3000}
 """Options for buckets of about a matrix, so that a tiny model has several."""
 
 
-def measure(ranks: Ranks, folder: Path, batch: PackedBatch, **layout: Any) -> Gradients:
+def measure(ranks: Ranks, model: str, batch: PackedBatch, **layout: Any) -> Gradients:
     """Return rank 0's loss and gradients of the first mini-batch under a layout."""
-    settings = settings_for(str(folder), **layout)
-    cases = {"": settings.algorithm.importance}
-    return ranks.run(settings.trainer.num_ranks, gradients_by_case, settings, batch, cases)[0][""]
+    return ranks.on(model, gradients_by_case, batch, None, **layout)[0][""]
 
 
 def assert_same(found: Gradients, expected: Gradients) -> None:

@@ -83,11 +83,12 @@ def split_of(rank: TrainerRank, batch: PackedBatch, policy_version: int = 0) -> 
     return rank.splitter.split(batch, predicted=predicted, policy_version=policy_version)
 
 
-def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig]):
+def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig] | None):
     """Return gradients of the first mini-batch for several ways to weight stale tokens, on rank 0.
 
-    All are of one and the same trainer.
+    All are of one and the same trainer. Without cases they are those of its configuration, as "".
     """
+    cases = cases or {"": settings.algorithm.importance}
     rank = build(rendezvous, settings)
     found = {}
     for name, importance in cases.items():

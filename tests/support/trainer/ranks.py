@@ -12,12 +12,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from megadapo.trainer.config import (
+    CriticConfig,
+    CriticOptimizerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.processes.forked import fork_context
 
@@ -25,6 +32,8 @@ MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
 """Version of megatron-core that the ranks must run on, where it is not the installed one."""
 NUM_PROCESSES = 4
 ANSWER_TIMEOUT_S = 240
+DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
+"""Of trainers with a critic."""
 DEATH_TIMEOUT_S = 5
 """From a closed connection to an exit code."""
 
@@ -39,7 +48,8 @@ class Task:
 class Ranks:
     """Runs `function(rendezvous, *args)` on the first n processes at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Path) -> None:
+        self.models = models
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         self._start()
@@ -65,6 +75,18 @@ class Ranks:
             self.close()
             self._start()
             raise
+
+    def on(
+        self, model: str | Path, function: Callable[..., Any], *args: Any, **layout: Any
+    ) -> list[Any]:
+        """Run `function(rendezvous, settings, *args)` on each rank of a tiny model's trainer.
+
+        Args:
+            model: A name of `make_trained_models`, or another folder.
+            layout: Arguments of `settings_for`.
+        """
+        settings = settings_for(self.models / model, **layout)
+        return self.run(settings.trainer.num_ranks, function, settings, *args)
 
     def _run(
         self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
@@ -176,8 +198,9 @@ def with_algorithm(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
 
 
 def settings_for(
-    folder: str,
+    folder: str | Path,
     *,
+    critic: dict[str, Any] | None = None,
     init: str = "pretrained",
     dtype: str = "float32",
     overlap: bool = False,
@@ -187,13 +210,20 @@ def settings_for(
     seed: int = 0,
     **keys: Any,
 ) -> TrainerSettings:
-    """Settings of a trainer over a tiny model; `keys`: of `[algorithm]` or `[trainer]`."""
+    """Settings of a trainer over a tiny model; `keys`: of `[algorithm]` or `[trainer]`.
+
+    `critic`: keys of `[critic]` besides the usual ones; None: train without a critic.
+    """
+    if critic is not None:
+        keys = {"discount": DISCOUNT, "gae_lambda": GAE_LAMBDA} | keys
+        own = CriticOptimizerConfig(lr=1e-3, warmup_steps=0)
+        critic = {"value_clip": VALUE_CLIP, "optimizer": own} | critic
     algorithm = {name: keys.pop(name) for name in keys.keys() & AlgorithmConfig.model_fields}
     fields = {"tokens_per_micro_batch": 160}
     fields |= {_SHORT.get(name, name): value for name, value in keys.items()}
     optimizer = OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip)
     return TrainerSettings(
-        model=ModelConfig(path=folder, dtype=dtype, init=init),
+        model=ModelConfig(path=str(folder), dtype=dtype, init=init),
         trainer=TrainerConfig(
             overlap_data_parallel=overlap,
             timeout_s=120,
@@ -202,6 +232,7 @@ def settings_for(
         ),
         # unchecked: tests take a single rule without the keys that it needs in a run
         algorithm=AlgorithmConfig().model_copy(update=algorithm),
+        critic=None if critic is None else CriticConfig(**critic),
         temperature=temperature,
         seed=seed,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from megadapo.errors import CorruptCheckpointError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, gathered, load_refusal, save_at, train, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
@@ -26,7 +27,7 @@ VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
 
 
 def _train_and_save(rendezvous, settings, batch, folder):
-    return train(rendezvous, settings, batch, 3, save=folder)
+    train(rendezvous, settings, batch, 3, save=folder)
 
 
 def _load_and_train(rendezvous, settings, batch, folder):
@@ -59,48 +60,40 @@ SLOW = [pytest.mark.full, pytest.mark.slow]
     [pytest.param(name, marks=SLOW if name in ("vpp2", "uneven") else []) for name in ORIGINS],
 )
 def test_loading_at_another_split_continues_the_training(
-    ranks: Ranks, models: Path, tmp_path: Path, origin: str
+    ranks: Ranks, tmp_path: Path, origin: str
 ) -> None:
     """One update moves a weight by about the learning rate, 1e-3: without its moments by another
     amount of that size."""
     model, saving, others = ORIGINS[origin]
     batch = random_batch(RAGGED, num_mini_batches=2)
-    settings = settings_for(str(models / model), **saving)
-    num_ranks = settings.trainer.num_ranks
-    ranks.run(num_ranks, _train_and_save, settings, batch, tmp_path / "saved")
-    _, expected = ranks.run(num_ranks, train, settings, batch, 4)[0]
+    ranks.on(model, _train_and_save, batch, tmp_path / "saved", **saving)
+    _, expected = ranks.on(model, train, batch, 4, **saving)[0]
     for layout in (*others, saving):
-        settings = settings_for(str(models / model), **layout)
-        num_ranks = settings.trainer.num_ranks
-        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        _, found = ranks.on(model, _load_and_train, batch, tmp_path / "saved", **layout)[0]
         for name, weight in expected.items():
             if layout is saving:
                 assert found[name].tobytes() == weight.tobytes(), name
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_bf16_weights_continue_from_their_fp32_masters(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_bf16_weights_continue_from_their_fp32_masters(ranks: Ranks, tmp_path: Path) -> None:
     """Masters rebuilt from bf16 weights would lose every update smaller than a rounding step."""
-    tensor = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **TP2)
+    run = partial(ranks.on, "qwen2-tied", dtype="bfloat16", lr=1e-4)
     batch = random_batch(RAGGED)
-    ranks.run(2, _train_and_save, tensor, batch, tmp_path / "saved")
-    results, expected = ranks.run(2, train, tensor, batch, 4)[0]
-    again, found = ranks.run(2, _load_and_train, tensor, batch, tmp_path / "saved")[0]
+    run(_train_and_save, batch, tmp_path / "saved", **TP2)
+    results, expected = run(train, batch, 4, **TP2)[0]
+    again, found = run(_load_and_train, batch, tmp_path / "saved", **TP2)[0]
     assert results[0]["policy/ratio_first_max_error"] == 0.0
     assert again[0] == results[3]
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-    pipeline = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **PP2)
-    _, moved = ranks.run(2, _load_and_train, pipeline, batch, tmp_path / "saved")[0]
+    _, moved = run(_load_and_train, batch, tmp_path / "saved", **PP2)[0]
     for name, weight in expected.items():
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
 
 
-def test_damage_of_any_file_is_named(ranks: Ranks, models: Path, tmp_path: Path) -> None:
+def test_damage_of_any_file_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """torch reads a flipped byte, and another step's file, without an error."""
-    settings = settings_for(str(models / "qwen2-tied"), tensor=2, data=2)
-    files = ranks.run(4, _save_twice, settings, tmp_path)[0]
+    files = ranks.on("qwen2-tied", _save_twice, tmp_path, tensor=2, data=2)[0]
     saved, elsewhere = tmp_path / "1", tmp_path / "0"
     assert {".metadata", "optimizer.json", *(f"__{rank}_0.distcp" for rank in range(4))} == set(
         files
@@ -120,19 +113,16 @@ def test_damage_of_any_file_is_named(ranks: Ranks, models: Path, tmp_path: Path)
         victim.write_bytes(content)
     victim = saved / "__3_0.distcp"
     victim.write_bytes(victim.read_bytes()[:3000] + bytes(1) + victim.read_bytes()[3001:])
-    refusals = ranks.run(
-        2, _check, settings_for(str(models / "qwen2-tied"), **TP2), tmp_path / "1", files
-    )
-    assert all(str(victim) in refusal for refusal in refusals)
+    for refusal in ranks.on("qwen2-tied", _check, saved, files, **TP2):
+        assert str(victim) in refusal
 
 
-def test_failed_write_names_the_rank_and_next_save_works(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_failed_write_names_the_rank_and_next_save_works(ranks: Ranks, tmp_path: Path) -> None:
     """One rank's disk may be full, or its folder another's; the others must not wait for it."""
-    settings = settings_for(str(models / "qwen2-tied"), data=2)
     (tmp_path / "0").mkdir()
-    (alone, files), (refused, _) = ranks.run(2, _save_where_one_cannot_write, settings, tmp_path)
+    (alone, files), (refused, _) = ranks.on(
+        "qwen2-tied", _save_where_one_cannot_write, tmp_path, data=2
+    )
     assert alone == "" and refused.startswith("rank 1: ") and "File too large" in refused
     check_files(tmp_path / "1", files)
 
@@ -167,43 +157,31 @@ def _check(rendezvous, settings, folder, files):
     return str(caught.value)
 
 
-def test_checkpoint_that_does_not_fit_names_the_tensor(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_that_does_not_fit_names_the_tensor(ranks: Ranks, tmp_path: Path) -> None:
     """Loading what is there and going on with the rest would train a half-random model."""
-    settings = settings_for(str(models / "qwen2-tied"), **TP2)
-    ranks.run(2, _train_and_save, settings, random_batch(RAGGED), tmp_path / "saved")
-
-    def refusal(model: str = "qwen2-tied") -> str:
-        settings = settings_for(str(models / model))
-        return ranks.run(1, load_refusal, settings, tmp_path / "saved")[0]
-
-    assert str(tmp_path / "saved") in refusal("qwen3")
-    part = tmp_path / "saved" / "__0_0.distcp"
+    saved = tmp_path / "saved"
+    ranks.on("qwen2-tied", _train_and_save, random_batch(RAGGED), saved, **TP2)
+    assert str(saved) in ranks.on("qwen3", load_refusal, saved)[0]
+    part = saved / "__0_0.distcp"
     content = part.read_bytes()
     part.write_bytes(content[:-5000])
-    assert str(tmp_path / "saved") in refusal()
+    assert str(saved) in ranks.on("qwen2-tied", load_refusal, saved)[0]
     part.write_bytes(content)
-    (tmp_path / "saved" / "__1_0.distcp").unlink()
-    assert str(tmp_path / "saved") in refusal()
+    (saved / "__1_0.distcp").unlink()
+    assert str(saved) in ranks.on("qwen2-tied", load_refusal, saved)[0]
 
 
-def test_ranks_write_equal_parts_while_training_continues(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_ranks_write_equal_parts_while_training_continues(ranks: Ranks, tmp_path: Path) -> None:
     """One rank that gathers and writes all would take as long as one disk, and as much memory.
 
     The third save starts before an update and written after it, so a save that kept the first
     one's tensors, or looked at the live ones, would come back as another step.
     """
-    settings = settings_for(str(models / "qwen2-untied"), data=4)
-    answers = ranks.run(4, _save_while_training, settings, tmp_path)
+    answers = ranks.on("qwen2-untied", _save_while_training, tmp_path, data=4)
     expected, num_bytes = answers[0][0], [answer[1] for answer in answers]
     assert max(num_bytes) <= 1.2 * sum(num_bytes) / len(num_bytes)
     for number in (1, 2):
-        found = ranks.run(
-            2, _loaded, settings_for(settings.model.path, **TP2), tmp_path / str(number)
-        )[0]
+        found = ranks.on("qwen2-untied", _loaded, tmp_path / str(number), **TP2)[0]
         for name, weight in expected[number].items():
             assert found[name].tobytes() == weight.tobytes(), (number, name)
 

@@ -20,7 +20,7 @@ from megadapo.weights.disk.sources import open_layout
 from tests.support.models.tiny_models import TRAINED, make_model
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, export, save_at, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
 VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
@@ -54,14 +54,12 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
 def test_checkpoint_of_any_split_has_the_ranks_weights(
     ranks: Ranks, models: Path, tmp_path: Path, model: str, split: dict
 ) -> None:
-    settings = settings_for(str(models / model), **split)
-    batch = random_batch(RAGGED)
-    ranks.run(settings.trainer.num_ranks, _train_save_and_export, settings, batch, tmp_path)
+    ranks.on(model, _train_save_and_export, random_batch(RAGGED), tmp_path, **split)
     gathered = load_file(tmp_path / "gathered" / "model.safetensors")
     before = load_file(models / model / "model.safetensors")
     checkpoint = TrainerCheckpoint(tmp_path / "trainer", open_layout(models / model))
     read = dict(checkpoint.tensors())
-    assert checkpoint.dtype == getattr(torch, settings.model.dtype)
+    assert checkpoint.dtype == getattr(torch, split.get("dtype", "float32"))
     assert read.keys() == gathered.keys()
     for name, tensor in read.items():
         bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]
@@ -78,8 +76,7 @@ def test_memory_is_bounded_by_a_file(ranks: Ranks, tmp_path: Path) -> None:
     """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = make_model(tmp_path / "model", "Qwen2", sizes=TRAINED, std=None, **sizes)
-    settings = settings_for(str(model), tensor=2, pipeline=2)
-    ranks.run(4, _save, settings, tmp_path / "trainer")
+    ranks.on(model, _save, tmp_path / "trainer", tensor=2, pipeline=2)
     folders = (tmp_path / "trainer", model, tmp_path / "out")
     program = [sys.executable, "-m", "tests.support.processes.peak_memory", *folders, str(8 << 20)]
     taken = int(subprocess.run(program, capture_output=True, check=True, text=True).stdout)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megadapo.algorithm.objective import PolicyObjective
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.critics import with_critic
 from tests.support.trainer.probes import (
     recorded_update,
     steps_with_losses,
     train,
     update_with_fault,
 )
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 LAYOUTS = {
@@ -30,14 +28,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("where", ["activation", "gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_non_finite_on_one_rank_skips_on_all(
-    ranks: Ranks, models: Path, layout: str, where: str
-) -> None:
-    settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
-    reports = ranks.run(
-        settings.trainer.num_ranks, update_with_fault, settings, random_batch(RAGGED), where
-    )
-    for report in reports:
+def test_non_finite_on_one_rank_skips_on_all(ranks: Ranks, layout: str, where: str) -> None:
+    batch = random_batch(RAGGED)
+    for report in ranks.on("qwen2-tied", update_with_fault, batch, where, **LAYOUTS[layout]):
         assert report["faulty"]["policy/skipped_updates"] == 1
         assert math.isnan(report["faulty"]["policy/grad_norm"])
         assert report["unchanged"], "weights, masters or moments moved in a skipped update"
@@ -46,15 +39,12 @@ def test_non_finite_on_one_rank_skips_on_all(
 
 
 @pytest.mark.parametrize(("where", "layout"), [("activation", "dp2"), ("value", "tp2")])
-def test_non_finite_advantages_skip_the_update(
-    ranks: Ranks, models: Path, layout: str, where: str
-) -> None:
+def test_non_finite_advantages_skip_the_update(ranks: Ranks, layout: str, where: str) -> None:
     """A KL divergence in the rewards, or a critic, carries one rank's NaN to every advantage."""
-    settings = settings_for(str(models / "qwen2-tied"), objective=IN_REWARD, **LAYOUTS[layout])
-    if where == "value":
-        settings = with_critic(settings)
-    reports = ranks.run(2, update_with_fault, settings, random_batch(RAGGED), where)
-    for report in reports:
+    changes = {"objective": IN_REWARD, "critic": {} if where == "value" else None}
+    for report in ranks.on(
+        "qwen2-tied", update_with_fault, random_batch(RAGGED), where, **changes, **LAYOUTS[layout]
+    ):
         assert report["faulty"]["policy/skipped_updates"] == 1 and report["unchanged"]
         assert report["healthy"]["policy/skipped_updates"] == 0
         assert report["changed_after"] and report["finite"]
@@ -62,47 +52,44 @@ def test_non_finite_advantages_skip_the_update(
         assert of_critic == ([1, 0] if where == "value" else [None, None])
 
 
-def test_non_finite_loss_skips_the_update(ranks: Ranks, models: Path) -> None:
+def test_non_finite_loss_skips_the_update(ranks: Ranks) -> None:
     """A guard that looked at the gradient norm alone would train on."""
-    settings = settings_for(str(models / "qwen2-tied"), data=2)
     losses = [math.nan, math.inf, -math.inf, 0.5]
-    for answers in ranks.run(2, steps_with_losses, settings, random_batch(RAGGED), losses):
+    for answers in ranks.on("qwen2-tied", steps_with_losses, random_batch(RAGGED), losses, data=2):
         assert [norm is not None for norm, _ in answers] == [False, False, False, True]
         assert [changed for _, changed in answers] == [False, False, False, True]
 
 
-def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks: Ranks, models: Path) -> None:
+def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks: Ranks) -> None:
     """Filling them with 0.0 would claim probability 1; the rest must train as if they were gone."""
     batch = random_batch(RAGGED)
     holes = np.flatnonzero(np.isfinite(batch.logprobs_rollout))[::7]
     batch.logprobs_rollout[holes] = np.nan
     without = random_batch(RAGGED)
     without.loss_weights[holes] = 0.0
-    settings = settings_for(str(models / "qwen2-tied"))
-    (results, weights) = ranks.run(1, train, settings, batch, 1)[0]
-    (expected, expected_weights) = ranks.run(1, train, settings, without, 1)[0]
-    (counted,) = ranks.run(1, recorded_update, settings, batch, [])
+    ((results, weights),) = ranks.on("qwen2-tied", train, batch, 1)
+    ((expected, expected_weights),) = ranks.on("qwen2-tied", train, without, 1)
+    (counted,) = ranks.on("qwen2-tied", recorded_update, batch, [])
     assert counted.num_dropped_tokens == len(holes)
     assert results[0]["tokens/trained"] == expected[0]["tokens/trained"]
     assert results[0]["policy/loss"] == expected[0]["policy/loss"]
     assert all(np.array_equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_mini_batch_without_loss_works(ranks: Ranks, models: Path) -> None:
+def test_mini_batch_without_loss_works(ranks: Ranks) -> None:
     """All responses left out (overlong filtering): a defined, finite result on every rank."""
     batch = random_batch([30, 20])
     batch.loss_weights[:] = 0.0
-    settings = settings_for(str(models / "qwen2-tied"), tensor=2, sequence=True)
-    for results, _ in ranks.run(2, train, settings, batch, 1):
+    for results, _ in ranks.on("qwen2-tied", train, batch, 1, tensor=2, sequence=True):
         assert results[0]["tokens/trained"] == 0
         assert results[0]["policy/loss"] == 0.0
         assert results[0]["policy/skipped_updates"] == 0
 
 
-def test_parity_is_measured_on_fresh_tokens_only(ranks: Ranks, models: Path) -> None:
-    settings = settings_for(str(models / "qwen2-tied"), data=2)
-    batch = random_batch(RAGGED)
-    (stale,) = ranks.run(2, train, settings, random_batch(RAGGED, policy_version=3), 1)[0][0]
-    (fresh,) = ranks.run(2, train, settings, batch, 1)[0][0]
+def test_parity_is_measured_on_fresh_tokens_only(ranks: Ranks) -> None:
+    ((stale,), _), ((fresh,), _) = (
+        ranks.on("qwen2-tied", train, random_batch(RAGGED, policy_version=version), 1, data=2)[0]
+        for version in (3, 0)
+    )
     assert stale["parity/logprob_abs_max"] is None and stale["parity/logprob_abs_mean"] is None
     assert fresh["parity/logprob_abs_max"] > fresh["parity/logprob_abs_mean"] > 0.0

@@ -12,7 +12,7 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 
 def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
@@ -30,10 +30,9 @@ def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
     return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
 
-def test_every_rank_enters_a_group_before_messages(ranks: Ranks, models: Path) -> None:
+def test_every_rank_enters_a_group_before_messages(ranks: Ranks) -> None:
     """Catches NCCL waiting forever for the ranks that have no part in a group's first message."""
-    settings = settings_for(str(models / "qwen2-tied"), pipeline=2, context=2)
-    for entered in ranks.run(4, _entered_before_any_message, settings):
+    for entered in ranks.on("qwen2-tied", _entered_before_any_message, pipeline=2, context=2):
         assert min(entered.values()) > 0, entered
 
 
@@ -67,10 +66,9 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
     return seen
 
 
-def test_long_calls_return_gpu_memory(ranks: Ranks, models: Path, tmp_path: Path) -> None:
-    settings = settings_for(str(models / "qwen2-tied"))
-    arguments = (settings, random_batch(RAGGED), tmp_path / "state")
-    (seen,) = ranks.run(1, _calls_that_release_memory, *arguments)
+def test_long_calls_return_gpu_memory(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = (random_batch(RAGGED), tmp_path / "state")
+    (seen,) = ranks.on("qwen2-tied", _calls_that_release_memory, *arguments)
     assert seen == ["update", "begin_save", "load"]
 
 
@@ -98,14 +96,11 @@ def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
         ({"recompute": ("core_attn",)}, [0, 0]),
     ],
 )
-def test_what_is_to_be_recomputed_is(
-    ranks: Ranks, models: Path, choice: dict, again: list[int]
-) -> None:
+def test_what_is_to_be_recomputed_is(ranks: Ranks, choice: dict, again: list[int]) -> None:
     """Gradients are the same either way: catches a choice that megatron-core is not told of."""
-    folder, batch = str(models / "qwen2-tied"), random_batch(RAGGED)
-    sizes = {"tokens_per_micro_batch": 4096}
-    (once,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes), batch)
-    (passes,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes, **choice), batch)
+    batch, sizes = random_batch(RAGGED), {"tokens_per_micro_batch": 4096}
+    (once,) = ranks.on("qwen2-tied", _passes_of_each_mlp, batch, **sizes)
+    (passes,) = ranks.on("qwen2-tied", _passes_of_each_mlp, batch, **sizes, **choice)
     assert [more - less for more, less in zip(passes, once, strict=True)] == again
 
 
@@ -140,12 +135,10 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     return {"waiting": places(waiting), "on_device": places(on_device), "tables": tables}
 
 
-def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
+def test_a_step_waits_in_host_memory(ranks: Ranks) -> None:
     """Catches tensors of all of a step's mini-batches on the GPU at once, or of one in host memory
     when its turn comes, and rotary tables that no layer of a GPU reads."""
-    settings = settings_for(str(models / "qwen2-tied"))
-    batch = random_batch(RAGGED, num_mini_batches=2)
-    (found,) = ranks.run(1, _places_of_a_step, settings, batch)
+    (found,) = ranks.on("qwen2-tied", _places_of_a_step, random_batch(RAGGED, num_mini_batches=2))
     assert found["waiting"] == {"cpu"}
     assert found["on_device"] == {"meta"}
     assert found["tables"] == {"cu_seqlens_q", "cu_seqlens_kv"}
@@ -172,9 +165,8 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
     return sum(seen)
 
 
-def test_micro_batch_frees_its_graph(ranks: Ranks, models: Path) -> None:
+def test_micro_batch_frees_its_graph(ranks: Ranks) -> None:
     """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
     a mini-batch: 3 GiB of the 32B recipe."""
-    settings = settings_for(str(models / "qwen2-tied"), pipeline=2)
-    arguments = (settings, random_batch(RAGGED))
-    assert ranks.run(2, _graphs_that_are_handed_back, *arguments) == [0, 0]
+    batch = random_batch(RAGGED)
+    assert ranks.on("qwen2-tied", _graphs_that_are_handed_back, batch, pipeline=2) == [0, 0]

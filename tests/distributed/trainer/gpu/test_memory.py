@@ -107,7 +107,7 @@ def test_a_rank_allocates_what_was_planned(ranks: Ranks, tmp_path: Path, case: C
     hf_config = MODEL | case.model
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     sizes = {"init": "random", "tokens_per_micro_batch": NUM_TOKENS}
-    settings = settings_for(str(tmp_path), **sizes, **case.layout)
+    settings = settings_for(tmp_path, **sizes, **case.layout)
     trainer, itemsize = settings.trainer, 2 if settings.model.dtype == "bfloat16" else 4
     num_sequences = case.num_micro_batches * trainer.data_parallel
     batch = random_batch([NUM_TOKENS] * num_sequences)

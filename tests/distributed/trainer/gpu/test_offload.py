@@ -17,7 +17,6 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import StateKind
 from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.critics import with_critic
 from tests.support.trainer.probes import build, save_at, state_bits, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
@@ -123,18 +122,12 @@ def sent(rank: TrainerRank) -> list[int]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        *(pytest.param(layout, id=name) for name, layout in LAYOUTS.items()),
-        *(
-            pytest.param(layout, id=name, marks=pytest.mark.full)
-            for name, layout in SLOW_LAYOUTS.items()
-        ),
-    ],
+    [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW_LAYOUTS)],
 )
 def test_offload_changes_no_bit_and_frees_memory(
-    ranks: Ranks, models: Path, tmp_path: Path, layout: dict[str, Any]
+    ranks: Ranks, models: Path, tmp_path: Path, layout: str
 ) -> None:
-    settings = settings_for(str(models / "deep-tied"), **layout)
+    settings = settings_for(models / "deep-tied", **(LAYOUTS | SLOW_LAYOUTS)[layout])
     stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
     moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
     for before, after in zip(stayed, moved, strict=True):
@@ -156,7 +149,7 @@ def test_offload_changes_no_bit_and_frees_memory(
 def test_each_kind_leaves_alone(
     ranks: Ranks, models: Path, tmp_path: Path, kind: StateKind
 ) -> None:
-    settings = with_critic(settings_for(str(models / "deep-tied")))
+    settings = settings_for(models / "deep-tied", critic={})
     (found,) = ranks.run(1, steps, offloading(settings, kind), tmp_path)
     assert {name for name, size in found["sizes"]["left"].items() if size == 0} == {kind}
     assert found["sizes"]["brought"] == found["sizes"]["left"] | {

@@ -13,7 +13,7 @@ from megadapo.lab.profiling.trace import TracePart, merge_traces
 from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, train, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks
 
 HEAD = {"head logits", "head rows", "head d_hidden", "head d_weight"}
 PASSES = {"logprobs", "gradients", "optimizer"}
@@ -48,12 +48,12 @@ def profiled_update(rendezvous, settings, batch, folder: Path) -> UpdateResult:
     ids=["stages", "experts"],
 )
 def test_trace_has_layers_and_head_passes_of_all_ranks(
-    ranks: Ranks, models: Path, tmp_path: Path, model: str, layout: dict, mlp: str
+    ranks: Ranks, tmp_path: Path, model: str, layout: dict, mlp: str
 ) -> None:
     batch = random_batch(RAGGED)
-    settings = settings_for(str(models / model), tokens_per_micro_batch=10_000, **layout)
-    plain = [results for (results,), _ in ranks.run(2, train, settings, batch, 1)]
-    profiled = ranks.run(2, profiled_update, settings, batch, tmp_path)
+    layout = {"tokens_per_micro_batch": 10_000, **layout}
+    plain = [results for (results,), _ in ranks.on(model, train, batch, 1, **layout)]
+    profiled = ranks.on(model, profiled_update, batch, tmp_path, **layout)
     assert [one.metrics for one in profiled] == plain
 
     parts = [TracePart(name=f"rank {r}", file=tmp_path / f"rank-{r}.json") for r in range(2)]
