@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import settings_for
 
 NUM_ROUNDS = 100
 
@@ -67,6 +67,6 @@ def _gather_beside_compute(rendezvous: Any, settings: Any, async_ops: bool) -> b
 
 
 @pytest.mark.parametrize("async_ops", [True, False])
-def test_gathered_weights_are_whole_and_harm_nothing(ranks: Ranks, async_ops: bool) -> None:
+def test_gathered_weights_are_whole_and_harm_nothing(ranks, async_ops):
     settings = settings_for("unused", data=2)
     assert ranks.run(2, _gather_beside_compute, settings, async_ops) == [True, True]

@@ -8,7 +8,6 @@ import signal
 import pytest
 
 from megadapo.trainer.types import Rendezvous
-from tests.support.trainer.ranks import Ranks
 
 
 def own_pid(rendezvous: Rendezvous) -> int:
@@ -20,7 +19,7 @@ def end_on_the_last_rank(rendezvous: Rendezvous) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_dies_fails_one_test_by_its_name(ranks: Ranks) -> None:
+def test_a_rank_that_dies_fails_one_test_by_its_name(ranks):
     before = ranks.run(2, own_pid)
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
         ranks.run(2, end_on_the_last_rank)

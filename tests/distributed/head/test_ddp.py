@@ -118,9 +118,7 @@ def expected_grads(tied: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["after", "overlapped"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_main_grad_is_the_sum_over_micro_batches_and_ranks(
-    folder: Path, tied: bool, overlap: bool
-) -> None:
+def test_main_grad_is_the_sum_over_micro_batches_and_ranks(folder, tied, overlap):
     expected = expected_grads(tied)
     for rank in range(WORLD):
         for step in torch.load(folder / f"tied{tied}_overlap{overlap}_rank{rank}.pt"):

@@ -123,7 +123,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "not_invariant"])
-def test_values_are_bitwise_equal_for_every_tp_size(results: dict, name: str) -> None:
+def test_values_are_bitwise_equal_for_every_tp_size(results, name):
     expected = results[1][0][name]
     for tp in TP_SIZES:
         for rank in range(tp):
@@ -139,7 +139,7 @@ def vars_of_output(result: dict) -> list[str]:
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("tp", TP_SIZES[1:])
-def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) -> None:
+def test_gradients_are_slices_of_the_whole(results, name, tp):
     """d_hidden is summed over the group once; d_weight is the shard's own."""
     expected, setting = results[1][0][name], SETTINGS[name]
     tolerance = 2e-6 if setting.dtype == torch.float32 else 6e-3
@@ -153,7 +153,7 @@ def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) ->
             assert relative_error(got, expected[prefix + "d_hidden"]) <= tolerance
 
 
-def test_unaligned_vocabulary_agrees_up_to_rounding(results: dict) -> None:
+def test_unaligned_vocabulary_agrees_up_to_rounding(results):
     expected = results[1][0]["not_invariant"]
     for tp in TP_SIZES:
         got = results[tp][0]["not_invariant"]

@@ -63,7 +63,7 @@ def alone(ranks: Ranks) -> dict[str, Any]:
     return _observe(ranks, tokens_per_micro_batch=100_000)
 
 
-def test_advantages_count_the_divergence_of_later_tokens(ranks: Ranks) -> None:
+def test_advantages_count_the_divergence_of_later_tokens(ranks):
     """GAE is linear in the rewards, so what a KL divergence changes is its own discounted sum."""
     batch = _batch()
     kl = np.where(batch.loss_weights != 0, np.sin(np.arange(len(batch.tokens))), 0.0)
@@ -78,9 +78,7 @@ def test_advantages_count_the_divergence_of_later_tokens(ranks: Ranks) -> None:
             assert found[t] == pytest.approx(behind, abs=1e-6)
 
 
-def test_advantages_loss_and_gradients_equal_the_definition(
-    models: Path, alone: dict[str, Any]
-) -> None:
+def test_advantages_loss_and_gradients_equal_the_definition(models, alone):
     """All layouts could agree on a wrong number: a transformers model and plain loops in fp64."""
     expected = critics.definition(models / "deep-tied", _batch())
     np.testing.assert_allclose(alone["advantages"], expected["advantages"], rtol=0, atol=1e-5)
@@ -90,9 +88,7 @@ def test_advantages_loss_and_gradients_equal_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_keeps_advantages_and_the_critics_gradient(
-    ranks: Ranks, alone: dict[str, Any], layout: str
-) -> None:
+def test_layout_keeps_advantages_and_the_critics_gradient(ranks, alone, layout):
     found = _observe(ranks, **LAYOUTS[layout])
     np.testing.assert_allclose(found["advantages"], alone["advantages"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
@@ -100,7 +96,7 @@ def test_layout_keeps_advantages_and_the_critics_gradient(
     assert_close_by_block(found["gradients"], alone["gradients"], 1e-6)
 
 
-def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks) -> None:
+def test_step_uses_token_advantages_and_improves_the_critic(ranks):
     """The first ratio is 1, values begin at 0, the policy is trained on other numbers than the
     batch's, and the value loss falls."""
     batch, steps = _TWO_UPDATES, range(1, 5)
@@ -115,7 +111,7 @@ def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks) -> Non
     assert "critic/loss" not in plain[0]
 
 
-def test_critic_warm_up_changes_no_bit_of_the_policy(ranks: Ranks, tmp_path: Path) -> None:
+def test_critic_warm_up_changes_no_bit_of_the_policy(ranks, tmp_path):
     """Moments that had moved, too, would show in the first step behind the warm-up."""
     train = partial(ranks.on, "qwen2-tied", critics.train, _TWO_UPDATES, critic={"warmup": 2})
     (before,) = ranks.on("qwen2-tied", probes.initial_weights)
@@ -133,9 +129,7 @@ def test_critic_warm_up_changes_no_bit_of_the_policy(ranks: Ranks, tmp_path: Pat
     )
 
 
-def test_saved_critics_resume_at_every_split(
-    ranks: Ranks, saved: tuple[Path, dict[str, Any], dict[str, np.ndarray]]
-) -> None:
+def test_saved_critics_resume_at_every_split(ranks, saved):
     """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
     those of another layer, by another amount of that size."""
     folder, result, expected = saved
@@ -150,18 +144,14 @@ def test_saved_critics_resume_at_every_split(
             assert again[0] == result
 
 
-def test_state_without_a_critic_is_refused(
-    ranks: Ranks, saved: tuple[Path, Any, Any], tmp_path: Path
-) -> None:
+def test_state_without_a_critic_is_refused(ranks, saved, tmp_path):
     """A new critic beside an old policy would train on noise."""
     shutil.copytree(saved[0], tmp_path / "copy", ignore=shutil.ignore_patterns(CRITIC_FOLDER))
     (refusal,) = ranks.on("deep-tied", probes.load_refusal, tmp_path / "copy", critic={})
     assert "without a critic" in refusal
 
 
-def test_exported_critic_can_start_a_run(
-    ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
-) -> None:
+def test_exported_critic_can_start_a_run(ranks, models, saved, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     source = ExportSource(Checkpoint(saved[0].parent, 3, {}), None)

@@ -65,18 +65,14 @@ def reference(ranks: Ranks) -> dict[float, Gradients]:
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
-def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, reference: dict[float, Gradients], layout: str
-) -> None:
+def test_layout_keeps_loss_and_gradient(ranks, reference, layout):
     found = measure(ranks, "qwen3-moe", random_batch(RAGGED), **(LAYOUTS | FURTHER)[layout])
     assert_same(found, reference[0.0])
     assert found.experts == pytest.approx(reference[0.0].experts, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", BALANCED)
-def test_layout_does_not_change_the_load_balancing_loss(
-    ranks: Ranks, reference: dict[float, Gradients], layout: str
-) -> None:
+def test_layout_does_not_change_the_load_balancing_loss(ranks, reference, layout):
     batch = random_batch(RAGGED)
     found = measure(ranks, "qwen3-moe", batch, aux_loss=AUX_LOSS, **BALANCED[layout])
     assert_same(found, reference[AUX_LOSS])
@@ -85,9 +81,7 @@ def test_layout_does_not_change_the_load_balancing_loss(
 
 
 @pytest.mark.parametrize("coef", [0.0, AUX_LOSS])
-def test_gradients_equal_the_definition(
-    models: Path, reference: dict[float, Gradients], coef: float
-) -> None:
+def test_gradients_equal_the_definition(models, reference, coef):
     from tests.support.trainer.definition import balance_loss, loss_and_gradients
 
     found, batch = reference[coef], random_batch(RAGGED)
@@ -107,7 +101,7 @@ def _threads_after_an_update(rendezvous, settings, batch) -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_ended_trainer_leaves_no_threads(ranks: Ranks) -> None:
+def test_ended_trainer_leaves_no_threads(ranks):
     """Catches experts whose last micro-batch's graph keeps the model and its process groups."""
     first, *later = (
         ranks.on("qwen3-moe", _threads_after_an_update, random_batch(RAGGED), expert=2, data=2)[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -74,22 +72,18 @@ def reference(ranks: Ranks) -> dict[str, Gradients]:
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS, "qwen2"))
-def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, reference: dict[str, Gradients], model: str, layout: str
-) -> None:
+def test_layout_keeps_loss_and_gradient(ranks, reference, model, layout):
     found = measure(ranks, model, random_batch(RAGGED), **LAYOUTS[layout])
     assert_same(found, reference[model])
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(DEEP_LAYOUTS, "deep"))
-def test_interleaved_and_uneven_stages_keep_loss_and_gradient(
-    ranks: Ranks, reference: dict[str, Gradients], model: str, layout: str
-) -> None:
+def test_interleaved_and_uneven_stages_keep_loss_and_gradient(ranks, reference, model, layout):
     found = measure(ranks, model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
     assert_same(found, reference[model])
 
 
-def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks) -> None:
+def test_layout_changes_nothing_with_query_and_key_norms(ranks):
     """Their gradients are partial sums over heads on each tensor-parallel rank."""
     batch = random_batch(RAGGED)
     expected = measure(ranks, "qwen3", batch)
@@ -97,9 +91,7 @@ def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks) -> None:
         assert_same(measure(ranks, "qwen3", batch, tensor=2, sequence=sequence), expected)
 
 
-def test_gradients_equal_the_definition(
-    ranks: Ranks, models: Path, reference: dict[str, Gradients]
-) -> None:
+def test_gradients_equal_the_definition(ranks, models, reference):
     """All layouts could agree on a wrong number: a dense transformers model and DAPO's formula."""
     from tests.support.trainer.definition import loss_and_gradients
 
@@ -109,7 +101,7 @@ def test_gradients_equal_the_definition(
     assert_close_by_block(found.by_name, by_name, 1e-5)
 
 
-def test_a_rank_without_sequences_takes_part(ranks: Ranks) -> None:
+def test_a_rank_without_sequences_takes_part(ranks):
     """Fewer sequences than data-parallel ranks, or tokens than context-parallel ones, must neither
     hang nor change the gradient."""
     for length, layouts in {
@@ -123,7 +115,7 @@ def test_a_rank_without_sequences_takes_part(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_first_ratio_is_one_and_runs_repeat_to_the_bit(ranks: Ranks, virtual: int) -> None:
+def test_first_ratio_is_one_and_runs_repeat_to_the_bit(ranks, virtual):
     split = {"tensor": 2, "pipeline": 2, "virtual": virtual, "sequence": True}
     batch = random_batch(RAGGED, num_mini_batches=3)
     (first, weights), (again, same_weights) = (
@@ -138,7 +130,7 @@ def test_first_ratio_is_one_and_runs_repeat_to_the_bit(ranks: Ranks, virtual: in
         assert weight.tobytes() == same_weights[name].tobytes(), name
 
 
-def test_logprobs_of_all_ranks_fill_the_batch(ranks: Ranks) -> None:
+def test_logprobs_of_all_ranks_fill_the_batch(ranks):
     batch = random_batch(RAGGED, num_mini_batches=2)
     answers = ranks.on("qwen2-untied", logprobs, batch, data=2, pipeline=2)
     parts = [part for part in answers if part is not None]
@@ -147,7 +139,7 @@ def test_logprobs_of_all_ranks_fill_the_batch(ranks: Ranks) -> None:
     assert (known.sum(axis=0) == np.isfinite(batch.logprobs_rollout)).all()
 
 
-def test_random_weights_do_not_depend_on_the_split(ranks: Ranks) -> None:
+def test_random_weights_do_not_depend_on_the_split(ranks):
     whole, split, other = (
         ranks.on("qwen2-untied", initial_weights, init="random", **layout)[0]
         for layout in ({"seed": 5}, {"seed": 5, "tensor": 2, "pipeline": 2}, {"seed": 6})

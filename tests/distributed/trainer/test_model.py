@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megadapo.trainer.batch.packing import ContextPart
-from tests.support.trainer.ranks import Ranks, expected_megatron, megatron_version
+from tests.support.trainer.ranks import expected_megatron, megatron_version
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -28,7 +28,7 @@ def _version(rendezvous) -> str:
     return megatron_version()
 
 
-def test_ranks_run_on_the_megatron_that_is_tested(ranks: Ranks) -> None:
+def test_ranks_run_on_the_megatron_that_is_tested(ranks):
     """A run that is meant for another version must not silently test the installed one."""
     assert ranks.run(4, _version) == [expected_megatron()] * 4
 
@@ -41,7 +41,7 @@ def _frequencies(rendezvous, hf_config: dict) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_frequencies_equal_transformers(ranks: Ranks, kind: str) -> None:
+def test_rotary_frequencies_equal_transformers(ranks, kind):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -69,7 +69,7 @@ def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_token_has_its_own_row_and_padding_stays_small(ranks: Ranks, seed: int) -> None:
+def test_every_token_has_its_own_row_and_padding_stays_small(ranks, seed):
     """Work that followed the longest sequence would waste most of a long-tailed micro-batch."""
     rng = random.Random(seed)
     lengths = [min(16384, int(rng.lognormvariate(6, 1.3)) + 1) for _ in range(40)]
@@ -137,9 +137,7 @@ def _dense_attention(inputs, lengths: list[int], frequencies):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 2], [70, 3, 33, 32, 31, 200, 1, 48]])
-def test_packed_attention_equals_attention_of_each_sequence(
-    ranks: Ranks, lengths: list[int], kv_heads: int
-) -> None:
+def test_packed_attention_equals_attention_of_each_sequence(ranks, lengths, kv_heads):
     """Sequences must not see each other, and their positions must start at 0."""
     (errors,) = ranks.run(1, _attention, lengths, 4, kv_heads, 0)
     assert max(errors) < 1e-5
@@ -156,7 +154,7 @@ def _rotary_places(rendezvous, length: int, size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_context_part_matches_megatrons_rotary(ranks: Ranks, size: int) -> None:
+def test_context_part_matches_megatrons_rotary(ranks, size):
     """On GPUs only it knows positions; the CPU's layers get them as input."""
     (found,) = ranks.run(1, _rotary_places, 12 * size, size)
     assert found == [ContextPart(rank, size).places([12 * size]).tolist() for rank in range(size)]

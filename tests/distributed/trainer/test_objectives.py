@@ -8,7 +8,6 @@ sequence's ratio, BAPO's shares.
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,9 +81,7 @@ def reference(ranks: Ranks) -> dict[str, Gradients]:
     return measure(ranks, tokens_per_micro_batch=100_000)
 
 
-def test_loss_and_gradients_equal_the_definition(
-    models: Path, reference: dict[str, Gradients]
-) -> None:
+def test_loss_and_gradients_equal_the_definition(models, reference):
     """In float64 with a dense transformers model; every case must give numbers of its own."""
     batch = make_batch()
     for name, objective in CASES.items():
@@ -95,9 +92,7 @@ def test_loss_and_gradients_equal_the_definition(
     assert len(set(norms)) == len(reference), "two cases that give the same are no two tests"
 
 
-def test_pretraining_loss_adds_to_the_objective(
-    models: Path, reference: dict[str, Gradients]
-) -> None:
+def test_pretraining_loss_adds_to_the_objective(models, reference):
     """It has temperature 1 for every objective, and is a mean over pretraining tokens."""
     folder, texts = models / "qwen2-tied", random_texts(TEXT_LENGTHS)
     likelihood = PolicyObjective(ratio="none", gate="none")
@@ -111,9 +106,7 @@ def test_pretraining_loss_adds_to_the_objective(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, reference: dict[str, Gradients], layout: str
-) -> None:
+def test_split_keeps_loss_and_gradient(ranks, reference, layout):
     found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
@@ -134,7 +127,7 @@ def process_batch() -> PackedBatch:
     return batch
 
 
-def test_step_rewards_are_the_same_under_every_split(ranks: Ranks, models: Path) -> None:
+def test_step_rewards_are_the_same_under_every_split(ranks, models):
     """Tokens with advantages of their own, against the definition: one that is moved by a token, or
     given to another sequence of the micro-batch, changes every gradient."""
     batch = process_batch()
@@ -154,7 +147,7 @@ def steps(ranks: Ranks, **settings: Any) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("scope", "first"), [("minibatch", 1.15), ("lagged", 1.01)])
-def test_bounds_are_searched_over_all_ranks(ranks: Ranks, scope: str, first: float) -> None:
+def test_bounds_are_searched_over_all_ranks(ranks, scope, first):
     """For a share that nothing reaches: up to the grid's end, but for an update that has none
     before it to look at. A search of a rank's own part would find other shares."""
     bapo = BAPO.model_copy(update={"scope": scope, "target_share": 0.9})
@@ -171,7 +164,7 @@ def test_bounds_are_searched_over_all_ranks(ranks: Ranks, scope: str, first: flo
     assert 0.0 < alone["bapo/share_before"] < 0.9
 
 
-def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks) -> None:
+def test_pretraining_data_keeps_the_objectives_metrics(ranks):
     """Their loss goes down and is reported alone; one that is measured only moves no bit."""
     free, costly = (random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef) for coef in (0.0, 5.0))
     plain, measured, mixed = (
@@ -190,7 +183,7 @@ def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks) -> None:
     assert mixed[0][0]["policy/ratio_first_max_error"] == 0.0
 
 
-def test_the_first_sequence_ratio_is_one(ranks: Ranks) -> None:
+def test_the_first_sequence_ratio_is_one(ranks):
     """Measured by the extra pass of the head, whose bits must be the loss's; later ones are not."""
     objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
     for found in steps(ranks, tensor=2, sequence=True, objective=objective)[0]:

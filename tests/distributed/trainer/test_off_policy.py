@@ -7,7 +7,6 @@ versions wrote one after another.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,7 @@ def reference(ranks: Ranks) -> dict[str, Gradients]:
     return measure(ranks, tokens_per_micro_batch=100_000)
 
 
-def test_loss_and_gradients_equal_the_definition(
-    models: Path, reference: dict[str, Gradients]
-) -> None:
+def test_loss_and_gradients_equal_the_definition(models, reference):
     """In float64 with a dense transformers model; every case must give numbers of its own."""
     batch = stale_batch(RAGGED, present=PRESENT)
     for name, importance in CASES.items():
@@ -66,9 +63,7 @@ def test_loss_and_gradients_equal_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, reference: dict[str, Gradients], layout: str
-) -> None:
+def test_split_keeps_loss_and_gradient(ranks, reference, layout):
     found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
@@ -80,7 +75,7 @@ def step(ranks: Ranks, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
     return ranks.on("qwen2-tied", run, batch, 1, **settings)[0][0][0]
 
 
-def test_step_measures_staleness(ranks: Ranks) -> None:
+def test_step_measures_staleness(ranks):
     batch = stale_batch(RAGGED, present=PRESENT)
     trained = np.isfinite(batch.logprobs_rollout)
     gaps = PRESENT - batch.policy_versions[trained]
@@ -103,14 +98,14 @@ def test_step_measures_staleness(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["token-truncate", "rollout"])
-def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, name: str) -> None:
+def test_the_first_ratio_of_recomputed_tokens_is_one(ranks, name):
     """Stale tokens against the rollout's log-probs are not at 1, and must not hide who is."""
     found = step(ranks, stale_batch(RAGGED, present=PRESENT), importance=CASES[name])
     assert found["policy/ratio_first_max_error"] == 0.0
     assert (abs(found["policy/ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
 
 
-def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks) -> None:
+def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks):
     batch = random_batch(RAGGED, num_mini_batches=2)
     _, expected = ranks.on("qwen2-tied", train, batch, 1)[0]
     masked = CASES["sequence-mask"]
@@ -120,7 +115,7 @@ def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks) -> None:
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
-def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks) -> None:
+def test_leaving_out_stale_tokens_keeps_other_weights(ranks):
     batch, without = stale_batch(RAGGED, present=PRESENT), stale_batch(RAGGED, present=PRESENT)
     without.loss_weights[without.policy_versions != PRESENT] = 0.0
     left_out = ImportanceConfig(stale_logprobs="none")
@@ -133,7 +128,7 @@ def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gap_to_the_engine_is_split_by_cause(ranks: Ranks, dtype: str) -> None:
+def test_gap_to_the_engine_is_split_by_cause(ranks, dtype):
     """A trainer that rounds otherwise at another shape would be blamed on the engine."""
     batch = random_batch(RAGGED, policy_version=PRESENT)
     causes = step(ranks, batch, dtype=dtype, tokens_per_micro_batch=4096)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,12 @@ import torch
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import batch_logprobs
 from tests.support.trainer.probes import logprobs, train_and_export
-from tests.support.trainer.ranks import Ranks
 
 FAMILIES = ["qwen2-tied", "qwen2-untied", "qwen3", "qwen3-moe", "llama3", "mistral"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_equal_transformers(ranks: Ranks, models: Path, family: str) -> None:
+def test_logprobs_equal_transformers(ranks, models, family):
     """Packing, rotary positions, biases, norms and head sizes of each family."""
     batch = random_batch(RAGGED)
     (found,) = ranks.on(family, logprobs, batch)
@@ -26,9 +23,7 @@ def test_logprobs_equal_transformers(ranks: Ranks, models: Path, family: str) ->
     assert np.nanmax(np.abs(found - expected)) < 1e-5
 
 
-def test_exported_weights_after_training_equal_transformers(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_exported_weights_after_training_equal_transformers(ranks, models, tmp_path):
     batch = random_batch(RAGGED, num_mini_batches=2)
     folder, split = tmp_path / "exported", {"tensor": 2, "pipeline": 2, "sequence": True}
     parts = ranks.on("qwen2-tied", train_and_export, batch, folder, **split)
@@ -39,7 +34,7 @@ def test_exported_weights_after_training_equal_transformers(
     assert np.nanmax(np.abs(found - before)) > 1e-3, "the export must hold the trained weights"
 
 
-def test_temperature_divides_the_logits(ranks: Ranks) -> None:
+def test_temperature_divides_the_logits(ranks):
     batch = random_batch([20, 31])
     (warm,) = ranks.on("qwen2-tied", logprobs, batch)
     (cold,) = ranks.on("qwen2-tied", logprobs, batch, temperature=0.5)

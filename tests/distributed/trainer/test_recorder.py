@@ -9,7 +9,7 @@ import pytest
 from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import logprobs, recorded_update
-from tests.support.trainer.ranks import DISCOUNT, GAE_LAMBDA, Ranks
+from tests.support.trainer.ranks import DISCOUNT, GAE_LAMBDA
 
 SEQUENCES = [0, 2, 4, 7, 11]
 """Sequences of both mini-batches of six; sequence 2 has a single response token."""
@@ -20,7 +20,7 @@ SEQUENCES = [0, 2, 4, 7, 11]
     [{"data": 2, "tokens_per_micro_batch": 64}, {"context": 2, "pipeline": 2}],
     ids=["dp2", "cp2-pp2"],
 )
-def test_update_records_tokens(ranks: Ranks, layout: dict) -> None:
+def test_update_records_tokens(ranks, layout):
     batch = random_batch(RAGGED, num_mini_batches=2)
     # one token without a loss: nothing is computed for it
     batch.logprobs_rollout[batch.cu_seqlens[8] - 1] = np.nan
@@ -55,7 +55,7 @@ def test_update_records_tokens(ranks: Ranks, layout: dict) -> None:
     assert sum(whole.rank_tokens) == replicas * len(batch.tokens)
 
 
-def test_advantages_of_ranks_are_returned(ranks: Ranks) -> None:
+def test_advantages_of_ranks_are_returned(ranks):
     """A critic that begins at 0 leaves of each response its score, discounted from its last token
     on, and whitened over the tokens of both updates and both ranks."""
     batch = random_batch(RAGGED, num_mini_batches=2)

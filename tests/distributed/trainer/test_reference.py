@@ -81,9 +81,7 @@ def one_rank(ranks: Ranks) -> dict[str, dict[str, Gradients]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_the_definition(
-    models: Path, one_rank: dict[str, dict[str, Gradients]], case: str
-) -> None:
+def test_loss_and_gradients_equal_the_definition(models, one_rank, case):
     """In float64 with two dense transformers models; ratios are not 1."""
     loss, by_name = loss_and_gradients_of(
         models / "qwen2-tied", random_batch(RAGGED), CASES[case], BapoConfig(), scale=SCALE
@@ -94,9 +92,7 @@ def test_loss_and_gradients_equal_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_keeps_loss_and_gradient(
-    ranks: Ranks, one_rank: dict[str, dict[str, Gradients]], layout: str
-) -> None:
+def test_split_keeps_loss_and_gradient(ranks, one_rank, layout):
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
     found = run(
         ranks, gradients_by_estimator, model, random_batch(RAGGED), CASES, SCALE, **LAYOUTS[layout]
@@ -121,9 +117,7 @@ def k1_by_hand(models: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small-budget", "vpp2-dp2-overlap"])
-def test_kl_in_reward_is_the_same_under_every_split(
-    ranks: Ranks, k1_by_hand: np.ndarray, name: str
-) -> None:
+def test_kl_in_reward_is_the_same_under_every_split(ranks, k1_by_hand, name):
     """A sum over one rank's tokens, or over one update's, would compare unequal responses."""
     batch, layout = step_batch(num_mini_batches=2), {"objective": IN_REWARD, **LAYOUTS[name]}
     parts = run(ranks, advantages_by_rule, "deep-untied", batch, RULES, SCALE, **layout)
@@ -145,7 +139,7 @@ def test_kl_in_reward_is_the_same_under_every_split(
         np.testing.assert_allclose(known[trained], expected, atol=2e-5)
 
 
-def test_update_uses_rewards_with_kl(ranks: Ranks) -> None:
+def test_update_uses_rewards_with_kl(ranks):
     """On one rank and on four; without the penalty the batch's own advantages would hold."""
     batch = step_batch(num_mini_batches=2)
     four = {"pipeline": 2, "data": 2, "tokens_per_micro_batch": 64}
@@ -163,7 +157,7 @@ def test_update_uses_rewards_with_kl(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
-def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, dtype: str) -> None:
+def test_first_kl_is_zero_and_changes_no_update(ranks, dtype):
     """Equal weights in equal shapes give equal bits; and the policy comes back bit by bit."""
     layout = {"tensor": 2, "pipeline": 2, "sequence": True, "tokens_per_micro_batch": 100}
     batch = random_batch(RAGGED)
@@ -177,7 +171,7 @@ def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, dtype: str) -> Non
     assert seen[2][0]["policy/ratio_first_max_error"] == 0.0
 
 
-def test_kinds_of_reference_after_some_steps(ranks: Ranks) -> None:
+def test_kinds_of_reference_after_some_steps(ranks):
     """Against the same in plain numbers from the policy's weights after each step."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     for reference in (REFRESHED, AVERAGED):
@@ -194,7 +188,7 @@ def test_kinds_of_reference_after_some_steps(ranks: Ranks) -> None:
             assert [result["kl/max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
 
 
-def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks) -> None:
+def test_average_of_bf16_weights_keeps_small_changes(ranks):
     """Kept in bf16, an average that gives way by a hundredth a step would stand still."""
     slow = ReferenceConfig(decay=0.99)
     how = {"reference": slow, "dtype": "bfloat16", "lr": 3e-3}
@@ -213,9 +207,7 @@ def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks) -> None:
     [(AVERAGED, "bfloat16"), pytest.param(REFRESHED, "float32", marks=FULL)],
     ids=["averaged-bf16", "refreshed"],
 )
-def test_reference_resumes_at_any_split(
-    ranks: Ranks, tmp_path: Path, reference: ReferenceConfig, dtype: str
-) -> None:
+def test_reference_resumes_at_any_split(ranks, tmp_path, reference, dtype):
     """A reference rebuilt from the policy's weights would lose its history."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     usual = {"reference": reference, "dtype": dtype}
@@ -233,7 +225,7 @@ def test_reference_resumes_at_any_split(
                 assert then[2][name].tobytes() == weight.tobytes(), name
 
 
-def test_fixed_reference_is_read_from_the_model(ranks: Ranks, tmp_path: Path) -> None:
+def test_fixed_reference_is_read_from_the_model(ranks, tmp_path):
     """A fixed reference is in no checkpoint, so another kind cannot resume from it."""
     batch, model = random_batch(RAGGED), "qwen2-tied"
     saving = partial(follow, save=(2, tmp_path / "saved"))

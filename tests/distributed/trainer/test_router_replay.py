@@ -62,16 +62,14 @@ def reference(ranks: Ranks, told: PackedBatch) -> Gradients:
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
-def test_layout_keeps_loss_and_gradient(
-    ranks: Ranks, told: PackedBatch, reference: Gradients, layout: str
-) -> None:
+def test_layout_keeps_loss_and_gradient(ranks, told, reference, layout):
     settings = {"aux_loss": AUX_LOSS, "router_replay": True, **(LAYOUTS | FURTHER)[layout]}
     found = measure(ranks, MODEL, told, **settings)
     assert_same(found, reference)
     assert found.experts["experts/max_load"] == reference.experts["experts/max_load"]
 
 
-def test_experts_are_replayed_only_if_configured(ranks: Ranks, told: PackedBatch) -> None:
+def test_experts_are_replayed_only_if_configured(ranks, told):
     free, plain = (measure(ranks, MODEL, batch) for batch in (told, random_batch(RAGGED)))
     assert all((free.by_name[name] == plain.by_name[name]).all() for name in plain.by_name)
     replayed = measure(ranks, MODEL, told, router_replay=True).by_name
@@ -98,7 +96,7 @@ def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
     return [parts[list(micro_batch.members).index(i)] for i in range(batch.num_sequences)]
 
 
-def test_replaying_own_choices_changes_no_bit(ranks: Ranks) -> None:
+def test_replaying_own_choices_changes_no_bit(ranks):
     """And a last token without experts has no part in anything that is learned from."""
     batch = random_batch(RAGGED)
     (own,) = ranks.on(MODEL, _own_choices, batch, tokens_per_micro_batch=100_000)
@@ -119,7 +117,7 @@ def _first_update(rendezvous, settings, batch: PackedBatch):
     return before, update(rank, batch, policy_version=0, step=1)
 
 
-def test_old_logprobs_and_updates_share_the_routing(ranks: Ranks, told: PackedBatch) -> None:
+def test_old_logprobs_and_updates_share_the_routing(ranks, told):
     """And a reference policy with the same weights is of another: it routes for itself."""
     replay = {"router_replay": True, "recompute": "full"}
     objective = PolicyObjective(kl_coef=0.1)
@@ -130,7 +128,7 @@ def test_old_logprobs_and_updates_share_the_routing(ranks: Ranks, told: PackedBa
     assert update.metrics["kl/max"] > 0.0
 
 
-def test_experts_of_another_model_are_refused(models: Path, told: PackedBatch) -> None:
+def test_experts_of_another_model_are_refused(models, told):
     from megadapo.trainer.model.router_replay import check_choices
 
     model = describe_model(read_hf_config(models / MODEL))
@@ -151,7 +149,7 @@ def test_experts_of_another_model_are_refused(models: Path, told: PackedBatch) -
             check_choices(replace(told, experts=experts), model)
 
 
-def test_megatrons_replay_interface() -> None:
+def test_megatrons_replay_interface():
     """The hook is not among what megatron-core documents."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

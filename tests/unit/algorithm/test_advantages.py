@@ -121,7 +121,7 @@ def test_is_mixed(correct, kept):
 
 
 @pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++-baseline"])
-def test_rounding_does_not_make_rewards_different(rule: str) -> None:
+def test_rounding_does_not_make_rewards_different(rule):
     """0.1 + 0.2 and 0.3 differ in the last bit, which a standard deviation makes advantages of."""
     rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.3])
     found = response_advantages(rewards, [4], np.full(4, 5), rule=rule, normalize_by_std=True)

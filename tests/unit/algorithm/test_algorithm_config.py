@@ -38,7 +38,7 @@ from megadapo.errors import ConfigError
         ({"ratio": "sequence", "kl_coef": 1.0, "kl_value": "corrected-k3"}, "its own ratio"),
     ],
 )
-def test_contradictory_objectives_are_rejected(objective: dict[str, object], problem: str) -> None:
+def test_contradictory_objectives_are_rejected(objective, problem):
     with pytest.raises(ConfigError, match=re.escape(problem)):
         PolicyObjective(**objective)
 
@@ -107,7 +107,7 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
         ),
     ],
 )
-def test_conflicting_sections_are_rejected(algorithm: dict[str, object], problem: str) -> None:
+def test_conflicting_sections_are_rejected(algorithm, problem):
     with pytest.raises(ConfigError, match=re.escape(problem)):
         AlgorithmConfig(**algorithm)
 
@@ -124,7 +124,7 @@ def test_conflicting_sections_are_rejected(algorithm: dict[str, object], problem
         {"ratio": "none", "gate": "none", "kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"},
     ],
 )
-def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
+def test_compositions_that_make_sense(objective):
     PolicyObjective(**objective)
 
 
@@ -138,5 +138,5 @@ def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
         {"objective": IN_REWARD, "advantage": "gae"},
     ],
 )
-def test_sections_that_fit_each_other(algorithm: dict[str, object]) -> None:
+def test_sections_that_fit_each_other(algorithm):
     AlgorithmConfig(**algorithm)

@@ -27,9 +27,7 @@ OFFICIAL = {"low": (0.6, 0.8, 0.05), "high": (1.2, 2.0, 0.05), "target_share": 0
     ],
     ids=["share", "gradient_share", "official", "official-misses-its-target"],
 )
-def test_bounds_and_shares(
-    options: dict[str, object], bounds: tuple[float, float], share: float, before: float
-) -> None:
+def test_bounds_and_shares(options, bounds, share, before):
     config = BapoConfig(**options)
     found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
     assert (found.low, found.high) == bounds
@@ -63,7 +61,7 @@ def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float,
 
 @pytest.mark.parametrize("statistic", ["share", "gradient_share"])
 @pytest.mark.parametrize("offset", [-0.6, -0.35, -0.1, 0.3])
-def test_search_matches_plain_loop(statistic: str, offset: float) -> None:
+def test_search_matches_plain_loop(statistic, offset):
     """On random tokens, some exactly on an edge, some as far out as the clamp lets them be; from a
     target met at once to one never met."""
     generator = torch.Generator().manual_seed(round(100 * (1 + offset)))
@@ -81,7 +79,7 @@ def test_search_matches_plain_loop(statistic: str, offset: float) -> None:
     assert found.share == pytest.approx(share, rel=1e-6)
 
 
-def test_sums_add_up_over_any_cut() -> None:
+def test_sums_add_up_over_any_cut():
     config = BapoConfig()
     whole = bapo_sums(RATIOS, ADVANTAGES, config)
     parts = [
@@ -101,9 +99,7 @@ def test_sums_add_up_over_any_cut() -> None:
     ],
     ids=["no-signal", "all-positive", "all-negative"],
 )
-def test_one_sided_batches(
-    advantages: list[float], bounds: tuple[float, float], share: float
-) -> None:
+def test_one_sided_batches(advantages, bounds, share):
     """With an unreachable target the search ends at the grid's end with a share below it."""
     sums = bapo_sums(RATIOS, torch.tensor(advantages), BapoConfig())
     found = search_bounds(sums.numpy(), BapoConfig())
@@ -111,7 +107,7 @@ def test_one_sided_batches(
     assert found.share == pytest.approx(share, nan_ok=True)
 
 
-def test_edges_do_not_accumulate_rounding() -> None:
+def test_edges_do_not_accumulate_rounding():
     """0.6 + 15 x 0.02 is 0.9: added step by step it would end below, or one step short."""
     config = BapoConfig()
     assert (len(config.low_edges), len(config.high_edges)) == (16, 37)
@@ -120,7 +116,7 @@ def test_edges_do_not_accumulate_rounding() -> None:
     assert alone.low_edges.tolist() == [0.8]
 
 
-def test_objective_clips_at_bounds() -> None:
+def test_objective_clips_at_bounds():
     config = BapoConfig()
     found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
     objective = found.put_into(PolicyObjective(gate="bapo", dual_clip=3.0))

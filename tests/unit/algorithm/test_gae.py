@@ -14,7 +14,7 @@ from megadapo.errors import ConfigError
 LENGTHS = [1, 7, 2, 1, 113, 30]
 
 
-def test_published_gae_example() -> None:
+def test_published_gae_example():
     """V, KL divergences at 0.1 and a score of 1, worked out by hand."""
     values, rewards = np.array([0.2, 0.4, 0.6]), np.array([-0.005, 0.002, 0.99])
     one = np.zeros(3, dtype=np.int64)
@@ -30,7 +30,7 @@ def test_published_gae_example() -> None:
 
 
 @pytest.mark.parametrize(("discount", "gae_lambda"), [(1, 1), (0.99, 0.95), (1, 0), (0.5, 0.25)])
-def test_packed_gae_matches_plain_loops(discount: float, gae_lambda: float) -> None:
+def test_packed_gae_matches_plain_loops(discount, gae_lambda):
     rng = np.random.default_rng(0)
     sequences = np.repeat(np.arange(len(LENGTHS)) * 3, LENGTHS)
     rewards, values = rng.normal(size=len(sequences)), rng.normal(size=len(sequences))
@@ -41,14 +41,14 @@ def test_packed_gae_matches_plain_loops(discount: float, gae_lambda: float) -> N
     np.testing.assert_allclose(found, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_no_tokens_at_all() -> None:
+def test_no_tokens_at_all():
     """A rank's micro-batch may be padding alone."""
     nothing = np.empty(0)
     assert len(generalized_advantages(nothing, nothing, np.empty(0, dtype=np.int64))) == 0
     assert len(terminal_rewards(nothing, np.empty(0, dtype=np.int64))) == 0
 
 
-def test_score_is_at_last_token() -> None:
+def test_score_is_at_last_token():
     sequences = np.array([0, 0, 0, 4, 5, 5])
     scores = np.array([1.0, 1.0, 1.0, -1.0, 0.5, 0.5])
     assert terminal_rewards(scores, sequences).tolist() == [0, 0, 1.0, -1.0, 0, 0.5]
@@ -66,7 +66,7 @@ def _plain_loss(value: float, old: float, target: float, clip: float | None) -> 
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_loss_matches_plain_cases(clip: float | None) -> None:
+def test_value_loss_matches_plain_cases(clip):
     """Values inside the band, at its edges, and beyond it on both sides."""
     offsets = [-0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.3, 5.0]
     cases = [(old + off, old, ret) for old in (0.0, 1.5) for off in offsets for ret in (-1.0, 2.0)]
@@ -83,7 +83,7 @@ def test_value_loss_matches_plain_cases(clip: float | None) -> None:
     assert bool(is_clipped.any()) == (clip is not None)
 
 
-def test_gae_keys_need_gae() -> None:
+def test_gae_keys_need_gae():
     for key in ("discount", "gae_lambda"):
         with pytest.raises(ConfigError, match=rf"algorithm\.{key}.*gae"):
             AlgorithmConfig(**{key: 0.5})

@@ -56,7 +56,7 @@ def defined(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("bound", ["truncate", "mask", "none"])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.05), (0.9, 1.1)])
-def test_weights_match_definition(level: str, bound: str, low: float, high: float) -> None:
+def test_weights_match_definition(level, bound, low, high):
     config = ImportanceConfig(level=level, bound=bound, low=low, high=high)
     proximal, rollout, sequences = log_probs()
     ratios = ratios_of(proximal, rollout, sequences, level=level)
@@ -68,7 +68,7 @@ def test_weights_match_definition(level: str, bound: str, low: float, high: floa
     assert (changed > 0) == (bound != "none")
 
 
-def test_sequence_ratio_bits_do_not_depend_on_micro_batch() -> None:
+def test_sequence_ratio_bits_do_not_depend_on_micro_batch():
     """A sum in another order would make a mask of a sequence depend on the split."""
     proximal, rollout, sequences = log_probs()
     whole = ratios_of(proximal, rollout, sequences)
@@ -80,7 +80,7 @@ def test_sequence_ratio_bits_do_not_depend_on_micro_batch() -> None:
         assert alone.unique().tolist() == whole[own].unique().tolist()
 
 
-def test_sequence_ratio_bits_do_not_depend_on_rank() -> None:
+def test_sequence_ratio_bits_do_not_depend_on_rank():
     """Tokens of a sequence that another rank has must count, and a rank without any takes part."""
     proximal, rollout, sequences = log_probs()
     whole = ratios_of(proximal, rollout, sequences)
@@ -100,7 +100,7 @@ def test_sequence_ratio_bits_do_not_depend_on_rank() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_extreme_log_ratios_give_finite_weights(level: str) -> None:
+def test_extreme_log_ratios_give_finite_weights(level):
     size = 100_000
     proximal, rollout = torch.full((size,), -1e4), torch.zeros(size)
     sequences = torch.zeros(size, dtype=torch.int64)
@@ -110,7 +110,7 @@ def test_extreme_log_ratios_give_finite_weights(level: str) -> None:
         assert ratios[0].item() == pytest.approx(math.exp(-20 * sign), rel=1e-6)
 
 
-def test_equal_or_no_logprobs_have_weight_one() -> None:
+def test_equal_or_no_logprobs_have_weight_one():
     """On-policy tokens under scope = "all" must train as they would without weights."""
     proximal, _, sequences = log_probs()
     for level in ("token", "sequence"):
@@ -121,7 +121,7 @@ def test_equal_or_no_logprobs_have_weight_one() -> None:
         assert len(bounded_weights(ratios, ImportanceConfig())) == 0
 
 
-def test_nan_logprob_gives_nan_weight() -> None:
+def test_nan_logprob_gives_nan_weight():
     """A mask that hides it would continue to train a broken model."""
     broken = torch.tensor([math.nan, -1.0])
     ratios = ratios_of(broken, torch.zeros(2), torch.arange(2), level="token")
@@ -131,13 +131,13 @@ def test_nan_logprob_gives_nan_weight() -> None:
 
 
 @pytest.mark.parametrize("values", [{"low": 1.1}, {"high": 0.9}, {"high": 0.0}, {"low": -0.1}])
-def test_bounds_must_include_ratio_one(values: dict[str, float]) -> None:
+def test_bounds_must_include_ratio_one(values):
     with pytest.raises(ConfigError, match="algorithm.importance"):
         ImportanceConfig(**values)
 
 
 @pytest.mark.parametrize("stale_logprobs", ["rollout", "none"])
-def test_keys_without_effect_are_rejected(stale_logprobs: str) -> None:
+def test_keys_without_effect_are_rejected(stale_logprobs):
     """A mask that is set but never applied would mislead the user."""
     with pytest.raises(ConfigError, match=r"algorithm\.importance\.bound.*stale_logprobs"):
         ImportanceConfig(stale_logprobs=stale_logprobs, bound="mask")

@@ -16,14 +16,14 @@ CONFIG = KlControlConfig(target=0.1, horizon=10_000)
     ("kl", "error"),
     [(0.2, 0.0), (0.22, 0.1), (0.19, -0.05), (0.4, 0.2), (0.0, -0.2), (-0.3, -0.2)],
 )
-def test_coefficient_follows_the_clamped_error(kl: float, error: float) -> None:
+def test_coefficient_follows_the_clamped_error(kl, error):
     """256 responses of a horizon of 1,000 (arXiv 1909.08593, section 2.2); k1 may be negative."""
     controller = KlController(KlControlConfig(target=0.2, horizon=1_000), 0.3)
     controller.observe(kl, 256)
     assert controller.coef == pytest.approx(0.3 * (1 + 0.256 * error), rel=1e-12)
 
 
-def test_coefficient_grows_by_the_horizon() -> None:
+def test_coefficient_grows_by_the_horizon():
     """A controller that forgot the number of responses would depend on the batch's size."""
     for num_responses in (10, 100):
         controller = KlController(CONFIG, 1.0)
@@ -33,21 +33,21 @@ def test_coefficient_grows_by_the_horizon() -> None:
 
 
 @pytest.mark.parametrize("kl", [None, math.nan, math.inf, -math.inf])
-def test_step_without_finite_kl_is_ignored(kl: float | None) -> None:
+def test_step_without_finite_kl_is_ignored(kl):
     """One NaN would stay in the coefficient for the rest of the run."""
     controller = KlController(CONFIG, 0.05)
     controller.observe(kl, 512)
     assert controller.coef == 0.05
 
 
-def test_coefficient_is_constant_without_target() -> None:
+def test_coefficient_is_constant_without_target():
     controller = KlController(KlControlConfig(), 0.05)
     controller.observe(3.0, 512)
     assert controller.coef == 0.05
     assert controller.state_dict() == {}
 
 
-def test_coefficient_survives_checkpoint() -> None:
+def test_coefficient_survives_checkpoint():
     controller = KlController(CONFIG, 0.05)
     controller.observe(0.123, 300)
     resumed = KlController(CONFIG, 0.05)
@@ -55,7 +55,7 @@ def test_coefficient_survives_checkpoint() -> None:
     assert resumed.coef == controller.coef != 0.05
 
 
-def test_checkpoint_without_coefficient_uses_config() -> None:
+def test_checkpoint_without_coefficient_uses_config():
     """A state with a coefficient does not change a run without a target."""
     controller = KlController(CONFIG, 0.05)
     controller.load_state_dict({})

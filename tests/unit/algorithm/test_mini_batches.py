@@ -11,40 +11,40 @@ import pytest
 from megadapo.algorithm.mini_batches import mini_batch_sizes, mini_batches, spread_stale
 
 
-def test_full_step_has_planned_sizes() -> None:
+def test_full_step_has_planned_sizes():
     assert mini_batch_sizes(12, 4) == [4, 4, 4]
     assert [m.tolist() for m in mini_batches([2] * 4, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 32])
 @pytest.mark.parametrize("num_groups", [0, 1, 2, 5, 9, 13, 33, 97])
-def test_sizes_differ_by_at_most_one_group(num_groups: int, limit: int) -> None:
+def test_sizes_differ_by_at_most_one_group(num_groups, limit):
     """An update of one group would change the weights as much as one of thirty-two."""
     sizes = mini_batch_sizes(num_groups, limit)
     assert sum(sizes) == num_groups and len(sizes) == -(-num_groups // limit)
     assert not sizes or limit >= max(sizes) >= min(sizes) >= max(max(sizes) - 1, 1)
 
 
-def test_no_group_is_cut() -> None:
+def test_no_group_is_cut():
     assert [m.tolist() for m in mini_batches([3] * 3, 6)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     # a group that is larger than an update is one
     assert [m.tolist() for m in mini_batches([4, 4], 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mini_batches([], 4) == ()
 
 
-def test_indices_of_uneven_groups() -> None:
+def test_indices_of_uneven_groups():
     found = mini_batches([1, 3, 2], 6)
     assert np.concatenate(found).tolist() == list(range(6))
     assert [len(m) for m in found] == [4, 2]
 
 
 @pytest.mark.parametrize("is_stale", [[False] * 10, [True] * 10, []])
-def test_spread_stale_keeps_order_of_uniform_groups(is_stale: list[bool]) -> None:
+def test_spread_stale_keeps_order_of_uniform_groups(is_stale):
     """On-policy runs must keep their bits."""
     assert spread_stale(is_stale, 4) == list(range(len(is_stale)))
 
 
-def test_stale_groups_are_spread_evenly() -> None:
+def test_stale_groups_are_spread_evenly():
     """At the front they would all be in the first update, where no clip acts."""
     source = random.Random(0)
     for num_groups, limit in itertools.product([1, 2, 5, 8, 13, 64], [1, 3, 4, 16]):
@@ -64,5 +64,5 @@ def test_stale_groups_are_spread_evenly() -> None:
                 assert of_kind == sorted(of_kind)
 
 
-def test_leading_stale_groups_are_spread() -> None:
+def test_leading_stale_groups_are_spread():
     assert spread_stale([True, True, False, False, False, False], 3) == [0, 2, 3, 1, 4, 5]

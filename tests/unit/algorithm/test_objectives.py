@@ -59,7 +59,7 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("rule", list(TOKENS))
-def test_value_and_derivative_of_each_token(rule: str) -> None:
+def test_value_and_derivative_of_each_token(rule):
     objective, values, slopes = TOKENS[rule]
     losses, gradient = token_values(objective)
     assert losses.tolist() == near(values)
@@ -82,7 +82,7 @@ KL = {
 
 @pytest.mark.parametrize("gradient", list(KL))
 @pytest.mark.parametrize("value", list(KL))
-def test_kl_value_and_gradient_estimators_are_independent(value: str, gradient: str) -> None:
+def test_kl_value_and_gradient_estimators_are_independent(value, gradient):
     """The policy term is subtracted; the coefficient must not change it."""
     objective = PolicyObjective(kl_coef=0.5, kl_value=value, kl_gradient=gradient)
     losses, slopes = token_values(objective, logprobs_ref=REF)
@@ -91,12 +91,12 @@ def test_kl_value_and_gradient_estimators_are_independent(value: str, gradient: 
     assert ((slopes - plain_slopes) / 0.5).tolist() == near(KL[gradient][1])
 
 
-def test_kl_in_reward_is_not_in_loss() -> None:
+def test_kl_in_reward_is_not_in_loss():
     objective = PolicyObjective(kl_coef=0.5, kl_in="reward", kl_value="k1")
     assert torch.equal(token_values(objective)[0], token_values(PolicyObjective())[0])
 
 
-def test_importance_weights_scale_value_and_gradient() -> None:
+def test_importance_weights_scale_value_and_gradient():
     weights = torch.tensor([0.0, 1.0, 2.459603111, 1.0, 0.740818221], dtype=F64)
     found = token_values(PolicyObjective(), importance_weights=weights)
     for one, plain in zip(found, token_values(PolicyObjective()), strict=True):
@@ -122,7 +122,7 @@ def sequence_loss(
     return loss.item(), logprobs.grad.tolist()
 
 
-def test_gspo() -> None:
+def test_gspo():
     """Equation 5: one ratio a sequence, the second sequence clipped."""
     loss, gradient = sequence_loss([1.0] * 3 + [-1.0] * 4, [1 / 9] * 3 + [1 / 6] * 4, [0, 3, 5, 7])
     assert loss == pytest.approx(0.333466818387, abs=1e-11)
@@ -130,14 +130,14 @@ def test_gspo() -> None:
     assert gradient == pytest.approx(expected, abs=1e-11)
 
 
-def test_gspo_token() -> None:
+def test_gspo_token():
     """Equation 13, on the first sequence alone."""
     loss, gradient = sequence_loss([1.0, 0.5, -0.25], [1 / 3] * 3, [0, 3])
     assert loss == near((-1.000300045 - 0.500150023 + 0.250075011) / 3)
     assert gradient == near([-0.333433348, -0.166716674, 0.083358337])
 
 
-def test_tokens_without_weight_do_not_enter_sequence_ratio() -> None:
+def test_tokens_without_weight_do_not_enter_sequence_ratio():
     """A masked tool's token, or one without an old log-prob, must not move the others' ratio."""
     weights, old = [0.1] * 7, [0.0] * 7
     weights[1], old[4] = 0.0, float("nan")
@@ -149,6 +149,6 @@ def test_tokens_without_weight_do_not_enter_sequence_ratio() -> None:
     assert gradient == pytest.approx(expected.tolist(), abs=1e-11)
 
 
-def test_masked_and_empty_sequences() -> None:
+def test_masked_and_empty_sequences():
     loss, gradient = sequence_loss([1.0] * 7, [0.0] * 3 + [0.1] * 4, [0, 0, 3, 7, 7])
     assert math.isfinite(loss) and not any(gradient[:3]) and all(gradient[3:])

@@ -18,7 +18,7 @@ from tests.support.trainer.batches import scored_group
 CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)
 
 
-def test_paper_example() -> None:
+def test_paper_example():
     """Steps scored (0.2, 0.8) and 0.4, of arXiv 2402.03300's formula with a standard deviation over
     n, where ours is over n - 1 as everywhere: all numbers differ by sqrt(2 / 3)."""
     first, second = process_advantages([((2, 0.2), (5, 0.8)), ((3, 0.4),)], [5, 3])
@@ -29,7 +29,7 @@ def test_paper_example() -> None:
     np.testing.assert_allclose(second, to_ours * np.full(3, -0.267261), atol=1e-6)
 
 
-def test_ragged_steps_match_definition() -> None:
+def test_ragged_steps_match_definition():
     """Steps that end at the same token, tokens behind the last step, responses without a step or
     without a token."""
     rng = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def test_ragged_steps_match_definition() -> None:
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_one_step_per_response_is_grpo(normalize_by_std: bool) -> None:
+def test_one_step_per_response_is_grpo(normalize_by_std):
     """With the overlong punishment, and whether the step is given or the response has none."""
     lengths, rewards = [10, 20, 15, 18], [1.0, -1.0, -1.0, 1.0]
     config = CONFIG.model_copy(update={"overlong_buffer": 10, "normalize_by_std": normalize_by_std})
@@ -61,7 +61,7 @@ def test_one_step_per_response_is_grpo(normalize_by_std: bool) -> None:
             np.testing.assert_allclose(own, np.full(length, value), rtol=1e-14)
 
 
-def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
+def test_groups_are_normalised_separately_and_last_step_is_punished():
     config = CONFIG.model_copy(update={"overlong_buffer": 4})
     groups = [
         scored_group([4, 1], steps=(((2, 1.0), (4, 0.0)), ((1, 1.0),))),
@@ -89,14 +89,14 @@ def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
         ((), False),
     ],
 )
-def test_has_mixed_steps(steps, expected: bool) -> None:
+def test_has_mixed_steps(steps, expected):
     assert has_mixed_steps(scored_group([4, 3], steps=steps)) is expected
 
 
-def test_has_mixed_steps_without_steps_uses_rewards() -> None:
+def test_has_mixed_steps_without_steps_uses_rewards():
     assert has_mixed_steps(scored_group([4, 3], rewards=[1.0, 0.0]))
 
 
-def test_equal_steps_give_exact_zeros() -> None:
+def test_equal_steps_give_exact_zeros():
     found = process_advantages([((1, 0.1), (2, 0.1)), ((3, 0.1),)], [2, 3])
     assert all((own == 0.0).all() for own in found)

@@ -100,13 +100,13 @@ def results(rule: str) -> dict[str, Any]:
     return found
 
 
-def test_public_numbers_have_documented_versions() -> None:
+def test_public_numbers_have_documented_versions():
     assert TRL["versions"]["trl"] == "1.16.0" and VERL["versions"]["verl"] == "0.9.1"
     assert TRL["inputs"] == VERL["inputs"]
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_losses_and_their_gradients(rule: str) -> None:
+def test_losses_and_their_gradients(rule):
     objective, aggregation = RULES[rule]
     length = 8 if aggregation == "seq-mean-token-sum-norm" else None
     loss, gradient = loss_and_gradient(objective, aggregation, length)
@@ -115,7 +115,7 @@ def test_losses_and_their_gradients(rule: str) -> None:
     assert gradient == near(flat(expected["gradient"]))
 
 
-def test_dppo_gradient_matches_verl() -> None:
+def test_dppo_gradient_matches_verl():
     """Its value is -A r log p there, with r detached, and -A r here."""
     objective = PolicyObjective(gate="dppo", mask_low=0.1, mask_high=0.1)
     loss, gradient = loss_and_gradient(objective, "token-mean")
@@ -128,7 +128,7 @@ def test_dppo_gradient_matches_verl() -> None:
     ("kind", "value", "slope"),
     [("k1", "k1", "k1"), ("k2", "k2", "k2"), ("k3", "k3", "k3"), ("k3+", "k3", "k2")],
 )
-def test_estimators_of_the_kl_divergence(kind: str, value: str, slope: str) -> None:
+def test_estimators_of_the_kl_divergence(kind, value, slope):
     """verl's k3+ is what `kl_value = "k3"` with `kl_gradient = "k2"` is here."""
     logprobs = tokens("logprobs").requires_grad_()
     gap = tokens("logprobs_ref") - logprobs
@@ -140,7 +140,7 @@ def test_estimators_of_the_kl_divergence(kind: str, value: str, slope: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["grpo", "dr-grpo", "rloo"])
-def test_advantages_of_groups(rule: str) -> None:
+def test_advantages_of_groups(rule):
     """verl divides by the standard deviation plus 1e-6, here there is no epsilon."""
     ours = []
     for rewards in (INPUTS["rewards"][:2], INPUTS["rewards"][2:]):
@@ -154,7 +154,7 @@ def test_advantages_of_groups(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["reinforce++", "reinforce++-baseline"])
-def test_advantages_whitened_over_all_tokens(rule: str) -> None:
+def test_advantages_whitened_over_all_tokens(rule):
     """verl adds 1e-8 to the variance."""
     groups = [INPUTS["rewards"][:2], INPUTS["rewards"][2:]]
     values = np.concatenate([group_advantages(group, rule=rule) for group in groups])
@@ -162,7 +162,7 @@ def test_advantages_whitened_over_all_tokens(rule: str) -> None:
     assert ours == near(flat(results("verl advantages")[rule]))
 
 
-def test_generalized_advantages_and_returns() -> None:
+def test_generalized_advantages_and_returns():
     scores, values = np.array(INPUTS["rewards"])[SEQUENCES], np.array(flat(INPUTS["values"]))
     raw = generalized_advantages(
         terminal_rewards(scores, SEQUENCES), values, SEQUENCES, discount=0.99, gae_lambda=0.95
@@ -173,7 +173,7 @@ def test_generalized_advantages_and_returns() -> None:
     assert whitened(raw, ones).tolist() == near(flat(expected["gae"]))
 
 
-def test_clipped_value_loss() -> None:
+def test_clipped_value_loss():
     values = tokens("values").requires_grad_()
     returns = per_token(np.array(INPUTS["rewards"]))
     losses, clipped = value_losses(values, tokens("values_old"), returns, value_clip=0.2)

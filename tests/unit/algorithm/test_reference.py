@@ -43,9 +43,7 @@ def loss_and_grad(ratio: float, advantage: float, **objective: float | None) -> 
         (3.0, 5.0, -0.5, 1.5, 0.0),
     ],
 )
-def test_decoupled_and_dual_clip(
-    dual_clip: float | None, ratio: float, advantage: float, loss: float, grad: float
-) -> None:
+def test_decoupled_and_dual_clip(dual_clip, ratio, advantage, loss, grad):
     """Equation 8: the sign of the advantage decides which side is clipped."""
     found = loss_and_grad(ratio, advantage, dual_clip=dual_clip)
     assert found == pytest.approx((loss, grad), abs=1e-12)
@@ -54,7 +52,7 @@ def test_decoupled_and_dual_clip(
 @pytest.mark.parametrize(
     "log_ratio, clamped, advantage", [(25.0, 20.0, -1.0), (-25.0, -20.0, 1.0), (0.5, 0.5, -1.0)]
 )
-def test_ratio_is_clamped_on_both_sides(log_ratio: float, clamped: float, advantage: float) -> None:
+def test_ratio_is_clamped_on_both_sides(log_ratio, clamped, advantage):
     """Also a ratio of two log-probs that are not 0: their difference counts, nothing else."""
     logprobs = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
     losses = token_losses(
@@ -70,7 +68,7 @@ def test_ratio_is_clamped_on_both_sides(log_ratio: float, clamped: float, advant
 
 
 @pytest.mark.parametrize("gap, value", [(25.0, -20.0), (-25.0, 20.0)])
-def test_kl_gap_is_clamped_on_both_sides(gap: float, value: float) -> None:
+def test_kl_gap_is_clamped_on_both_sides(gap, value):
     """Unclamped, k3 of a token that the reference finds likely would overflow in fp32."""
     objective = PolicyObjective(kl_coef=1.0, kl_value="k1")
     logprobs = torch.tensor([-30.0], dtype=torch.float64)
@@ -95,7 +93,7 @@ def make_tokens(num_tokens: int = 7) -> dict[str, Tensor]:
     }
 
 
-def test_loss_is_weighted_sum_in_input_dtype() -> None:
+def test_loss_is_weighted_sum_in_input_dtype():
     tokens = make_tokens()
     losses = token_losses(
         tokens["logprobs"],
@@ -108,7 +106,7 @@ def test_loss_is_weighted_sum_in_input_dtype() -> None:
     assert got.item() == pytest.approx((tokens["loss_weights"] * losses).sum().item(), rel=1e-14)
 
 
-def test_every_term_at_once() -> None:
+def test_every_term_at_once():
     tokens, objective = make_tokens(), PolicyObjective(kl_coef=0.3, entropy_coef=0.1)
     plain = policy_loss(**tokens, objective=PolicyObjective())
     ref = tokens["logprobs"] - 0.5
@@ -125,7 +123,7 @@ def test_every_term_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["logprobs_old", "logprobs_ref", "importance_weights"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_tokens_that_do_not_enter(name: str, value: float) -> None:
+def test_tokens_that_do_not_enter(name, value):
     """Neither their value nor their gradient, even where it would be 0 x NaN."""
     tokens = make_tokens()
     tokens["logprobs_ref"] = tokens["logprobs"].clone()
@@ -145,21 +143,21 @@ def test_tokens_that_do_not_enter(name: str, value: float) -> None:
     assert not tokens["logprobs"].grad[[2, 5]].any()
 
 
-def test_nan_logprob_reaches_loss() -> None:
+def test_nan_logprob_reaches_loss():
     """The policy's own NaN is a failure to be seen, not a token to be dropped."""
     tokens = make_tokens()
     tokens["logprobs"][1] = math.nan
     assert policy_loss(**tokens, objective=PolicyObjective()).isnan()
 
 
-def test_no_tokens_at_all() -> None:
+def test_no_tokens_at_all():
     tokens = {name: value[:0] for name, value in make_tokens().items()}
     tokens["cu_seqlens"] = torch.tensor([0])
     assert policy_loss(**tokens, objective=PolicyObjective()).item() == 0.0
 
 
 @pytest.mark.parametrize("edges", [[], [0], [1, 7], [0, 6], [0, 8], [0, 5, 4, 7]])
-def test_bad_cu_seqlens_are_rejected(edges: list[int]) -> None:
+def test_bad_cu_seqlens_are_rejected(edges):
     tokens = make_tokens() | {"cu_seqlens": torch.tensor(edges, dtype=torch.int64)}
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 7"):
         policy_loss(**tokens, objective=PolicyObjective())
@@ -172,6 +170,6 @@ def test_bad_cu_seqlens_are_rejected(edges: list[int]) -> None:
         (PolicyObjective(entropy_coef=0.1), "entropy is missing"),
     ],
 )
-def test_missing_input_is_rejected(objective: PolicyObjective, message: str) -> None:
+def test_missing_input_is_rejected(objective, message):
     with pytest.raises(ValueError, match=message):
         policy_loss(**make_tokens(), objective=objective)

@@ -74,7 +74,7 @@ def test_groups_of_a_step_are_spread_in_order():
 
 
 @pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, 0.0)])
-def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering: bool, shared: float):
+def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering, shared):
     branches = [None, Branch(0, 2), Branch(0, 2)]
     one = scored_group([3, 3, 4], branches=branches, truncated=[False, False, True])
     changes = {"overlong_filtering": filtering, "overlong_buffer": 0}

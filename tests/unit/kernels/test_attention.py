@@ -40,9 +40,7 @@ def values_and_grads(attend, inputs: Sequence[Tensor], upstream: Tensor) -> list
     [[1], [1, 2, 3, 4, 5, 17, 40], [16, 33, 7], [8] * 9, [LONGEST, 3], [0, 5, 0]],
     ids=str,
 )
-def test_packed_attention_matches_fp64(
-    lengths: list[int], heads: int, groups: int, size: int
-) -> None:
+def test_packed_attention_matches_fp64(lengths, heads, groups, size):
     """Lengths around those of registers, and heads that fill none."""
     torch.manual_seed(0)
     inputs = tensors(sum(lengths), heads, groups, size)
@@ -63,7 +61,7 @@ def test_packed_attention_matches_fp64(
         assert (value.double() - truth).norm() <= 2e-6 * max(truth.norm(), upstream.norm())
 
 
-def test_no_tokens_at_all() -> None:
+def test_no_tokens_at_all():
     inputs = [x.requires_grad_() for x in tensors(0, 4, 2, 16)]
     for starts in (starts_of([]), starts_of([0])):
         out = packed_attention(*inputs, starts, longest=0)
@@ -73,7 +71,7 @@ def test_no_tokens_at_all() -> None:
         ]
 
 
-def test_scale_argument() -> None:
+def test_scale_argument():
     torch.manual_seed(0)
     inputs, starts = tensors(9, 2, 1, 16), starts_of([4, 5])
     got = packed_attention(*inputs, starts, longest=5, scale=0.7)
@@ -81,7 +79,7 @@ def test_scale_argument() -> None:
     assert not torch.allclose(got, packed_attention(*inputs, starts, longest=5))
 
 
-def test_sequence_bits_do_not_depend_on_batch_or_threads() -> None:
+def test_sequence_bits_do_not_depend_on_batch_or_threads():
     """Otherwise a token's log-prob would depend on the rest of its batch."""
     torch.manual_seed(0)
     lengths = [5, 40, 13, 64]
@@ -103,7 +101,7 @@ def test_sequence_bits_do_not_depend_on_batch_or_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_large_and_non_finite_scores() -> None:
+def test_large_and_non_finite_scores():
     torch.manual_seed(0)
     query, key, value = tensors(12, 2, 2, 16)
     starts = starts_of([6, 6])
@@ -133,14 +131,14 @@ def test_large_and_non_finite_scores() -> None:
     ],
     ids=str,
 )
-def test_out_of_range_arguments_are_rejected(change: dict[str, object], message: str) -> None:
+def test_out_of_range_arguments_are_rejected(change, message):
     query, key, value = tensors(9, 2, 1, 16)
     arguments = {"query": query, "key": key, "value": value, "cu_seqlens": starts_of([4, 5])}
     with pytest.raises(ValueError, match=message):
         packed_attention(**(arguments | {"longest": 5} | change))
 
 
-def test_unsupported_inputs(monkeypatch: pytest.MonkeyPatch, fresh_native: None) -> None:
+def test_unsupported_inputs(monkeypatch, fresh_native):
     inputs = tensors(4, 2, 1, 16)
     assert not takes(*inputs, LONGEST + 1)
     assert not takes(*(x.bfloat16() for x in inputs), 4)

@@ -42,7 +42,7 @@ def fake(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
-def test_kernels_are_launched_on_one_device(launches: dict[str, set[str]], dtype: torch.dtype):
+def test_kernels_are_launched_on_one_device(launches, dtype):
     x, weight = fake(TOKENS, SIZE, dtype=dtype), fake(SIZE, dtype=dtype)
     y, inverse_rms = rmsnorm._forward_triton(x, weight, 1e-6)
     gradients = rmsnorm._backward_triton(x, weight, inverse_rms, y)
@@ -61,7 +61,7 @@ def test_kernels_are_launched_on_one_device(launches: dict[str, set[str]], dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
 @pytest.mark.usefixtures("launches")
-def test_products_are_made_in_fp32(dtype: torch.dtype):
+def test_products_are_made_in_fp32(dtype):
     hidden, weight = fake(TOKENS, SIZE, dtype=dtype), fake(VOCAB, SIZE, dtype=dtype)
     products.mm_fp32(hidden, weight, out=fake(TOKENS, VOCAB), scratch=None)
     total = products.Fp32Sum(weight.shape, weight)

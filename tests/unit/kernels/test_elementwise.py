@@ -5,8 +5,6 @@ Run once more through Triton's interpreter by test_triton_interpreter.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ ROWS = [0, 1, 3, 300]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
 @pytest.mark.parametrize("size", [63, 128, 1000])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rmsnorm(rows, size, dtype):
     torch.manual_seed(0)
     x = torch.randn(rows, size, dtype=torch.float64).to(dtype) * 3
     weight = (1 + 0.2 * torch.randn(size)).to(dtype)
@@ -38,7 +36,7 @@ def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
 @pytest.mark.parametrize("size", [1, 100, 2500])
 @pytest.mark.parametrize("rows", ROWS)
-def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_swiglu(rows, size, dtype):
     torch.manual_seed(0)
     check_layer(swiglu, swiglu_definition, [torch.randn(rows, 2 * size).to(dtype) * 4])
 
@@ -46,7 +44,7 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
 @pytest.mark.parametrize("heads, size, rotated", [(1, 8, 8), (5, 64, 64), (12, 24, 20)])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+def test_rotary(rows, heads, size, rotated, dtype):
     torch.manual_seed(0)
     angles = torch.randn(rows, rotated // 2) * 5
     cos, sin = angles.cos(), angles.sin()
@@ -54,7 +52,7 @@ def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dty
     check_layer(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])
 
 
-def test_rotary_of_a_strided_view() -> None:
+def test_rotary_of_a_strided_view():
     """Query and key are slices of one projection: strides are not those of a packed tensor."""
     torch.manual_seed(0)
     whole = torch.randn(7, 6, 40)
@@ -65,7 +63,7 @@ def test_rotary_of_a_strided_view() -> None:
         assert torch.equal(got, expected)
 
 
-def test_large_values_do_not_overflow() -> None:
+def test_large_values_do_not_overflow():
     """silu at +-1e4 and rows of 1e18, whose squares leave fp32's range only when summed badly."""
     assert swiglu(torch.tensor([[1e4, -1e4, 2.0, 2.0]])).tolist() == [[2e4, 0.0]]
     row = torch.full((1, 64), 1e15)
@@ -73,7 +71,7 @@ def test_large_values_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_values_stay_in_their_row(bad: float) -> None:
+def test_non_finite_values_stay_in_their_row(bad):
     torch.manual_seed(0)
     x = torch.randn(3, 48)
     x[1, 5] = bad
@@ -82,7 +80,7 @@ def test_non_finite_values_stay_in_their_row(bad: float) -> None:
         assert y.isfinite().all(1).tolist() == [True, False, True]
 
 
-def test_row_bits_do_not_depend_on_batch_or_threads() -> None:
+def test_row_bits_do_not_depend_on_batch_or_threads():
     torch.manual_seed(0)
     x, weight, angles = torch.randn(300, 96), torch.rand(96), torch.randn(300, 16)
     heads = torch.randn(300, 3, 32)
@@ -104,7 +102,7 @@ def test_row_bits_do_not_depend_on_batch_or_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_three_dimensions_and_strides() -> None:
+def test_three_dimensions_and_strides():
     torch.manual_seed(0)
     x = torch.randn(5, 4, 32).transpose(0, 1)
     check_layer(rmsnorm, rmsnorm_definition, [x, torch.rand(32)])
@@ -121,6 +119,6 @@ def test_three_dimensions_and_strides() -> None:
         (lambda: rotary(torch.zeros(2, 1, 8), torch.zeros(2, 5), torch.zeros(2, 5)), "do not fit"),
     ],
 )
-def test_bad_shapes_are_named(call: Callable[[], Tensor], message: str) -> None:
+def test_bad_shapes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,11 +47,7 @@ def fresh_product() -> Iterator[None]:
     "lose",
     [lose_symbols, lose_library, lose_onednn_question, lose_processor_question, lose_onednn],
 )
-def test_head_without_torchs_inner_product(
-    lose: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_product: None,
-) -> None:
+def test_head_without_torchs_inner_product(lose, monkeypatch, fresh_product):
     case = make_case(70, 64, 1000, padded=1024, dtype=torch.bfloat16)
     usual = case.run(chunk_tokens=64)
     products.load_product.cache_clear()
@@ -64,9 +60,7 @@ def test_head_without_torchs_inner_product(
     got.assert_gradients(expected, 4e-3)
 
 
-def test_wrong_product_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_product: None
-) -> None:
+def test_wrong_product_is_not_used(monkeypatch, caplog, fresh_product):
     """A function of the same name with other behaviour would give wrong logits."""
     address = torch_internals.Brgemm(ctypes.c_void_p(0), ctypes.c_void_p(0))
     library = types.SimpleNamespace(megadapo_product=lambda *_: 0)
@@ -78,7 +72,7 @@ def test_wrong_product_is_not_used(
 
 
 @pytest.mark.parametrize("has_flag", [True, False])
-def test_row_passes_are_in_a_profile(has_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_passes_are_in_a_profile(has_flag, monkeypatch):
     if not has_flag:
         monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
     case = make_case(5, 8, 100)

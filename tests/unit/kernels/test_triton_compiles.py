@@ -20,7 +20,7 @@ from megadapo.lab.profiling.compile_report import (
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("case", COMPILE_CASES, ids=lambda c: f"{c.kernel.__name__}-{c.label}")
-def test_compiles_without_spilling(case, architecture: int) -> None:  # noqa: ANN001
+def test_compiles_without_spilling(case, architecture):
     """At Qwen2.5-32B's shapes; spilled registers would cost more than the kernel's own traffic."""
     resources = compile_kernel(case, architecture)
     assert resources.stack_bytes == 0, resources
@@ -28,7 +28,7 @@ def test_compiles_without_spilling(case, architecture: int) -> None:  # noqa: AN
     assert resources.shared_bytes <= 48 * 1024
 
 
-def test_every_kernel_has_a_case() -> None:
+def test_every_kernel_has_a_case():
     """A kernel without a case would first fail on a user's GPU."""
     compiled = {case.kernel.__name__ for case in COMPILE_CASES}
     folder = Path(launch.__file__).parent
@@ -40,7 +40,7 @@ def test_every_kernel_has_a_case() -> None:
                 assert value.__name__ in compiled
 
 
-def test_report_names_kernel_and_architecture() -> None:
+def test_report_names_kernel_and_architecture():
     result = KernelResources(
         kernel="_rows_kernel",
         shapes="[T, V]",

@@ -30,7 +30,7 @@ CHOSEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", list(CHOSEN))
-def test_interpreted_kernels_pass_the_same_tests(file: str) -> None:
+def test_interpreted_kernels_pass_the_same_tests(file):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", CHOSEN[file], str(HERE / file)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)

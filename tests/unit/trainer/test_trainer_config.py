@@ -14,7 +14,7 @@ from megadapo.trainer.model.model_layout import validate_model_layout
 from tests.support.models.large import QWEN_7B, QWEN_30B_A3B
 
 
-def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
+def test_warm_up_is_linear_over_rollout_steps_and_never_zero():
     optimizer = OptimizerConfig(lr=1e-6, warmup_steps=20)
     assert optimizer.lr_at(1) == pytest.approx(1e-6 / 20)
     assert optimizer.lr_at(10) == pytest.approx(5e-7)
@@ -22,7 +22,7 @@ def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
     assert OptimizerConfig(lr=3e-4, warmup_steps=0).lr_at(1) == 3e-4
 
 
-def test_cosine_starts_after_warm_up_and_stays_at_its_end() -> None:
+def test_cosine_starts_after_warm_up_and_stays_at_its_end():
     optimizer = OptimizerConfig(lr=1.0, warmup_steps=10, decay_steps=110, min_lr=0.1)
     assert optimizer.lr_at(5) == 0.5
     assert optimizer.lr_at(10) == 1.0
@@ -43,7 +43,7 @@ def test_cosine_starts_after_warm_up_and_stays_at_its_end() -> None:
         ({"min_lr": 0.1}, "trainer.optimizer.min_lr"),
     ],
 )
-def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> None:
+def test_impossible_optimizer_values_name_their_key(changes, key):
     with pytest.raises(ConfigError, match=key):
         OptimizerConfig(**changes)
 
@@ -69,20 +69,20 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"recompute": ("mpl",)}, "trainer.recompute"),
     ],
 )
-def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:
+def test_impossible_trainer_values_name_their_key(changes, key):
     with pytest.raises(ConfigError, match=key):
         TrainerConfig(**changes)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2), (4, 7), (1, 28)])
-def test_layouts_that_divide_the_model_pass(tensor: int, pipeline: int) -> None:
+def test_layouts_that_divide_the_model_pass(tensor, pipeline):
     """With a window that is turned off, as published Qwen2.5 files have it."""
     trainer = TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
     config = QWEN_7B | {"sliding_window": 131072, "use_sliding_window": False}
     validate_model_layout(describe_model(config), trainer)
 
 
-def test_impossible_layout_names_every_key_and_sizes_that_fit() -> None:
+def test_impossible_layout_names_every_key_and_sizes_that_fit():
     trainer = TrainerConfig(tensor_parallel=8, pipeline_parallel=3)
     with pytest.raises(ConfigError) as caught:
         validate_model_layout(describe_model(QWEN_7B), trainer)
@@ -97,21 +97,21 @@ def test_impossible_layout_names_every_key_and_sizes_that_fit() -> None:
     assert "1, 2, 4, 7, 14, 28" in message
 
 
-def test_key_value_heads_default_to_query_heads() -> None:
+def test_key_value_heads_default_to_query_heads():
     config = {key: value for key, value in QWEN_7B.items() if key != "num_key_value_heads"}
     validate_model_layout(describe_model(config), TrainerConfig(tensor_parallel=4))
     with pytest.raises(ConfigError, match="num_key_value_heads = 28"):
         validate_model_layout(describe_model(config), TrainerConfig(tensor_parallel=8))
 
 
-def test_broken_model_sections_are_named() -> None:
+def test_broken_model_sections_are_named():
     with pytest.raises(WeightError, match="num_hidden_layers"):
         describe_model(QWEN_7B | {"num_hidden_layers": "many"})
     with pytest.raises(ConfigError, match="model.path"):
         ModelConfig(path="")
 
 
-def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
+def test_driver_side_modules_load_neither_torch_nor_megatron():
     """`--dry-run` must answer at once, on machines without either."""
     code = (
         "import sys, megadapo.trainer.model.model_layout, megadapo.trainer.types, "
@@ -136,7 +136,7 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
     ],
 )
-def test_unsupported_models_are_refused(changes: dict, key: str) -> None:
+def test_unsupported_models_are_refused(changes, key):
     with pytest.raises(ConfigError, match=key):
         validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
 
@@ -154,7 +154,7 @@ def test_unsupported_models_are_refused(changes: dict, key: str) -> None:
         {"data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4},
     ],
 )
-def test_experts_are_spread_over_the_ranks_of_a_stage(split: dict) -> None:
+def test_experts_are_spread_over_the_ranks_of_a_stage(split):
     validate_model_layout(describe_model(QWEN_30B_A3B), TrainerConfig(**split))
 
 
@@ -173,14 +173,14 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(split: dict) -> None:
         ({"num_experts_per_tok": 200}, {}, "model.path: num_experts_per_tok = 200"),
     ],
 )
-def test_impossible_expert_split_names_its_key(model: dict, split: dict, message: str) -> None:
+def test_impossible_expert_split_names_its_key(model, split, message):
     config = model if model is QWEN_7B else QWEN_30B_A3B | model
     trainer = TrainerConfig(data_parallel=8, **split)
     with pytest.raises(ConfigError, match=message):
         validate_model_layout(describe_model(config), trainer)
 
 
-def test_rotary_parameters_are_found_in_both_forms_of_config() -> None:
+def test_rotary_parameters_are_found_in_both_forms_of_config():
     old = read_rope({"rope_theta": 1e6})
     new = read_rope({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
     assert old == new == Rope(kind="default", theta=1e6)

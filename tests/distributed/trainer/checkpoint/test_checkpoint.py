@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import resource
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from megadapo.errors import CorruptCheckpointError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, gathered, load_refusal, save_at, train, update
-from tests.support.trainer.ranks import Ranks
 
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
@@ -59,9 +57,7 @@ SLOW = [pytest.mark.full, pytest.mark.slow]
     "origin",
     [pytest.param(name, marks=SLOW if name in ("vpp2", "uneven") else []) for name in ORIGINS],
 )
-def test_loading_at_another_split_continues_the_training(
-    ranks: Ranks, tmp_path: Path, origin: str
-) -> None:
+def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin):
     """One update moves a weight by about the learning rate, 1e-3: without its moments by another
     amount of that size."""
     model, saving, others = ORIGINS[origin]
@@ -76,7 +72,7 @@ def test_loading_at_another_split_continues_the_training(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_bf16_weights_continue_from_their_fp32_masters(ranks: Ranks, tmp_path: Path) -> None:
+def test_bf16_weights_continue_from_their_fp32_masters(ranks, tmp_path):
     """Masters rebuilt from bf16 weights would lose every update smaller than a rounding step."""
     run = partial(ranks.on, "qwen2-tied", dtype="bfloat16", lr=1e-4)
     batch = random_batch(RAGGED)
@@ -91,7 +87,7 @@ def test_bf16_weights_continue_from_their_fp32_masters(ranks: Ranks, tmp_path: P
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
 
 
-def test_damage_of_any_file_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_damage_of_any_file_is_named(ranks, tmp_path):
     """torch reads a flipped byte, and another step's file, without an error."""
     files = ranks.on("qwen2-tied", _save_twice, tmp_path, tensor=2, data=2)[0]
     saved, elsewhere = tmp_path / "1", tmp_path / "0"
@@ -117,7 +113,7 @@ def test_damage_of_any_file_is_named(ranks: Ranks, tmp_path: Path) -> None:
         assert str(victim) in refusal
 
 
-def test_failed_write_names_the_rank_and_next_save_works(ranks: Ranks, tmp_path: Path) -> None:
+def test_failed_write_names_the_rank_and_next_save_works(ranks, tmp_path):
     """One rank's disk may be full, or its folder another's; the others must not wait for it."""
     (tmp_path / "0").mkdir()
     (alone, files), (refused, _) = ranks.on(
@@ -157,7 +153,7 @@ def _check(rendezvous, settings, folder, files):
     return str(caught.value)
 
 
-def test_checkpoint_that_does_not_fit_names_the_tensor(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_that_does_not_fit_names_the_tensor(ranks, tmp_path):
     """Loading what is there and going on with the rest would train a half-random model."""
     saved = tmp_path / "saved"
     ranks.on("qwen2-tied", _train_and_save, random_batch(RAGGED), saved, **TP2)
@@ -171,7 +167,7 @@ def test_checkpoint_that_does_not_fit_names_the_tensor(ranks: Ranks, tmp_path: P
     assert str(saved) in ranks.on("qwen2-tied", load_refusal, saved)[0]
 
 
-def test_ranks_write_equal_parts_while_training_continues(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_write_equal_parts_while_training_continues(ranks, tmp_path):
     """One rank that gathers and writes all would take as long as one disk, and as much memory.
 
     The third save starts before an update and written after it, so a save that kept the first

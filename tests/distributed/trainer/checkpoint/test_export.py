@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from megadapo.weights.disk.sources import open_layout
 from tests.support.models.tiny_models import TRAINED, make_model
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, export, save_at, update
-from tests.support.trainer.ranks import Ranks
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
 VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
@@ -51,9 +49,7 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
         pytest.param("qwen3-moe", PP2_EP2, id="experts-pp2-ep2"),
     ],
 )
-def test_checkpoint_of_any_split_has_the_ranks_weights(
-    ranks: Ranks, models: Path, tmp_path: Path, model: str, split: dict
-) -> None:
+def test_checkpoint_of_any_split_has_the_ranks_weights(ranks, models, tmp_path, model, split):
     ranks.on(model, _train_save_and_export, random_batch(RAGGED), tmp_path, **split)
     gathered = load_file(tmp_path / "gathered" / "model.safetensors")
     before = load_file(models / model / "model.safetensors")
@@ -72,7 +68,7 @@ def _save(rendezvous, settings, folder):
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_by_a_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_memory_is_bounded_by_a_file(ranks, tmp_path):
     """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = make_model(tmp_path / "model", "Qwen2", sizes=TRAINED, std=None, **sizes)

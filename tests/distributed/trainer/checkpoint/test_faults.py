@@ -15,7 +15,6 @@ from tests.support.trainer.probes import (
     train,
     update_with_fault,
 )
-from tests.support.trainer.ranks import Ranks
 
 IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 LAYOUTS = {
@@ -28,7 +27,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("where", ["activation", "gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_non_finite_on_one_rank_skips_on_all(ranks: Ranks, layout: str, where: str) -> None:
+def test_non_finite_on_one_rank_skips_on_all(ranks, layout, where):
     batch = random_batch(RAGGED)
     for report in ranks.on("qwen2-tied", update_with_fault, batch, where, **LAYOUTS[layout]):
         assert report["faulty"]["policy/skipped_updates"] == 1
@@ -39,7 +38,7 @@ def test_non_finite_on_one_rank_skips_on_all(ranks: Ranks, layout: str, where: s
 
 
 @pytest.mark.parametrize(("where", "layout"), [("activation", "dp2"), ("value", "tp2")])
-def test_non_finite_advantages_skip_the_update(ranks: Ranks, layout: str, where: str) -> None:
+def test_non_finite_advantages_skip_the_update(ranks, layout, where):
     """A KL divergence in the rewards, or a critic, carries one rank's NaN to every advantage."""
     changes = {"objective": IN_REWARD, "critic": {} if where == "value" else None}
     for report in ranks.on(
@@ -52,7 +51,7 @@ def test_non_finite_advantages_skip_the_update(ranks: Ranks, layout: str, where:
         assert of_critic == ([1, 0] if where == "value" else [None, None])
 
 
-def test_non_finite_loss_skips_the_update(ranks: Ranks) -> None:
+def test_non_finite_loss_skips_the_update(ranks):
     """A guard that looked at the gradient norm alone would train on."""
     losses = [math.nan, math.inf, -math.inf, 0.5]
     for answers in ranks.on("qwen2-tied", steps_with_losses, random_batch(RAGGED), losses, data=2):
@@ -60,7 +59,7 @@ def test_non_finite_loss_skips_the_update(ranks: Ranks) -> None:
         assert [changed for _, changed in answers] == [False, False, False, True]
 
 
-def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks: Ranks) -> None:
+def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks):
     """Filling them with 0.0 would claim probability 1; the rest must train as if they were gone."""
     batch = random_batch(RAGGED)
     holes = np.flatnonzero(np.isfinite(batch.logprobs_rollout))[::7]
@@ -76,7 +75,7 @@ def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks: Ranks) -> 
     assert all(np.array_equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_mini_batch_without_loss_works(ranks: Ranks) -> None:
+def test_mini_batch_without_loss_works(ranks):
     """All responses left out (overlong filtering): a defined, finite result on every rank."""
     batch = random_batch([30, 20])
     batch.loss_weights[:] = 0.0
@@ -86,7 +85,7 @@ def test_mini_batch_without_loss_works(ranks: Ranks) -> None:
         assert results[0]["policy/skipped_updates"] == 0
 
 
-def test_parity_is_measured_on_fresh_tokens_only(ranks: Ranks) -> None:
+def test_parity_is_measured_on_fresh_tokens_only(ranks):
     ((stale,), _), ((fresh,), _) = (
         ranks.on("qwen2-tied", train, random_batch(RAGGED, policy_version=version), 1, data=2)[0]
         for version in (3, 0)

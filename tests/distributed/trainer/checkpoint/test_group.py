@@ -72,7 +72,7 @@ def version_in(trainer) -> str:
     return megatron_version()
 
 
-def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
     group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
@@ -123,20 +123,18 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None, tmp_path: Path) -> None:
+def test_errors_of_a_rank_keep_their_type_and_message(ray_started, tmp_path):
     with pytest.raises(DataError, match="model.path = 'no/such/folder'"):
         start(settings_for("no/such/folder"), tmp_path)
 
 
 @pytest.mark.full
-def test_an_error_of_every_rank_is_one(ray_started: None, models: Path, tmp_path: Path) -> None:
+def test_an_error_of_every_rank_is_one(ray_started, models, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer.tensor_parallel = 3 .*num_attention_heads = 4"):
         start(settings_for(str(models / "qwen2-tied"), tensor=3), tmp_path)
 
 
-def test_stopped_rank_is_named_within_the_deadline(
-    ray_started: None, models: Path, tmp_path: Path
-) -> None:
+def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
     """SIGKILL closes sockets; a process that merely stands still is found by its silence alone.
 
     The other rank waits for it in a collective, and is as late.
@@ -161,7 +159,7 @@ def test_stopped_rank_is_named_within_the_deadline(
         assert "update" in (tmp_path / f"trainer-rank-{rank}.log").read_text()
 
 
-def test_threads_are_divided_unless_given() -> None:
+def test_threads_are_divided_unless_given():
     """More threads than cores make ranks wait for each other."""
     trainer = settings_for("x", tensor=2).trainer
     shared = rank_environment(trainer, uses_cuda=False, dtype="float32", num_cores=2)

@@ -12,7 +12,6 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, update
-from tests.support.trainer.ranks import Ranks
 
 
 def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
@@ -30,7 +29,7 @@ def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
     return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
 
-def test_every_rank_enters_a_group_before_messages(ranks: Ranks) -> None:
+def test_every_rank_enters_a_group_before_messages(ranks):
     """Catches NCCL waiting forever for the ranks that have no part in a group's first message."""
     for entered in ranks.on("qwen2-tied", _entered_before_any_message, pipeline=2, context=2):
         assert min(entered.values()) > 0, entered
@@ -66,7 +65,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
     return seen
 
 
-def test_long_calls_return_gpu_memory(ranks: Ranks, tmp_path: Path) -> None:
+def test_long_calls_return_gpu_memory(ranks, tmp_path):
     arguments = (random_batch(RAGGED), tmp_path / "state")
     (seen,) = ranks.on("qwen2-tied", _calls_that_release_memory, *arguments)
     assert seen == ["update", "begin_save", "load"]
@@ -96,7 +95,7 @@ def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
         ({"recompute": ("core_attn",)}, [0, 0]),
     ],
 )
-def test_what_is_to_be_recomputed_is(ranks: Ranks, choice: dict, again: list[int]) -> None:
+def test_what_is_to_be_recomputed_is(ranks, choice, again):
     """Gradients are the same either way: catches a choice that megatron-core is not told of."""
     batch, sizes = random_batch(RAGGED), {"tokens_per_micro_batch": 4096}
     (once,) = ranks.on("qwen2-tied", _passes_of_each_mlp, batch, **sizes)
@@ -135,7 +134,7 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     return {"waiting": places(waiting), "on_device": places(on_device), "tables": tables}
 
 
-def test_a_step_waits_in_host_memory(ranks: Ranks) -> None:
+def test_a_step_waits_in_host_memory(ranks):
     """Catches tensors of all of a step's mini-batches on the GPU at once, or of one in host memory
     when its turn comes, and rotary tables that no layer of a GPU reads."""
     (found,) = ranks.on("qwen2-tied", _places_of_a_step, random_batch(RAGGED, num_mini_batches=2))
@@ -165,7 +164,7 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
     return sum(seen)
 
 
-def test_micro_batch_frees_its_graph(ranks: Ranks) -> None:
+def test_micro_batch_frees_its_graph(ranks):
     """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
     a mini-batch: 3 GiB of the 32B recipe."""
     batch = random_batch(RAGGED)

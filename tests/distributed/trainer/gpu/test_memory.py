@@ -23,7 +23,7 @@ from megadapo.weights.layout.layout import ModelLayout, layout_for
 from tests.support.models.meta import parameters_of
 from tests.support.processes.peak_allocations import allocated
 from tests.support.trainer.batches import random_batch
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import settings_for
 
 NUM_TOKENS = 768
 """Tokens of a micro-batch; most of the memory is then activations."""
@@ -85,7 +85,7 @@ CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
         for path in sorted(CONFIGS.glob("qwen*.toml"))
     ],
 )
-def test_shipped_recipes_have_megatrons_parameters(ranks: Ranks, recipe: str) -> None:
+def test_shipped_recipes_have_megatrons_parameters(ranks, recipe):
     """The last rank of each stage, built by megatron-core for as many ranks as the recipe has."""
     config = load_config(CONFIGS / f"{recipe}.toml")
     trainer, hf_config = config.trainer, find_hf_config(config.model.path)
@@ -103,7 +103,7 @@ def test_shipped_recipes_have_megatrons_parameters(ranks: Ranks, recipe: str) ->
         *(pytest.param(case, id=name, marks=pytest.mark.full) for name, case in SLOW_CASES.items()),
     ],
 )
-def test_a_rank_allocates_what_was_planned(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+def test_a_rank_allocates_what_was_planned(ranks, tmp_path, case):
     hf_config = MODEL | case.model
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     sizes = {"init": "random", "tokens_per_micro_batch": NUM_TOKENS}

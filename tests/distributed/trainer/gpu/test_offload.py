@@ -18,7 +18,7 @@ from megadapo.trainer.config import StateKind
 from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, state_bits, update
-from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import settings_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,9 +124,7 @@ def sent(rank: TrainerRank) -> list[int]:
     "layout",
     [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW_LAYOUTS)],
 )
-def test_offload_changes_no_bit_and_frees_memory(
-    ranks: Ranks, models: Path, tmp_path: Path, layout: str
-) -> None:
+def test_offload_changes_no_bit_and_frees_memory(ranks, models, tmp_path, layout):
     settings = settings_for(models / "deep-tied", **(LAYOUTS | SLOW_LAYOUTS)[layout])
     stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
     moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
@@ -146,9 +144,7 @@ def test_offload_changes_no_bit_and_frees_memory(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_leaves_alone(
-    ranks: Ranks, models: Path, tmp_path: Path, kind: StateKind
-) -> None:
+def test_each_kind_leaves_alone(ranks, models, tmp_path, kind):
     settings = settings_for(models / "deep-tied", critic={})
     (found,) = ranks.run(1, steps, offloading(settings, kind), tmp_path)
     assert {name for name, size in found["sizes"]["left"].items() if size == 0} == {kind}
@@ -157,7 +153,7 @@ def test_each_kind_leaves_alone(
     }
 
 
-def test_host_memory_does_not_overlap_and_is_reused() -> None:
+def test_host_memory_does_not_overlap_and_is_reused():
     from megadapo.trainer.offload import BLOCK_BYTES, HostMemory
 
     memory = HostMemory(pinned=False)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import OVERLAP
 from tests.support.trainer.probes import traffic, train, train_and_export
-from tests.support.trainer.ranks import Ranks
 
 LAYOUTS = {
     "dp2": {"data": 2},
@@ -23,9 +20,7 @@ LAYOUTS = {
     "model", ["deep-tied", pytest.param("deep-untied", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_overlap_changes_no_bit_of_weights_and_metrics(
-    ranks: Ranks, layout: str, model: str
-) -> None:
+def test_overlap_changes_no_bit_of_weights_and_metrics(ranks, layout, model):
     """A pass that read a weight before it arrived, or a bucket that was summed before its last
     gradient, would show in the next loss. Without clipping, whose norm is summed by bucket."""
     batch = random_batch(RAGGED, num_mini_batches=3)
@@ -40,7 +35,7 @@ def test_overlap_changes_no_bit_of_weights_and_metrics(
             assert weights[name].tobytes() == weight.tobytes(), name
 
 
-def test_export_after_an_update_has_the_new_weights(ranks: Ranks, tmp_path: Path) -> None:
+def test_export_after_an_update_has_the_new_weights(ranks, tmp_path):
     """Other ranks' shares of the last update arrive with the next forward pass, if not asked for
     before."""
     batch = random_batch(RAGGED, num_mini_batches=2)
@@ -52,7 +47,7 @@ def test_export_after_an_update_has_the_new_weights(ranks: Ranks, tmp_path: Path
     assert files[0] == files[1]
 
 
-def test_traffic_overlaps_compute(ranks: Ranks) -> None:
+def test_traffic_overlaps_compute(ranks):
     """Options that changed nothing would pass all the other tests."""
     batch = random_batch(RAGGED)
     for started, num_buckets, waits in ranks.on("deep-untied", traffic, batch, data=2, **OVERLAP):
@@ -62,7 +57,7 @@ def test_traffic_overlaps_compute(ranks: Ranks) -> None:
         assert (started, waits) == (0, False)
 
 
-def test_overlap_has_no_effect_with_one_replica(ranks: Ranks) -> None:
+def test_overlap_has_no_effect_with_one_replica(ranks):
     (found, _), (expected, _) = (
         ranks.on("qwen2-tied", train, random_batch(RAGGED), 2, **layout)[0]
         for layout in (OVERLAP, {})

@@ -13,7 +13,6 @@ from megadapo.lab.profiling.trace import TracePart, merge_traces
 from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, train, update
-from tests.support.trainer.ranks import Ranks
 
 HEAD = {"head logits", "head rows", "head d_hidden", "head d_weight"}
 PASSES = {"logprobs", "gradients", "optimizer"}
@@ -47,9 +46,7 @@ def profiled_update(rendezvous, settings, batch, folder: Path) -> UpdateResult:
     ],
     ids=["stages", "experts"],
 )
-def test_trace_has_layers_and_head_passes_of_all_ranks(
-    ranks: Ranks, tmp_path: Path, model: str, layout: dict, mlp: str
-) -> None:
+def test_trace_has_layers_and_head_passes_of_all_ranks(ranks, tmp_path, model, layout, mlp):
     batch = random_batch(RAGGED)
     layout = {"tokens_per_micro_batch": 10_000, **layout}
     plain = [results for (results,), _ in ranks.on(model, train, batch, 1, **layout)]

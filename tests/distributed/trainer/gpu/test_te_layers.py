@@ -64,7 +64,7 @@ def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize("model", SPLITS)
-def test_gpu_layers_equal_cpu_layers(answers: list[dict[str, Any]], model: str) -> None:
+def test_gpu_layers_equal_cpu_layers(answers, model):
     for answer in answers:
         found = answer[model]
         assert "tests.support.trainer.te_stand_in" in found["layers"]
@@ -72,12 +72,12 @@ def test_gpu_layers_equal_cpu_layers(answers: list[dict[str, Any]], model: str) 
 
 
 @pytest.mark.parametrize("model", SPLITS)
-def test_gradient_marks_are_the_same(answers: list[dict[str, Any]], model: str) -> None:
+def test_gradient_marks_are_the_same(answers, model):
     for answer in answers:
         local, of_te = answer[model]["marks"]
         assert of_te == local
 
 
-def test_checkpoint_of_gpu_layers(answers: list[dict[str, Any]]) -> None:
+def test_checkpoint_of_gpu_layers(answers):
     """They have a state beside their weights, and experts are one layer of many."""
     assert [answer[SAVED]["kept"] for answer in answers] == [True, True]

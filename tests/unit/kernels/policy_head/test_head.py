@@ -32,13 +32,13 @@ def check_fp32(case: HeadCase, **options) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 130])
-def test_matches_fp64(num_tokens: int, kind: str) -> None:
+def test_matches_fp64(num_tokens, kind):
     check_fp32(make_case(num_tokens, 40, 1000, padded=1024, kind=kind), chunk_tokens=64)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
-def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
+def test_every_option_matches_fp64(kl_kind, temperature):
     objective = PolicyObjective(dual_clip=1.5, entropy_coef=0.02, kl_coef=0.1, kl_value=kl_kind)
     case = make_case(
         70, 24, 500, padded=504, temperature=temperature, objective=objective, extras=True
@@ -55,32 +55,32 @@ def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
         {"gate": "none", "kl_coef": 0.1, "kl_gradient": "corrected-k3"},
     ],
 )
-def test_gate_beside_entropy_or_kl_matches_fp64(options: dict) -> None:
+def test_gate_beside_entropy_or_kl_matches_fp64(options):
     objective = PolicyObjective(**options)
     check_fp32(make_case(70, 24, 500, padded=504, objective=objective, extras=True))
 
 
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
-def test_large_vocabularies(vocab_size: int, padded: int) -> None:
+def test_large_vocabularies(vocab_size, padded):
     """The vocabularies where padded columns entered a baseline's log-sum-exp."""
     for kind in ("random", "peaked", "negative"):
         check_fp32(make_case(17, 32, vocab_size, padded=padded, kind=kind))
 
 
 @pytest.mark.parametrize("num_tokens, vocab_size", [(4099, 320), (33, 1021)])
-def test_many_tokens_and_vocabulary_not_divisible_by_eight(num_tokens, vocab_size) -> None:
+def test_many_tokens_and_vocabulary_not_divisible_by_eight(num_tokens, vocab_size):
     check_fp32(make_case(num_tokens, 16, vocab_size), chunk_tokens=512)
 
 
 @pytest.mark.parametrize("padded", [2048, 2001], ids=["8 shards", "1 shard"])
-def test_bf16_gradients_and_clip_counts(padded: int) -> None:
+def test_bf16_gradients_and_clip_counts(padded):
     """Logits rounded to bf16 would be wrong by 1e-2 and flip clip decisions."""
     case = make_case(200, 128, 2000, padded=padded, dtype=torch.bfloat16)
     got, _ = check_head(case, chunk_tokens=128)
     assert got.output.clip_low_count + got.output.clip_high_count > 0
 
 
-def test_padded_vocabulary_never_enters() -> None:
+def test_padded_vocabulary_never_enters():
     case = make_case(50, 16, 600, padded=640, objective=EVERYTHING, extras=True)
     expected = case.run()
     case.weight[600:] = 1e4
@@ -89,12 +89,12 @@ def test_padded_vocabulary_never_enters() -> None:
     assert got.d_weight[600:].abs().max() == 0
 
 
-def test_whole_shards_of_padding() -> None:
+def test_whole_shards_of_padding():
     """With 8 virtual shards of 100 columns, the last three hold no real one."""
     check_fp32(make_case(40, 16, 450, padded=800, objective=EVERYTHING, extras=True))
 
 
-def test_masked_rows_never_enter() -> None:
+def test_masked_rows_never_enter():
     case = make_case(60, 16, 200)
     expected = case.run()
     masked = case.loss_weights == 0
@@ -109,7 +109,7 @@ def test_masked_rows_never_enter() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
-def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
+def test_no_token_with_a_loss_weight(num_tokens):
     got = make_case(num_tokens, 16, 200, masked=1.1).run()
     output = got.output
     assert output.loss == 0 and output.num_tokens == 0 and output.ratio_max_error == 0
@@ -120,7 +120,7 @@ def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_token_is_dropped(name: str, value: float) -> None:
+def test_non_finite_token_is_dropped(name, value):
     case = make_case(40, 16, 200, masked=0.0, objective=EVERYTHING, extras=True)
     case.kwargs[name][[3, 17]] = value
     got = case.run()
@@ -137,7 +137,7 @@ def test_non_finite_token_is_dropped(name: str, value: float) -> None:
         )
 
 
-def test_non_finite_hidden_state_reaches_the_loss() -> None:
+def test_non_finite_hidden_state_reaches_the_loss():
     """A NaN must not be hidden by a clamp: the trainer skips the update because it sees it."""
     case = make_case(20, 16, 200, masked=0.0)
     case.hidden[4, 2] = float("nan")
@@ -145,13 +145,13 @@ def test_non_finite_hidden_state_reaches_the_loss() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.5, -2.0, 0.0])
-def test_any_upstream_scale(scale: float) -> None:
+def test_any_upstream_scale(scale):
     case = make_case(50, 16, 200)
     got, expected = case.run(scale), case.definition(scale)
     got.assert_gradients(expected, GRAD_TOLERANCE)
 
 
-def test_sums_match_tokens_and_add_over_micro_batches() -> None:
+def test_sums_match_tokens_and_add_over_micro_batches():
     case = make_case(90, 16, 200, objective=EVERYTHING, extras=True)
     whole, expected = case.run().output, case.definition()
     chosen = case.loss_weights != 0
@@ -177,13 +177,13 @@ def _part(case: HeadCase, rows: slice) -> HeadCase:
     return HeadCase(case.hidden[rows], case.weight, case.targets[rows], kwargs)
 
 
-def test_same_bits_on_every_run() -> None:
+def test_same_bits_on_every_run():
     case = make_case(80, 32, 512, objective=EVERYTHING, extras=True)
     case.run().assert_equal(case.run())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
+def test_first_ratio_is_exactly_one(dtype):
     case = make_case(75, 32, 512, dtype=dtype, temperature=0.9)
     old, entropy = token_logprobs(
         case.hidden,
@@ -200,7 +200,7 @@ def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
     assert torch.equal(output.entropy, entropy)
 
 
-def test_given_rows_change_no_bit() -> None:
+def test_given_rows_change_no_bit():
     case = make_case(60, 16, 200)
     expected = case.run()
     rows = case.loss_weights.nonzero()[:, 0]
@@ -210,7 +210,7 @@ def test_given_rows_change_no_bit() -> None:
         assert torch.equal(got.output.logprobs, expected.output.logprobs)
 
 
-def test_rows_without_a_loss_weight_are_not_counted() -> None:
+def test_rows_without_a_loss_weight_are_not_counted():
     """A trainer computes all response tokens, of which overlong filtering masks some."""
     case = make_case(60, 16, 200)
     expected = case.run().output
@@ -222,7 +222,7 @@ def test_rows_without_a_loss_weight_are_not_counted() -> None:
     torch.testing.assert_close(got.ratio_max_error, expected.ratio_max_error, rtol=1e-5, atol=0)
 
 
-def test_token_logprobs_gradient_of_any_objective() -> None:
+def test_token_logprobs_gradient_of_any_objective():
     """A sequence-level ratio, which needs all log-probs of a response before its loss."""
     case = make_case(96, 24, 500, padded=504, temperature=0.8)
     old = case.kwargs["logprobs_old"]
@@ -259,7 +259,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_of_tokens_times_vocabulary(dtype: torch.dtype) -> None:
+def test_no_tensor_of_tokens_times_vocabulary(dtype):
     case = make_case(1024, 16, 1024, dtype=dtype, masked=0.0)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     with _LargestTensor() as largest:
@@ -270,7 +270,7 @@ def test_no_tensor_of_tokens_times_vocabulary(dtype: torch.dtype) -> None:
     assert largest.numel <= 64 * 1024
 
 
-def test_int32_targets_and_strided_hidden() -> None:
+def test_int32_targets_and_strided_hidden():
     case = make_case(30, 16, 200)
     expected = case.run()
     hidden = torch.stack([case.hidden, case.hidden], dim=1)[:, 0].requires_grad_()
@@ -279,7 +279,7 @@ def test_int32_targets_and_strided_hidden() -> None:
     assert torch.equal(output.loss, expected.output.loss)
 
 
-def test_no_gradient_without_requires_grad() -> None:
+def test_no_gradient_without_requires_grad():
     case = make_case(30, 16, 200)
     with torch.no_grad():
         loss = policy_head_loss(
@@ -313,7 +313,7 @@ def test_no_gradient_without_requires_grad() -> None:
         ({"objective": PolicyObjective(kl_coef=0.1)}, "logprobs_ref is missing"),
     ],
 )
-def test_bad_input_is_named(change: dict, message: str) -> None:
+def test_bad_input_is_named(change, message):
     case = make_case(8, 16, 200, padded=216, masked=0.0)
     call = {"hidden": case.hidden, "weight": case.weight, "targets": case.targets}
     with pytest.raises(ValueError, match=message):

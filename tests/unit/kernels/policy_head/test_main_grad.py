@@ -32,7 +32,7 @@ def run_into(case: HeadCase, weight: Tensor, scale: float = 1.0, **options) -> T
         pytest.param(torch.bfloat16, 4e-3, id="bf16_grads"),
     ],
 )
-def test_main_grad_accumulates_over_micro_batches(dtype: torch.dtype, tolerance: float) -> None:
+def test_main_grad_accumulates_over_micro_batches(dtype, tolerance):
     """Two micro-batches of different loss scale, one of them interleaved as in 1F1B."""
     first, second = make_case(60, 24, 304, dtype=dtype), make_case(41, 24, 304, dtype=dtype, seed=1)
     second.weight = first.weight
@@ -51,7 +51,7 @@ def test_main_grad_accumulates_over_micro_batches(dtype: torch.dtype, tolerance:
     assert relative_error(hidden[0].grad, first.definition(4.0).d_hidden) <= tolerance
 
 
-def test_main_grad_is_unchanged_before_backward() -> None:
+def test_main_grad_is_unchanged_before_backward():
     """An evaluation forward, or zero_grad between forward and backward, must not corrupt it."""
     case = make_case(30, 24, 304)
     weight = megatron_parameter(case.weight)
@@ -61,7 +61,7 @@ def test_main_grad_is_unchanged_before_backward() -> None:
     assert weight.main_grad.any()
 
 
-def test_hook_fires_with_a_gradient() -> None:
+def test_hook_fires_with_a_gradient():
     """Megatron's overlapped reduction starts in this hook and asserts that grad is there."""
     case = make_case(30, 24, 304)
     for loss_weights in (case.loss_weights, torch.zeros(30)):
@@ -73,7 +73,7 @@ def test_hook_fires_with_a_gradient() -> None:
         assert len(seen) == 1 and seen[0] is not None and seen[0].shape == weight.shape
 
 
-def test_tied_embedding_keeps_its_own_gradient() -> None:
+def test_tied_embedding_keeps_its_own_gradient():
     """With zero_out_wgrad Megatron adds param.grad to main_grad: it must hold the rest only."""
     case = make_case(30, 24, 304)
     weight = megatron_parameter(case.weight)
@@ -86,7 +86,7 @@ def test_tied_embedding_keeps_its_own_gradient() -> None:
     assert relative_error(weight.main_grad, case.definition().d_weight) <= 2e-6
 
 
-def test_second_backward_is_rejected() -> None:
+def test_second_backward_is_rejected():
     """The gradient was handed over; a silent second one would be zeros or doubled."""
     case = make_case(20, 16, 200)
     loss = policy_head_loss(case.hidden.requires_grad_(), case.weight, case.targets, **case.kwargs)
@@ -95,7 +95,7 @@ def test_second_backward_is_rejected() -> None:
         loss.loss.backward()
 
 
-def test_recomputing_path_into_main_grad() -> None:
+def test_recomputing_path_into_main_grad():
     case = make_case(70, 24, 304)
     plain = case.weight.clone().requires_grad_()
     weight = megatron_parameter(case.weight)

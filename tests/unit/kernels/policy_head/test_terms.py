@@ -136,7 +136,7 @@ def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0, 1e9])
 @pytest.mark.parametrize("window", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
-def test_policy_term(window: dict[str, float], dual_clip: float | None) -> None:
+def test_policy_term(window, dual_clip):
     """Beyond +-20 the ratio is a constant: a gradient kept there would be e^20 times too large."""
     check(make_inputs(LOG_RATIOS, (0.0,)), PolicyObjective(dual_clip=dual_clip, **window))
 
@@ -152,13 +152,13 @@ GATED = {
 
 
 @pytest.mark.parametrize("gate", list(GATED))
-def test_gates(gate: str) -> None:
+def test_gates(gate):
     """Also where the ratio is 0 or infinite: inf * 0 would be NaN in a gate like SAPO's."""
     assert {"clip", *GATED} == set(GATES)
     check(make_inputs(LOG_RATIOS, (0.0,)), GATED[gate])
 
 
-def test_bapo_clips_at_its_bounds() -> None:
+def test_bapo_clips_at_its_bounds():
     window = {"clip_low": 0.4, "clip_high": 1.0}
     values = make_inputs(LOG_RATIOS, (0.0,))
     searched = PolicyObjective(gate="bapo").model_copy(update=window)
@@ -167,7 +167,7 @@ def test_bapo_clips_at_its_bounds() -> None:
     check(values, searched)
 
 
-def test_dppo_and_ipo_masks() -> None:
+def test_dppo_and_ipo_masks():
     """A ratio of e of a rare token is a small change; IPO drops a change of either sign of A."""
     values = make_inputs((0.0, 0.0, 0.0, 0.0), (0.0,))
     values["logprobs"] = torch.tensor([-0.5, -0.5, -2.0, -7.0]).repeat_interleave(3)
@@ -187,7 +187,7 @@ ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")
 @pytest.mark.parametrize(
     ("value", "gradient"), zip(ESTIMATORS, (*ESTIMATORS[1:], ESTIMATORS[0]), strict=True)
 )
-def test_kl_and_entropy_terms(value: str, gradient: str) -> None:
+def test_kl_and_entropy_terms(value, gradient):
     """Each estimator once for its value and once for its derivative. The reference may be as far
     away as the old policy; then the estimate is clamped and has no gradient.
 
@@ -201,7 +201,7 @@ def test_kl_and_entropy_terms(value: str, gradient: str) -> None:
     check(values, objective)
 
 
-def test_corrected_k3_gradient_without_cancellation() -> None:
+def test_corrected_k3_gradient_without_cancellation():
     """r k3 + r (1 - e^gap) is r times the distance: summed up in fp32, e^20 would eat it."""
     objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")
     values = make_inputs((0.0,), (19.5,))
@@ -209,7 +209,7 @@ def test_corrected_k3_gradient_without_cancellation() -> None:
     assert terms(values, objective).d_logprobs.tolist() == [-19.5] * 3
 
 
-def test_kl_in_reward_is_reported_and_not_in_loss() -> None:
+def test_kl_in_reward_is_reported_and_not_in_loss():
     values = make_inputs((0.125,), (0.5,))
     got = terms(values, PolicyObjective(kl_coef=0.1, kl_in="reward", kl_value="k1"))
     expected = terms(values, PolicyObjective())
@@ -218,7 +218,7 @@ def test_kl_in_reward_is_reported_and_not_in_loss() -> None:
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
+def test_ratio_and_kl_are_reported_as_defined(kind):
     """A wrong report would leave the training correct and its curves wrong."""
     objective = PolicyObjective(kl_coef=0.1, kl_value=kind)
     values = make_inputs((-30.0, -20.0, 0.125, 20.5), (-30.0, -0.5, 0.0, 0.5))
@@ -233,7 +233,7 @@ def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
     torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
 
 
-def test_flags_have_the_clipped_side() -> None:
+def test_flags_have_the_clipped_side():
     values = make_inputs((-3.0, -0.125, 0.125, 0.5, 3.0), (0.0,))
     negative = (CLIPPED_LOW, 0, 0, 0, DUAL_CLIPPED)
     positive = (0, 0, 0, CLIPPED_HIGH, CLIPPED_HIGH)
@@ -245,7 +245,7 @@ def test_flags_have_the_clipped_side() -> None:
     assert terms(values, PolicyObjective()).flags.tolist() == without
 
 
-def test_zero_width_window_keeps_first_gradient() -> None:
+def test_zero_width_window_keeps_first_gradient():
     """Every first ratio is 1, the window's edge: a cut there would prevent all learning."""
     values = make_inputs((0.0,), (0.0,))
     got = terms(values, PolicyObjective(clip_low=0.0, clip_high=0.0))
@@ -253,7 +253,7 @@ def test_zero_width_window_keeps_first_gradient() -> None:
     assert torch.equal(got.d_logprobs, -values["advantages"] * values["importance_weights"])
 
 
-def test_ratio_at_dual_clip_is_not_clipped() -> None:
+def test_ratio_at_dual_clip_is_not_clipped():
     """At the window's edges: a bound that counts itself would count one token more."""
     values = make_inputs((1.125,), (0.0,))
     bound = terms(values, PolicyObjective()).ratio[0].item()
@@ -265,7 +265,7 @@ def test_ratio_at_dual_clip_is_not_clipped() -> None:
 @pytest.mark.parametrize("gate", ["clip", *GATED])
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
+def test_token_without_finite_inputs_is_dropped(name, value, gate):
     objective = GATED.get(gate, PolicyObjective(dual_clip=3.0))
     objective = objective.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.02})
     values = make_inputs((-0.5, 0.125, 3.0), (0.25,))
@@ -279,7 +279,7 @@ def test_token_without_finite_inputs_is_dropped(name: str, value: float, gate: s
         assert torch.equal(getattr(got, part), expected)
 
 
-def test_terms_without_reference_and_importance_weights() -> None:
+def test_terms_without_reference_and_importance_weights():
     """A reference that agrees and weights of 1, in fp32 and uint8."""
     values = make_inputs(LOG_RATIOS, (0.0,))
     values["importance_weights"] = torch.ones_like(values["importance_weights"])

@@ -19,14 +19,14 @@ def parts(size: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_tokens_are_divided_evenly_over_ranks(size: int) -> None:
+def test_tokens_are_divided_evenly_over_ranks(size):
     found = parts(size)
     assert sorted(np.concatenate(found).tolist()) == list(range(sum(LENGTHS)))
     assert {len(places) for places in found} == {sum(LENGTHS) // size}
     assert all((np.diff(places) > 0).all() for places in found)
 
 
-def test_chunks_equal_transformer_engines() -> None:
+def test_chunks_equal_transformer_engines():
     """Its attention and Megatron's rotary embedding compute positions from the rank alone."""
     assert ContextPart(0, 2).places([8, 4]).tolist() == [0, 1, 6, 7, 8, 11]
     assert ContextPart(1, 2).places([8, 4]).tolist() == [2, 3, 4, 5, 9, 10]
@@ -34,11 +34,11 @@ def test_chunks_equal_transformer_engines() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_all_ranks_attend_to_as_much(size: int) -> None:
+def test_all_ranks_attend_to_as_much(size):
     position = np.concatenate([np.arange(length) for length in LENGTHS])
     work = [int((position[places] + 1).sum()) for places in parts(size)]
     assert len(set(work)) == 1
 
 
-def test_no_sequences_leave_no_tokens() -> None:
+def test_no_sequences_leave_no_tokens():
     assert ContextPart(1, 2).places([]).tolist() == [] == ALL.places([]).tolist()

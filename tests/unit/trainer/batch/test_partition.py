@@ -18,7 +18,7 @@ def random_case(seed: int) -> tuple[list[int], int, int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_case_loses_nothing_and_keeps_ranks_in_step(seed: int) -> None:
+def test_any_case_loses_nothing_and_keeps_ranks_in_step(seed):
     """A rank with fewer micro-batches would leave the collectives of the others waiting."""
     lengths, num_ranks, budget = random_case(seed)
     sizes = {"num_ranks": num_ranks, "token_budget": budget, "hidden_size": 64}
@@ -36,11 +36,11 @@ def test_any_case_loses_nothing_and_keeps_ranks_in_step(seed: int) -> None:
         assert partition(list(lengths), **sizes, multiple_of=multiple_of) == shares
 
 
-def test_without_sequences_each_rank_has_an_empty_micro_batch() -> None:
+def test_without_sequences_each_rank_has_an_empty_micro_batch():
     assert partition([], num_ranks=2, token_budget=8, hidden_size=4) == [[[]], [[]]]
 
 
-def test_ranks_get_even_cost_with_one_long_sequence() -> None:
+def test_ranks_get_even_cost_with_one_long_sequence():
     """Balanced by count, rank 0 would get the long sequence and half of the others."""
     lengths = [1000] + [100] * 10
     costs = [sequence_cost(length, 4096) for length in lengths]
@@ -50,46 +50,46 @@ def test_ranks_get_even_cost_with_one_long_sequence() -> None:
     assert [0] in shares
 
 
-def test_attention_costs_as_much_as_matrices_at_12_hidden_sizes() -> None:
+def test_attention_costs_as_much_as_matrices_at_12_hidden_sizes():
     """The weight of the two parts decides what an even share is."""
     assert sequence_cost(12 * 64, 64) == 2 * 12 * 64
     assert sequence_cost(10, 8192) == pytest.approx(10, rel=1e-3)
 
 
-def test_most_expensive_items_go_first() -> None:
+def test_most_expensive_items_go_first():
     """In their own order the last, long one would come on top of half of the others."""
     assert balance(range(5), [1.0, 1.0, 1.0, 1.0, 4.0], 2) == [[4], [0, 1, 2, 3]]
     assert first_fit(range(4), [30, 30, 50, 50], 80) == [[0, 2], [1, 3]]
 
 
-def test_micro_batch_may_be_full_and_one_sequence_may_exceed_it() -> None:
+def test_micro_batch_may_be_full_and_one_sequence_may_exceed_it():
     """In both the even split holds; the tight packing, which would come else, is another."""
     sizes = {"num_ranks": 1, "token_budget": 60, "hidden_size": 4096, "multiple_of": 3}
     assert partition([30, 30, 30, 30], **sizes) == [[[0, 3], [1], [2]]]
     assert partition([90, 30, 20, 10, 5], **sizes) == [[[0], [1], [2, 3, 4]]]
 
 
-def test_packing_keeps_the_bound_of_first_fit_decreasing() -> None:
+def test_packing_keeps_the_bound_of_first_fit_decreasing():
     rng = random.Random(0)
     lengths = [rng.randrange(1, 101) for _ in range(200)]
     bins = first_fit(range(200), lengths, 100)
     assert len(bins) <= 11 / 9 * (sum(lengths) / 100) + 2
 
 
-def test_micro_batches_are_balanced_within_the_budget() -> None:
+def test_micro_batches_are_balanced_within_the_budget():
     """First-fit leaves one full and one nearly empty; pipeline stages would wait for it."""
     shares = partition([50, 30, 10, 10, 5], num_ranks=1, token_budget=100, hidden_size=4096)
     tokens = sorted(sum([50, 30, 10, 10, 5][i] for i in members) for members in shares[0])
     assert tokens == [50, 55]
 
 
-def test_balanced_split_above_the_budget_is_rejected() -> None:
+def test_balanced_split_above_the_budget_is_rejected():
     """60 + 60 tokens fit; dearest first to the lightest bin would give 70 and 50."""
     shares = partition([30, 30, 20, 20, 20], num_ranks=1, token_budget=60, hidden_size=4096)
     assert shares == [[[0, 1], [2, 3, 4]]]
 
 
-def test_tight_packing_is_padded_with_empty_micro_batches() -> None:
+def test_tight_packing_is_padded_with_empty_micro_batches():
     """Attention makes the seven long ones so dear that all short ones would share one, 70 long."""
     lengths = [50] * 7 + [10] * 7
     (share,) = partition(lengths, num_ranks=1, token_budget=60, hidden_size=1, multiple_of=2)

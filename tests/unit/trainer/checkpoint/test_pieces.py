@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from megadapo.trainer.checkpoint.pieces import boxes
 from megadapo.weights.disk.torch_checkpoint import StoredPiece, read_metadata, write_metadata
 
 
-def test_boxes_of_a_run_are_its_elements_in_order() -> None:
+def test_boxes_of_a_run_are_its_elements_in_order():
     """A run begins and ends anywhere: within a row, an expert, a layer."""
     draws = random.Random(0)
     for _ in range(500):
@@ -35,7 +34,7 @@ def piece(offset: int, size: int) -> StoredPiece:
     return StoredPiece("weight", torch.float32, (10,), (offset,), (size,), "__0_0.distcp", 0, 1)
 
 
-def test_missing_or_doubled_pieces_are_refused(tmp_path: Path) -> None:
+def test_missing_or_doubled_pieces_are_refused(tmp_path):
     """This happens if ranks disagree about who writes which piece."""
     entry = write_metadata(tmp_path, [piece(0, 4), piece(4, 6)])
     assert entry.bytes == (tmp_path / ".metadata").stat().st_size

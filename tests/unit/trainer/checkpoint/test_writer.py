@@ -10,7 +10,7 @@ from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter
 from megadapo.weights.disk.files import Files
 
 
-def test_only_the_writing_thread_has_low_priority(tmp_path: Path) -> None:
+def test_only_the_writing_thread_has_low_priority(tmp_path):
     """A write would take the core from the update beside it, or training from everything else."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     found = []

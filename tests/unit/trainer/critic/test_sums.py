@@ -15,7 +15,7 @@ def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSum
     return sums
 
 
-def test_statistics_of_parts_equal_the_whole() -> None:
+def test_statistics_of_parts_equal_the_whole():
     rng = np.random.default_rng(0)
     returns = rng.normal(0.4, 1.0, 60)
     values = 0.5 * returns + rng.normal(0.0, 0.3, 60)
@@ -32,7 +32,7 @@ def test_statistics_of_parts_equal_the_whole() -> None:
     assert (result["critic/grad_norm"], result["critic/skipped_updates"]) == (1.5, 1)
 
 
-def test_equal_returns_have_no_explained_variance() -> None:
+def test_equal_returns_have_no_explained_variance():
     """Rounding over rounding would be a share of any size."""
     parts = [_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
     assert summarize_critic(parts, grad_norms=[], lr=0.1)["critic/explained_variance"] is None

@@ -53,7 +53,7 @@ def refusal(num_layers: int, **split: int) -> str:
     return str(caught.value)
 
 
-def test_chunks_go_round_the_stages() -> None:
+def test_chunks_go_round_the_stages():
     """Stage 0 of an interleaved pipeline does not hold the first half of the layers."""
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
     assert layers_of_stages(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
@@ -75,7 +75,7 @@ def test_chunks_go_round_the_stages() -> None:
         ((2, 1, 2, 4), [2, 4]),
     ],
 )
-def test_the_ends_may_have_fewer_or_more_layers(split: tuple[int, ...], expected: list) -> None:
+def test_the_ends_may_have_fewer_or_more_layers(split, expected):
     names = ("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
     trainer = TrainerConfig(**dict(zip(names, split, strict=True)))
     assert [len(stage) for stage in layers_of_stages(sum(expected), trainer)] == expected
@@ -100,7 +100,7 @@ def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
 
 
 @pytest.mark.parametrize("num_layers", range(2, 25))
-def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
+def test_every_accepted_split_holds_every_layer_once(num_layers):
     splits = list(accepted_splits(num_layers))
     assert splits
     for trainer in splits:
@@ -111,7 +111,7 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("num_layers", range(2, 13))
-def test_megatron_builds_every_accepted_split_alike(num_layers: int) -> None:
+def test_megatron_builds_every_accepted_split_alike(num_layers):
     """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
     for trainer in accepted_splits(num_layers):
         config = transformer_config(model_of(num_layers), trainer, dtype=torch.bfloat16)
@@ -149,15 +149,13 @@ def test_megatron_builds_every_accepted_split_alike(num_layers: int) -> None:
         (4, {"pipeline_parallel": 3, "last_stage_layers": 9}, ["-5 layers are left"]),
     ],
 )
-def test_impossible_split_names_its_keys(
-    num_layers: int, split: dict[str, int], parts: list[str]
-) -> None:
+def test_impossible_split_names_its_keys(num_layers, split, parts):
     message = refusal(num_layers, **split)
     for part in parts:
         assert part in message
 
 
-def test_problem_names_keys_and_sizes_that_fit() -> None:
+def test_problem_names_keys_and_sizes_that_fit():
     assert stage_problems(28, TrainerConfig(pipeline_parallel=3)) == [
         "trainer.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 28; sizes "
         "that fit this model: 1, 2, 4, 7, 14, 28 (or give the ends fewer layers: "

@@ -23,7 +23,7 @@ def _micro_batch() -> MicroBatch:
     return builder.build(batch, np.arange(3), predicted=predicted, policy_version=0)
 
 
-def test_tokens_count_by_their_importance_weight() -> None:
+def test_tokens_count_by_their_importance_weight():
     """A search over tokens that the update masks, or halves, finds bounds for another loss."""
     micro_batch = _micro_batch()
     rows = micro_batch.rows

@@ -34,7 +34,7 @@ def inputs(**changes: torch.Tensor | None) -> tuple[torch.Tensor, PolicyInputs]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_sizes_are_those_of_autograd(name: str) -> None:
+def test_sizes_are_those_of_autograd(name):
     """It is the policy term's: the definition is computed without KL divergence and entropy."""
     logprobs, given = inputs(logprobs_ref=torch.full((6,), -1.0))
     objective = OBJECTIVES[name]
@@ -54,7 +54,7 @@ def test_sizes_are_those_of_autograd(name: str) -> None:
     assert positive == pytest.approx(sizes[given.advantages > 0].sum().item(), rel=1e-5)
 
 
-def test_clipped_and_dropped_tokens_have_no_gradient() -> None:
+def test_clipped_and_dropped_tokens_have_no_gradient():
     logprobs, given = inputs(importance_weights=None)
     positive, total = gradient_sizes(logprobs, given, PolicyObjective())
     # the second is clipped above, the fourth below

@@ -43,12 +43,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def test_no_offload_options_by_default() -> None:
+def test_no_offload_options_by_default():
     assert cpu_offload_options(OptimizerConfig()) == {}
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_hybrid_optimizer_updates_like_adam(gpu: None, fraction: float) -> None:
+def test_hybrid_optimizer_updates_like_adam(gpu, fraction):
     from megatron.core.optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 

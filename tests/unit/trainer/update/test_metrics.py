@@ -37,7 +37,7 @@ def step_of(mini_batches: list[MiniBatchSums], **changes):
     return summarize(mini_batches, **(usual | changes))
 
 
-def test_means_are_over_tokens_not_over_mini_batches() -> None:
+def test_means_are_over_tokens_not_over_mini_batches():
     later = sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0, dual_clipped=4.0)
     result = step_of([sums(), later])
     assert result["policy/dual_clip_fraction"] == pytest.approx(0.25)
@@ -47,21 +47,21 @@ def test_means_are_over_tokens_not_over_mini_batches() -> None:
     assert result["policy/loss"] == pytest.approx(2.0)
 
 
-def test_ratio_error_is_of_the_first_mini_batch() -> None:
+def test_ratio_error_is_of_the_first_mini_batch():
     """Later ones see other weights; their ratio is meant to differ from 1."""
     for first, later in ((0.0, 0.3), (1e-7, 0.0)):
         result = step_of([sums(max_ratio_error=first), sums(max_ratio_error=later)])
         assert result["policy/ratio_first_max_error"] == first
 
 
-def test_parity_mean_is_over_compared_tokens() -> None:
+def test_parity_mean_is_over_compared_tokens():
     result = step_of([sums(), sums(num_compared=0.0, logprob_difference=0.0)])
     assert result["parity/logprob_abs_mean"] == pytest.approx(0.25)
     result = step_of([sums(max_logprob_difference=0.1), sums(max_logprob_difference=0.7)])
     assert result["parity/logprob_abs_max"] == 0.7
 
 
-def test_staleness_is_over_tokens_and_shares_over_weighted_tokens() -> None:
+def test_staleness_is_over_tokens_and_shares_over_weighted_tokens():
     stale = sums(num_stale=3.0, logprob_drift=0.6, max_logprob_drift=0.3, num_weighted=4.0)
     more = sums(num_stale=1.0, logprob_drift=0.6, max_logprob_drift=0.6, num_outside=1.0)
     gaps = np.array([0, 0, 0, 0, 1, 1, 3, 3])
@@ -74,7 +74,7 @@ def test_staleness_is_over_tokens_and_shares_over_weighted_tokens() -> None:
     assert (found["weight_truncated_share"], found["weight_masked_share"]) == (0.0, 0.25)
 
 
-def test_unmeasured_numbers_are_null_or_nan() -> None:
+def test_unmeasured_numbers_are_null_or_nan():
     """0.0 would read as perfect parity, as a vanished gradient, or as a search that found 0."""
     assert step_of([sums()])["staleness/token_share"] == 0.0
     nothing = sums(num_tokens=0.0, num_compared=0.0, max_logprob_difference=0.0)
@@ -87,7 +87,7 @@ def test_unmeasured_numbers_are_null_or_nan() -> None:
     assert step_of([sums(gradient=math.nan)])["policy/positive_gradient_share"] is None
 
 
-def test_searched_bounds_are_means_and_the_smallest_share() -> None:
+def test_searched_bounds_are_means_and_the_smallest_share():
     """Updates without tokens have no share."""
 
     def found(high: float, before: float, share: float) -> BapoBounds:
@@ -103,7 +103,7 @@ def test_searched_bounds_are_means_and_the_smallest_share() -> None:
     }
 
 
-def test_every_metric_of_the_trainer_is_given() -> None:
+def test_every_metric_of_the_trainer_is_given():
     critic = CriticSums(num_tokens=1.0, squared_returns=1.0)
     found = step_of([sums()]) | summarize_critic([critic], grad_norms=[], lr=0.0)
     expected = {name for name in UPDATE.metrics if not name.startswith("experts/")}

@@ -7,7 +7,7 @@ import torch
 from megadapo.trainer.update.optimizer import take_one_pass
 
 
-def test_rank_without_parameters_of_a_group_can_step() -> None:
+def test_rank_without_parameters_of_a_group_can_step():
     """A rank's part of the buffer may be inside one matrix and contain no norm's weight."""
     torch.manual_seed(0)
     start, gradient = torch.randn(70), torch.randn(70)
@@ -26,7 +26,7 @@ def test_rank_without_parameters_of_a_group_can_step() -> None:
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
-def test_other_devices_use_the_default_optimizer() -> None:
+def test_other_devices_use_the_default_optimizer():
     """On a GPU torch chooses among its own ways, and keeps that choice only if nothing is set."""
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([weight])

@@ -21,7 +21,7 @@ AB = [Run("a", 10, 16), Run("b", 0, 4)]
 """Ten rows end to end; the first run starts inside its tensor."""
 
 
-def test_part_may_span_two_tensors() -> None:
+def test_part_may_span_two_tensors():
     assert cut_evenly(AB, 0, 2) == [Run("a", 10, 15)]
     assert cut_evenly(AB, 1, 2) == [Run("a", 15, 16), Run("b", 0, 4)]
     assert cut_evenly(AB, 2, 5) == [Run("a", 14, 16)]
@@ -29,19 +29,19 @@ def test_part_may_span_two_tensors() -> None:
         cut_evenly([AB[0], Run("b", 0, 2), Run("b", 2, 4)], 0, 3)
 
 
-def test_clip_excludes_adjacent_runs() -> None:
+def test_clip_excludes_adjacent_runs():
     assert clip(AB, 6, 6) == clip(AB, 10, 12) == []
     assert clip(AB, 0, 6) == AB[:1]
     assert clip(AB, 6, 99) == AB[1:]
     assert clip(AB, 5, 7) == [Run("a", 15, 16), Run("b", 0, 1)]
 
 
-def test_cut_each_cuts_every_tensor_separately() -> None:
+def test_cut_each_cuts_every_tensor_separately():
     assert whole(["a", "b"], [6, 4]) == [Run("a", 0, 6), Run("b", 0, 4)]
     assert cut_each(["a", "b"], [6, 4], 1, 2) == [Run("a", 3, 6), Run("b", 2, 4)]
 
 
-def test_query_groups_keep_their_key_and_value() -> None:
+def test_query_groups_keep_their_key_and_value():
     """Two groups of 4 q rows, 2 k rows and 2 v rows; four parts cut the groups."""
     sizes = ["q", "k", "v"], [8, 4, 4]
     second = [Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4)]
@@ -50,7 +50,7 @@ def test_query_groups_keep_their_key_and_value() -> None:
     assert interleave_groups(*sizes, 2, 3, 4) == second[1:]
 
 
-def test_heads_are_cut_or_repeated() -> None:
+def test_heads_are_cut_or_repeated():
     """With fewer heads than ranks, neighbouring ranks share a head."""
     assert [cut_heads("k", 12, 4, rank, 4) for rank in (0, 3)] == [
         [Run("k", 0, 3)],
@@ -63,7 +63,7 @@ def test_heads_are_cut_or_repeated() -> None:
         cut_heads("k", 6, 2, 0, 3)
 
 
-def test_padding_is_in_no_run() -> None:
+def test_padding_is_in_no_run():
     parts = [cut_padded("e", 10, 16, rank, 4) for rank in range(4)]
     assert parts == [[Run("e", 0, 4)], [Run("e", 4, 8)], [Run("e", 8, 10)], []]
     assert cut_padded("e", 16, 16, 1, 2) == [Run("e", 8, 16)]
@@ -73,7 +73,7 @@ def test_padding_is_in_no_run() -> None:
             cut_padded("e", 10, padded, 0, size)
 
 
-def test_bounds_are_integers() -> None:
+def test_bounds_are_integers():
     """A float would equal its integer in these tests, but cannot slice a tensor."""
     runs = [
         *cut_evenly(AB, 1, 2),
@@ -85,5 +85,5 @@ def test_bounds_are_integers() -> None:
 
 
 @pytest.mark.parametrize("value, rounded", [(0, 0), (1, 64), (64, 64), (65, 128)])
-def test_round_up(value: int, rounded: int) -> None:
+def test_round_up(value, rounded):
     assert round_up(value, 64) == rounded

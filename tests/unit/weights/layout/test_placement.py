@@ -13,7 +13,7 @@ from megadapo.weights.layout.shards import ShardPosition
 from tests.support.weights.tiny_layouts import layout_of
 
 
-def test_positions_of_all_ranks() -> None:
+def test_positions_of_all_ranks():
     """Ranks are in Megatron's order: TP fastest, then DP with EP, then PP."""
     layout = layout_of("Qwen3Moe", num_hidden_layers=3)
     found = replica_positions(layout, tp_size=2, pp_size=2, ep_size=2, etp_size=1, num_dp=2)
@@ -41,7 +41,7 @@ def test_positions_of_all_ranks() -> None:
     ]
 
 
-def test_given_stages_are_used() -> None:
+def test_given_stages_are_used():
     layout = layout_of(num_hidden_layers=4)
     stages = [(0,), (1, 2, 3)]
     found = replica_positions(layout, pp_size=2, stages=stages)
@@ -51,13 +51,13 @@ def test_given_stages_are_used() -> None:
 
 
 @pytest.mark.parametrize("size", ["tp_size", "pp_size", "vpp_size", "ep_size", "num_dp"])
-def test_size_of_zero_is_rejected_by_name(size: str) -> None:
+def test_size_of_zero_is_rejected_by_name(size):
     name = size.removesuffix("_size").removeprefix("num_").upper()
     with pytest.raises(WeightError, match=f"^{name} must be at least 1, but it is 0"):
         replica_positions(layout_of(), **{size: 0})
 
 
-def test_experts_that_do_not_fit_the_ranks_are_rejected() -> None:
+def test_experts_that_do_not_fit_the_ranks_are_rejected():
     message = (
         r"^2 ranks of a pipeline stage \(TP 2 x DP 1\) cannot be cut into expert TP 2 x EP 2\.$"
     )
@@ -65,7 +65,7 @@ def test_experts_that_do_not_fit_the_ranks_are_rejected() -> None:
         replica_positions(layout_of("Qwen3Moe"), tp_size=2, ep_size=2)
 
 
-def test_expert_tp_defaults_to_tp() -> None:
+def test_expert_tp_defaults_to_tp():
     position = ShardPosition(layer_indices=(), tp_rank=1, tp_size=4)
     assert position.expert_tp == (1, 4)
     assert replace(position, etp_rank=0).expert_tp == (1, 4)
@@ -73,7 +73,7 @@ def test_expert_tp_defaults_to_tp() -> None:
     assert replace(position, etp_rank=0, etp_size=2).expert_tp == (0, 2)
 
 
-def test_chunks_alternate_between_stages() -> None:
+def test_chunks_alternate_between_stages():
     assert stage_chunks(4, pp_size=2) == [[range(0, 2)], [range(2, 4)]]
     first, second = stage_chunks(8, pp_size=2, vpp_size=2)
     assert first == [range(0, 2), range(4, 6)]
@@ -81,7 +81,7 @@ def test_chunks_alternate_between_stages() -> None:
     assert stage_layers(8, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
-def test_remaining_layers_go_to_first_chunks() -> None:
+def test_remaining_layers_go_to_first_chunks():
     assert stage_layers(6, pp_size=4) == [(0, 1), (2, 3), (4,), (5,)]
     assert stage_layers(7, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6)]
     for layers in range(4, 20):
@@ -102,9 +102,7 @@ def test_remaining_layers_go_to_first_chunks() -> None:
         (10, {"pp_size": 3, "vpp_size": 2, "first": 2, "last": 4}, [2, 4, 4]),
     ],
 )
-def test_first_and_last_stage_have_given_layers(
-    num_layers: int, split: dict[str, int], sizes: list[int]
-) -> None:
+def test_first_and_last_stage_have_given_layers(num_layers, split, sizes):
     """The given number counts all chunks of a stage together."""
     stages = stage_layers(num_layers, **split)
     assert [len(stage) for stage in stages] == sizes
@@ -112,7 +110,7 @@ def test_first_and_last_stage_have_given_layers(
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])
-def test_chunk_without_layers_is_rejected(num_layers: int) -> None:
+def test_chunk_without_layers_is_rejected(num_layers):
     """An empty stage would wait for activations forever."""
     message = f"^{num_layers} layers cannot be spread over 2 stages of 2 chunks"
     with pytest.raises(WeightError, match=message):

@@ -78,7 +78,7 @@ def names(shards: Iterable[Shard]) -> list[str]:
     return [shard.name for shard in shards]
 
 
-def test_shards_of_trainer_rank() -> None:
+def test_shards_of_trainer_rank():
     layout = layout_of()
     position = replica_positions(layout, tp_size=2)[1]
     shards = list(layout.megatron_shards(position))
@@ -90,12 +90,12 @@ def test_shards_of_trainer_rank() -> None:
     }
 
 
-def test_shards_of_engine_rank() -> None:
+def test_shards_of_engine_rank():
     position = EnginePosition(tp_rank=1, tp_size=2)
     assert describe(layout_of().engine_shards(position)) == ENGINE_RANK_1_OF_2
 
 
-def test_experts_of_trainer_rank() -> None:
+def test_experts_of_trainer_rank():
     """Experts are whole: expert parallelism replaces their tensor parallelism."""
     layout = layout_of("Qwen3Moe")
     position = replica_positions(layout, tp_size=2, ep_size=2, etp_size=1)[1]
@@ -115,7 +115,7 @@ def test_experts_of_trainer_rank() -> None:
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_engine_rank_stacks_experts(expert_parallel: bool) -> None:
+def test_engine_rank_stacks_experts(expert_parallel):
     """With expert parallelism whole experts, without it half of each."""
     position = EnginePosition(tp_rank=1, tp_size=2, expert_parallel=expert_parallel)
     experts = (s for s in layout_of("Qwen3Moe").engine_layer(position, "0") if "exp" in s.name)
@@ -136,14 +136,14 @@ def test_engine_rank_stacks_experts(expert_parallel: bool) -> None:
     ]
 
 
-def test_uneven_experts_are_rejected() -> None:
+def test_uneven_experts_are_rejected():
     layout = layout_of("Qwen3Moe")
     position = ShardPosition(layer_indices=(0,), ep_size=3)
     with pytest.raises(WeightError, match=r"^4 experts cannot be spread evenly over 3 ranks\.$"):
         list(layout.megatron_shards(position))
 
 
-def test_tensors_are_in_model_order() -> None:
+def test_tensors_are_in_model_order():
     """A checkpoint is written in this order, and rejected if a name or a shape differs."""
     layout = layout_of()
     assert tuple(layout.hf_shapes) == ALL_NAMES
@@ -162,7 +162,7 @@ def test_tensors_are_in_model_order() -> None:
     assert moe["model.layers.0.mlp.gate.weight"] == (4, 8)
 
 
-def test_tied_head_on_another_stage_copies_embedding() -> None:
+def test_tied_head_on_another_stage_copies_embedding():
     """With one stage the head does not exist; no stored tensor has its name."""
     layout = layout_of(num_hidden_layers=2, tie_word_embeddings=True)
     (only,) = replica_positions(layout)
@@ -173,7 +173,7 @@ def test_tied_head_on_another_stage_copies_embedding() -> None:
     assert describe([head]) == "output_layer.weight (128, 8): model.embed_tokens.weight[0:70]"
 
 
-def test_first_and_last_engine_stage_have_embedding_and_head() -> None:
+def test_first_and_last_engine_stage_have_embedding_and_head():
     """The last stage has a second copy of a tied embedding."""
     for tied, last_has in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
         layout = layout_of(num_hidden_layers=3, tie_word_embeddings=tied)
@@ -185,12 +185,12 @@ def test_first_and_last_engine_stage_have_embedding_and_head() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 1])
-def test_unknown_layer_is_rejected(layer: int) -> None:
+def test_unknown_layer_is_rejected(layer):
     with pytest.raises(WeightError, match=rf"^Layer {layer} is not in a 1-layer model\.$"):
         list(layout_of().megatron_shards(ShardPosition(layer_indices=(layer,))))
 
 
-def test_position_sets_vocabulary_padding() -> None:
+def test_position_sets_vocabulary_padding():
     """Checkpoints of another split have other padding; the default depends on TP."""
     layout = layout_of()
     (position,) = replica_positions(layout)
@@ -200,7 +200,7 @@ def test_position_sets_vocabulary_padding() -> None:
     assert layout.megatron_head(unsaid).length == 64
 
 
-def test_runs_are_placed_end_to_end() -> None:
+def test_runs_are_placed_end_to_end():
     runs = (Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4))
     shard = Shard("qkv", runs, axis=0, length=9, width=3)
     assert list(shard.placed_runs()) == list(zip((0, 4, 6), runs, strict=True))
@@ -210,7 +210,7 @@ def test_runs_are_placed_end_to_end() -> None:
     assert vector.shape == (9,) and vector.numel_per_row == 1
 
 
-def test_names_outside_layers_have_no_prefix() -> None:
+def test_names_outside_layers_have_no_prefix():
     layout = layout_of("Qwen3Moe")
     assert hf_names(layout.family.head, None, None) == ["lm_head.weight"]
     *_, down = layout.layer_rows

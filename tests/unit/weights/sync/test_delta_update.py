@@ -111,9 +111,7 @@ def published(model_folders):
     return connection, targets
 
 
-def test_lost_repeated_and_unfinished_updates_are_refused(
-    published,
-):
+def test_lost_repeated_and_unfinished_updates_are_refused(published):
     connection, targets = published
     train(connection, 0.02)
     connection.encode(1, 2)  # which never arrives

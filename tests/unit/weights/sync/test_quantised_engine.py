@@ -108,7 +108,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found, scales
 
 
-def test_update_quantises_new_weights(model: Model) -> None:
+def test_update_quantises_new_weights(model):
     """Update twice, since the first reload also undoes the start's state; in place, since CUDA
     graphs keep the addresses."""
     assert model.proj.weight.dtype == torch.float8_e4m3fn
@@ -124,7 +124,7 @@ def test_update_quantises_new_weights(model: Model) -> None:
     assert [one.data_ptr() for one in model.parameters()] == addresses
 
 
-def test_quantisation_error_fits_three_mantissa_bits(model: Model) -> None:
+def test_quantisation_error_fits_three_mantissa_bits(model):
     weights: dict[str, Any] = random_weights(3)
     update(model, weights)
     scales = model.proj.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

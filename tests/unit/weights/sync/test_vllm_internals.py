@@ -12,13 +12,13 @@ from megadapo.weights.sync import vllm_internals
 from megadapo.weights.sync.vllm_plugin import NAME, register
 
 
-def test_missing_layerwise_reload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_layerwise_reload_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", None)
     with pytest.raises(WeightError, match=r"cannot replace weights .* vLLM 0\.32 can"):
         vllm_internals.layerwise_reload()
 
 
-def test_loader_is_unwrapped_to_model_loader() -> None:
+def test_loader_is_unwrapped_to_model_loader():
     """Catches a wrapper that is left, which delays loads, and the loss of the model's loader."""
     from functools import wraps
 
@@ -38,7 +38,7 @@ def test_loader_is_unwrapped_to_model_loader() -> None:
     assert vllm_internals._original_loader(param) is models_own
 
 
-def test_plugin_can_be_registered_twice() -> None:
+def test_plugin_can_be_registered_twice():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     register()
