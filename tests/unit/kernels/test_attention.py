@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -79,26 +80,22 @@ def test_scale_argument():
     assert not torch.allclose(got, packed_attention(*inputs, starts, longest=5))
 
 
-def test_sequence_bits_do_not_depend_on_batch_or_threads():
+def test_sequence_bits_do_not_depend_on_batch_or_threads(set_threads):
     """Otherwise a token's log-prob would depend on the rest of its batch."""
     torch.manual_seed(0)
     lengths = [5, 40, 13, 64]
     inputs, starts = tensors(sum(lengths), 4, 2, 32), starts_of(lengths)
     upstream = torch.randn(sum(lengths), 4, 32)
     whole = values_and_grads(lambda *x: packed_attention(*x, starts, longest=64), inputs, upstream)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            alone = values_and_grads(
-                lambda *x, n=stop - start: packed_attention(*x, starts_of([n]), longest=n),
-                [x[start:stop] for x in inputs],
-                upstream[start:stop],
-            )
-            for part, together in zip(alone, whole, strict=True):
-                assert torch.equal(part, together[start:stop])
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    for start, stop in pairwise(starts.tolist()):
+        alone = values_and_grads(
+            lambda *x, n=stop - start: packed_attention(*x, starts_of([n]), longest=n),
+            [x[start:stop] for x in inputs],
+            upstream[start:stop],
+        )
+        for part, together in zip(alone, whole, strict=True):
+            assert torch.equal(part, together[start:stop])
 
 
 def test_large_and_non_finite_scores():

@@ -80,7 +80,7 @@ def test_non_finite_values_stay_in_their_row(bad):
         assert y.isfinite().all(1).tolist() == [True, False, True]
 
 
-def test_row_bits_do_not_depend_on_batch_or_threads():
+def test_row_bits_do_not_depend_on_batch_or_threads(set_threads):
     torch.manual_seed(0)
     x, weight, angles = torch.randn(300, 96), torch.rand(96), torch.randn(300, 16)
     heads = torch.randn(300, 3, 32)
@@ -89,17 +89,13 @@ def test_row_bits_do_not_depend_on_batch_or_threads():
         turned = rotary(heads[rows], angles.cos()[rows], angles.sin()[rows])
         return [rmsnorm(x[rows], weight), swiglu(x[rows]), turned]
 
-    threads = torch.get_num_threads()
     whole = results(slice(None))
-    try:
-        torch.set_num_threads(1)
-        for rows in (slice(0, 300), slice(7, 8), slice(100, 165)):
-            for part, all_rows in zip(results(rows), whole, strict=True):
-                torch.testing.assert_close(part, all_rows[rows], rtol=1e-6, atol=1e-6)
-                if native.load_native(SOURCE) is not None:
-                    assert torch.equal(part, all_rows[rows])
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    for rows in (slice(0, 300), slice(7, 8), slice(100, 165)):
+        for part, all_rows in zip(results(rows), whole, strict=True):
+            torch.testing.assert_close(part, all_rows[rows], rtol=1e-6, atol=1e-6)
+            if native.load_native(SOURCE) is not None:
+                assert torch.equal(part, all_rows[rows])
 
 
 def test_three_dimensions_and_strides():

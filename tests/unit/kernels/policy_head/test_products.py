@@ -51,7 +51,7 @@ def test_all_product_shapes_match_fp64(route, rows, columns, inner):
     assert ((product(a, b).double() - exact).abs() <= 1e-6 * scale + 1e-30).all()
 
 
-def test_product_bits_do_not_depend_on_tile_split_or_threads(route):
+def test_product_bits_do_not_depend_on_tile_split_or_threads(route, set_threads):
     """Old log-probs and the update may cut rows, and ranks the vocabulary, as they like.
 
     Widened in multiples of 64 rows, which tiles are: another height may take another path of
@@ -59,16 +59,12 @@ def test_product_bits_do_not_depend_on_tile_split_or_threads(route):
     """
     a, b = operands(256, 512, 128)
     whole = product(a, b)
-    threads = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(product(a, b), whole)
-            assert torch.equal(product(a[64:192], b), whole[64:192])
-            if route == "inner kernels":
-                assert torch.equal(product(a[5:78], b[33:300]), whole[5:78, 33:300])
-    finally:
-        torch.set_num_threads(threads)
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        assert torch.equal(product(a, b), whole)
+        assert torch.equal(product(a[64:192], b), whole[64:192])
+        if route == "inner kernels":
+            assert torch.equal(product(a[5:78], b[33:300]), whole[5:78, 33:300])
 
 
 def test_strided_operands_and_a_slice_of_the_result(route):

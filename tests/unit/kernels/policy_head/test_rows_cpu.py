@@ -174,7 +174,7 @@ def test_gradient_may_overwrite_logits(passes):
     assert torch.equal(run(logits, targets, shards_of(333), in_place=True)[2], apart)
 
 
-def test_row_bits_do_not_depend_on_tile_or_threads(passes):
+def test_row_bits_do_not_depend_on_tile_or_threads(passes, set_threads):
     """Otherwise the first ratio would not be exactly 1."""
     logits, targets = torch.randn(33, 4096) * 3.0, torch.randint(0, 4096, (33,))
     shards = shards_of(4096, num_local=8)
@@ -184,17 +184,11 @@ def test_row_bits_do_not_depend_on_tile_or_threads(passes):
 
     stats = stats_of(logits, shards)
     whole = run(logits, targets, shards)
-    threads = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            for rows in (slice(0, 1), slice(1, 4), slice(4, 33)):
-                for part, all_rows in zip(
-                    run(logits[rows].clone(), targets[rows], shards), whole, strict=True
-                ):
-                    assert torch.equal(part, all_rows[rows])
-    finally:
-        torch.set_num_threads(threads)
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 33)):
+            parts = run(logits[rows].clone(), targets[rows], shards)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(parts, whole, strict=True))
     halves = [
         stats_of(half.contiguous(), shards_of(2048, num_local=4, first=first))
         for first, half in zip((0, 4), logits.split(2048, dim=1), strict=True)

@@ -16,6 +16,14 @@ from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.runs.commands import convert
 
 
+def copy_model(source, folder, change=dict, **changes):
+    """Copy a model's folder; `change` returns new tensors, `changes` are of its configuration."""
+    config = json.loads((source / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(change(load_file(source / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
 def all_tensors(folder):
     tensors = {}
     for path in folder.glob("*.safetensors"):
@@ -85,10 +93,8 @@ def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
 ])  # fmt: skip
 def test_verify_names_config_key_that_differs(model_folders, tmp_path, changes, key):
     source = model_folders["Llama"]
-    config = json.loads((source / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightError, match=key):
-        convert("verify", source, tmp_path)
+        convert("verify", source, copy_model(source, tmp_path, **changes))
 
 
 def test_old_and_new_rope_keys_are_equal(model_folders, tmp_path):
@@ -105,8 +111,7 @@ def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
     source = model_folders["Mistral"]
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] *= 1 + 2**-20
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    copy_model(source, tmp_path, lambda _: tensors)
     with pytest.raises(WeightError, match="1 tensors differ: model.layers.2.mlp.up_proj.weight"):
         convert("verify", source, tmp_path)
 
@@ -138,10 +143,7 @@ def test_damaged_folders_and_bad_requests_are_named(model_folders, tmp_path):
     ({"attention_bias": True}, r"q_proj.bias is missing"),
 ])  # fmt: skip
 def test_config_that_does_not_match_weights_is_refused(model_folders, tmp_path, changes, message):
-    source = model_folders["Llama"]
-    config = json.loads((source / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    copy_model(model_folders["Llama"], tmp_path, **changes)
     with pytest.raises(WeightError, match=message):
         convert("hf-to-megatron", tmp_path, tmp_path / "megatron")
 

@@ -99,6 +99,10 @@ def test_remaining_layers_go_to_first_chunks():
         (9, {"pp_size": 3, "first": 1}, [1, 4, 4]),
         (9, {"pp_size": 3, "last": 1}, [4, 4, 1]),
         (5, {"pp_size": 2, "first": 2, "last": 3}, [2, 3]),
+        (3, {"pp_size": 1}, [3]),
+        (28, {"pp_size": 2, "last": 12}, [16, 12]),
+        (6, {"pp_size": 2, "vpp_size": 2, "last": 2}, [4, 2]),
+        (5, {"pp_size": 3, "first": 1, "last": 1}, [1, 3, 1]),
         (10, {"pp_size": 3, "vpp_size": 2, "first": 2, "last": 4}, [2, 4, 4]),
     ],
 )

@@ -40,6 +40,10 @@ def sent(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return section
 
 
+def assert_comes_back(before: torch.Tensor, after: torch.Tensor) -> None:
+    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+
+
 def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
     """Give some elements random bits, including NaN payloads and infinities."""
     random = torch.randint(-(2**31), 2**31, (len(before),)).to(torch.int32).view(torch.uint8)
@@ -52,7 +56,7 @@ def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
 def test_every_bit_comes_back(dtype, share):
     before = changed_at_random(weights(dtype), 0.05)
     after = changed_at_random(before, share)
-    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+    assert_comes_back(before, after)
 
 
 @pytest.mark.parametrize("places", [
@@ -63,7 +67,7 @@ def test_all_gap_lengths_are_decoded(places):
     before = weights()
     after = before.clone()
     after.view(torch.int16)[places] += 1
-    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+    assert_comes_back(before, after)
 
 
 @pytest.mark.parametrize("step", [1, -1, 127, -127, 128, -128, 129, 32767, -32768])
@@ -72,7 +76,7 @@ def test_all_step_sizes_are_decoded(step):
     before = before.repeat(200)
     after = before.clone()
     after.view(torch.int16)[::11] += step
-    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+    assert_comes_back(before, after)
 
 
 def test_signed_zeros_and_nan_payloads_are_changes():
@@ -81,7 +85,7 @@ def test_signed_zeros_and_nan_payloads_are_changes():
     after = before.clone()
     after[0] = -0.0
     after.view(torch.int16)[1] ^= 1
-    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+    assert_comes_back(before, after)
 
 
 def test_one_unit_in_the_last_place_takes_two_bytes():
