@@ -33,7 +33,7 @@ MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
 NUM_PROCESSES = 4
 ANSWER_TIMEOUT_S = 240
 DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
-"""Of trainers with a critic."""
+"""Settings of trainers with a critic."""
 DEATH_TIMEOUT_S = 5
 """From a closed connection to an exit code."""
 
