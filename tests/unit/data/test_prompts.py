@@ -95,7 +95,6 @@ def test_ids_are_distinct_and_independent_of_the_file(tmp_path) -> None:
 
 
 def test_prompts_survive_json_exactly() -> None:
-    """Saved groups contain prompts."""
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert Prompt.from_json(json.loads(json.dumps(prompt.to_json()))) == prompt
     assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
@@ -130,8 +129,7 @@ def test_five_bad_golds_are_listed(tmp_path, num_bad, last) -> None:
 def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
     rows = [row(f"question {i}", "units" if i >= 2 else "5") for i in range(10)]
     rows[4] = row("question 4", None)
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(DataError) as error:
         read(str(tmp_path / "a.parquet"))
     text = str(error.value)

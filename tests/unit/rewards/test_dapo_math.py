@@ -87,9 +87,8 @@ def test_only_response_end_counts(rule: Rule) -> None:
         end = response_of(case)[-ANSWER_WINDOW:]
         padded = "Answer: 7 \\boxed{7}\n" + "x" * 1000 + end
         if len(end) == ANSWER_WINDOW:
-            assert score(padded, case["ground_truth"], rule) == score(
-                end, case["ground_truth"], rule
-            )
+            gold = case["ground_truth"]
+            assert score(padded, gold, rule) == score(end, gold, rule)
 
 
 def test_answer_line_takes_precedence_over_box() -> None:

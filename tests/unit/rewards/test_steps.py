@@ -103,9 +103,7 @@ def test_bytes_of_a_real_tokenizer(tokenizer: PreTrainedTokenizerBase, decode: D
     assert step_ends(text, tokens, (";", "\n"), decode) == [3, 7, 8]
 
 
-def test_spans_become_ends_and_combined_score(
-    returns_steps: Runner,
-) -> None:
+def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
     (one,) = returns_steps.score_group(PROMPT, ["fine"], [ids("fine")[:4]])
     assert (one.score, one.correct, one.failure) == (1.5, True, None)
     assert one.steps == ((2, 1.0), (4, 0.5))
@@ -182,9 +180,8 @@ def test_functions_without_steps_give_none() -> None:
 
 
 def check(response: str, prompt: str = "12+34+56=?", gold: str = "102") -> list[float]:
-    return arithmetic_steps_reward([{"role": "user", "content": prompt}], response, [], gold, {})[
-        "steps"
-    ]
+    messages = [{"role": "user", "content": prompt}]
+    return arithmetic_steps_reward(messages, response, [], gold, {})["steps"]
 
 
 @pytest.mark.parametrize(

@@ -52,20 +52,14 @@ def run(sandbox: Runner, programs: list[str], tests: str = ADDS) -> list[Functio
 
 def output(sandbox: Runner, program: str) -> str:
     """Return the output of a program, from the private pool: scores do not contain it."""
-    (reply,) = sandbox._pool.run(
-        [
-            {
-                "code": program,
-                "tests": None,
-                "inputs": [""],
-                "seconds_per_run": 2.0,
-                "seconds": 4.0,
-                "stops_early": False,
-            }
-        ],
-        8.0,
-    )
+    (reply,) = sandbox._pool.run([request(program)], 8.0)
     return reply["runs"][0]["output"]
+
+
+def request(program: str) -> dict[str, object]:
+    """Return the request to run a program once, without tests."""
+    limits = {"seconds_per_run": 2.0, "seconds": 4.0, "stops_early": False}
+    return {"code": program, "tests": None, "inputs": [""], **limits}
 
 
 def test_programs_are_compared_by_output(sandbox: Runner) -> None:
@@ -254,18 +248,12 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
     program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
     settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
     code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
-    request = {"code": code, "tests": None, "inputs": [""], "stops_early": False}
-    line = {"cpu_s": 5, "request": request | {"seconds_per_run": 2.0, "seconds": 4.0}}
-    limited = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    command = [sys.executable, "-c", program, json.dumps(settings)]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *command]
     done = subprocess.run(
-        [
-            *(limited if os.geteuid() == 0 else []),
-            sys.executable,
-            "-c",
-            program,
-            json.dumps(settings),
-        ],
-        input=json.dumps(line) + "\n",
+        command,
+        input=json.dumps({"cpu_s": 5, "request": request(code)}) + "\n",
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

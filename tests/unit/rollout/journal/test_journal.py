@@ -42,12 +42,22 @@ def sampler_with(journal: Journal, engines: ScriptedEngines, **config) -> Sample
     return make_sampler(engines, sampler={"journal": journal, "scoring": AtOnce}, **config)
 
 
-def killed_after(folder: Path, num_groups: int, **config) -> list[int]:
+def finished(engines: ScriptedEngines) -> set[int]:
+    """Return the prompt indices of groups that were generated to their end."""
+    return set(engines.asked) - engines._in_flight.keys()
+
+
+def killed_after(folder: Path, num_groups: int, **config) -> set[int]:
     """Return the prompt indices of groups that finished before the kill."""
     engines = KilledAfter(num_groups, finish="at random")
     with pytest.raises(KilledError):
         sampler_with(journal_in(folder), engines, **config).next_batch()
-    return [key for key in engines.asked if key not in engines._in_flight]
+    return finished(engines)
+
+
+def num_reused(journal: Journal) -> int:
+    """Return the number of groups that a step takes from the journal."""
+    return sampler_with(journal, ScriptedEngines()).next_batch().num_from_journal
 
 
 MODES = [{}, {"mode": "rounds"}, {"selection": "all"}]
@@ -58,21 +68,20 @@ MODES = [{}, {"mode": "rounds"}, {"selection": "all"}]
 def test_killed_step_reuses_finished_groups(tmp_path, config, num_groups):
     config = {**config, "saved_groups": "all"}
     expected = make_sampler(ScriptedEngines(finish="at random"), **config).next_batch()
-    finished = killed_after(tmp_path, num_groups, **config)
+    before = killed_after(tmp_path, num_groups, **config)
     engines = ScriptedEngines(finish="short first")
     batch = sampler_with(journal_in(tmp_path), engines, **config).next_batch()
     assert contents([batch]) == contents([expected])
     assert batch.num_from_journal > 0
-    assert not set(engines.asked) & set(finished)
+    assert not set(engines.asked) & before
     again = ScriptedEngines()
     last = sampler_with(journal_in(tmp_path), again, **config).next_batch()
     assert contents([last]) == contents([expected])
-    assert not set(again.asked) & {o for o in engines.asked if o not in engines._in_flight}
+    assert not set(again.asked) & finished(engines)
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
-    """The digest of a request covers the tokens it continues."""
     config = {"mode": "partial", "max_staleness": 1}
     first = make_sampler(ScriptedEngines(finish="last first", slots=60), **config)
     first.next_batch()
@@ -91,7 +100,7 @@ def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
     engines = ScriptedEngines()
     batch = resumed(engines).next_batch()
     assert batch.num_from_journal == num_groups
-    assert not set(engines.asked) & {o for o in killed.asked if o not in killed._in_flight}
+    assert not set(engines.asked) & finished(killed)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +115,7 @@ def test_groups_of_other_weights_or_settings_are_ignored(tmp_path, changed, word
     journal = journal_in(tmp_path, **changed)
     [note] = journal.drain_warnings()
     assert f"is from {word}" in note and "version-3.log" in note
-    engines = ScriptedEngines()
-    assert sampler_with(journal, engines).next_batch().num_from_journal == 0
+    assert num_reused(journal) == 0
     assert journal_in(tmp_path, **changed).drain_warnings() == []
 
 
@@ -126,12 +134,12 @@ def test_malformed_group_is_requested_again(tmp_path, monkeypatch):
             "megadapo.rollout.journal.journal.encode_group",
             lambda group: {"prompt_index": group.prompt_index},
         )
-        finished = killed_after(tmp_path, 2)
+        before = killed_after(tmp_path, 2)
     journal, engines = journal_in(tmp_path), ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
     notes = journal.drain_warnings()
     assert len(notes) == 2 and all("KeyError('responses')" in note for note in notes)
-    assert set(finished) <= set(engines.asked)
+    assert before <= set(engines.asked)
 
 
 def test_group_is_restored_exactly(tmp_path):
@@ -151,9 +159,8 @@ def test_foreign_file_is_replaced(tmp_path, content):
     path.write_bytes(content)
     journal = journal_in(tmp_path)
     assert bool(journal.drain_warnings()) == bool(content)
-    sampler_with(journal, ScriptedEngines()).next_batch()
-    batch = sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch()
-    assert batch.num_from_journal > 0
+    num_reused(journal)
+    assert num_reused(journal_in(tmp_path)) > 0
 
 
 def test_other_format_is_reported(tmp_path, monkeypatch):
@@ -165,7 +172,7 @@ def test_other_format_is_reported(tmp_path, monkeypatch):
 
 def test_damage_costs_later_groups(tmp_path):
     expected = make_sampler(ScriptedEngines()).next_batch()
-    finished = killed_after(tmp_path, 6)
+    before = killed_after(tmp_path, 6)
     path = tmp_path / JOURNAL_FOLDER / "version-3.log"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
@@ -174,7 +181,7 @@ def test_damage_costs_later_groups(tmp_path):
     [note] = journal.drain_warnings()
     assert "a damaged record at byte" in note and str(path) in note
     batch = sampler_with(journal, ScriptedEngines()).next_batch()
-    assert 0 < batch.num_from_journal < len(finished)
+    assert 0 < batch.num_from_journal < len(before)
     assert contents([batch]) == contents([expected])
 
 
@@ -197,7 +204,7 @@ def test_full_disk_does_not_end_the_step(tmp_path, monkeypatch):
     assert len(calls) == 5, "writing is tried again only for the next weights"
     [note] = journal.drain_warnings()
     assert "version-3.log: cannot be written: No space left on device" in note
-    assert sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch().num_from_journal == 3
+    assert num_reused(journal_in(tmp_path)) == 3
     journal.begin(POLICY_VERSION + 1, WEIGHTS)
     sampler.next_batch()
     assert journal.drain_warnings() == []
@@ -213,9 +220,7 @@ def test_folder_that_cannot_be_created_is_reported(tmp_path):
 def test_groups_are_flushed_once_a_step(tmp_path, monkeypatch):
     synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file)), real(file)))
-    journal = Journal(tmp_path, "settings")
-    journal.begin(3, WEIGHTS)
-    sampler_with(journal, ScriptedEngines(), selection="all").next_batch()
+    sampler_with(journal_in(tmp_path), ScriptedEngines(), selection="all").next_batch()
     files = [entry for entry in synced if stat.S_ISREG(entry.st_mode)]
     assert len(files) == 1
     assert len(synced) - len(files) == 1, "the directory entry, once"
