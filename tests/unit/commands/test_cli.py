@@ -7,22 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import megadapo
-from megadapo import cli
+from megadapo import cli, errors
 from megadapo.cli import main
 from megadapo.config import load_config
-from megadapo.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    InfraError,
-    OracleError,
-    RunInterruptedError,
-)
 from megadapo.observe.rollouts.files import write_rollouts
+from tests.support import REPOSITORY
 from tests.support.rollout.saved_groups import saved_group
 
 RECIPE = """
@@ -256,29 +250,32 @@ def test_rollout_refuses_missing_weights_and_existing_run(recipe, tmp_path, fail
     assert (folder / "rollouts" / "step-3.jsonl.zst").is_file()
 
 
+@pytest.fixture
+def doctor_raises(monkeypatch):
+    def set_error(error: BaseException) -> None:
+        failing = Mock(side_effect=error)
+        monkeypatch.setattr("megadapo.commands.doctor.run", failing)
+
+    return set_error
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        *((ConfigError("x"), 2), (DataError("x"), 3), (CheckpointError("x"), 4)),
-        *((InfraError("x"), 5), (OracleError("x"), 6), (RunInterruptedError("x"), 75)),
+        *((errors.ConfigError("x"), 2), (errors.DataError("x"), 3)),
+        *((errors.CheckpointError("x"), 4), (errors.InfraError("x"), 5)),
+        *((errors.OracleError("x"), 6), (errors.RunInterruptedError("x"), 75)),
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_each_error_type_has_its_exit_code(monkeypatch, fails, error, code):
-    def fail(arguments: object) -> int:
-        raise error
-
-    monkeypatch.setattr("megadapo.commands.doctor.run", fail)
+def test_each_error_type_has_its_exit_code(doctor_raises, fails, error, code):
+    doctor_raises(error)
     fails(code, "doctor")
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch):
+def test_a_defect_keeps_its_traceback(doctor_raises):
     """Only errors for users hide the traceback."""
-
-    def fail(arguments: object) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("megadapo.commands.doctor.run", fail)
+    doctor_raises(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 
@@ -304,11 +301,13 @@ def test_every_command_has_help(capsys):
         assert f"megadapo {name}" in capsys.readouterr().out
 
 
+LARGE = str(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+
+
 def test_simulate_compares_policies_without_processes(tmp_path, capsys):
-    recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
     json_file = tmp_path / "results.json"
     sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1", "--seeds", "2")
-    assert main(["simulate", str(recipe), *sizes, "--json", str(json_file)]) == 0
+    assert main(["simulate", LARGE, *sizes, "--json", str(json_file)]) == 0
     document = json.loads(json_file.read_text())
     assert document["machine"]["versions"]["numpy"] and document["engines"]["num_engines"] == 1
     entries = document["policies"]
@@ -330,8 +329,7 @@ def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     ],
 )
 def test_simulate_refuses_impossible_settings(capsys, arguments, message):
-    recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
-    assert main(["simulate", str(recipe), *arguments]) == 2
+    assert main(["simulate", LARGE, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -36,6 +36,7 @@ SOUND = Node(
     clock=ClockOffset(ahead_ns=0, error_ns=0),
 )
 OTHER = replace(SOUND, name="1 (10.0.0.2)")
+OTHER_SOURCES = replace(FACTS, megadapo="0.1.0 (abd)")
 
 
 def with_machine(**changes) -> Node:
@@ -60,10 +61,7 @@ def test_equal_nodes_have_no_problems():
         (with_machine(python="3.11.7"), "Python 3.11.7, but 3.12.3 on node 0 (10.0.0.1)"),
         (with_machine(packages=MACHINE.packages | {"torch": "2.12"}), "torch 2.12, but 99.0"),
         (with_machine(packages=MACHINE.packages | {"vllm": None}), "vllm is not installed"),
-        (
-            replace(OTHER, facts=replace(FACTS, megadapo="0.1.0 (abd)")),
-            "megadapo 0.1.0 (abd), but 0.1.0 (abc)",
-        ),
+        (replace(OTHER, facts=OTHER_SOURCES), "megadapo 0.1.0 (abd), but 0.1.0 (abc)"),
         (replace(OTHER, num_gpus=0), "Ray hands out 0 GPUs of 8"),
         (replace(OTHER, sees_folder=False), "storage that all nodes see"),
     ],
@@ -78,21 +76,12 @@ def test_slow_or_risky_nodes_are_warnings():
     late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
     unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
     one_gpu = replace(MACHINE, gpus=(H100,), driver="570.9")
-    nodes = (
-        SOUND,
-        replace(OTHER, clock=late),
-        replace(
-            OTHER,
-            name="2",
-            num_gpus=1,
-            clock=unsure,
-            facts=replace(FACTS, machine=one_gpu, free_disk_gib=3.0),
-        ),
-    )
+    full = replace(FACTS, machine=one_gpu, free_disk_gib=3.0)
+    third = replace(OTHER, name="2", num_gpus=1, clock=unsure, facts=full)
+    nodes = (SOUND, replace(OTHER, clock=late), third)
     links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]
-    diagnosis = diagnose_cluster(
-        cluster(*nodes, links=(*links, Link(source="0", target="2", gb_per_s=0.5)))
-    )
+    links.append(Link(source="0", target="2", gb_per_s=0.5))
+    diagnosis = diagnose_cluster(cluster(*nodes, links=tuple(links)))
     assert diagnosis.errors == ()
     said = "\n".join(diagnosis.warnings)
     assert "clock is +3.00 s off" in said and said.count("clock") == 1

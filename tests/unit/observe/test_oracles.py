@@ -29,8 +29,12 @@ def record(step: int = 1, **values: float | None) -> MetricRecord:
 CONFIG = OracleConfig(logprob_abs_max=1e-4, logprob_abs_mean=1e-5, max_skipped_steps=2)
 
 
+def check(*records, repeats_bits=True):
+    return check_oracles(list(records), CONFIG, repeats_bits=repeats_bits)
+
+
 def test_a_healthy_step_passes():
-    check_oracles([record()], CONFIG, repeats_bits=True)
+    check(record())
 
 
 @pytest.mark.parametrize(
@@ -47,41 +51,36 @@ def test_a_healthy_step_passes():
 def test_a_broken_bound_stops_the_run_and_is_named(metric, value):
     """NaN and an unmeasured value must not pass as "not above the bound"."""
     with pytest.raises(OracleError, match=metric if "loss" not in metric else "non-finite"):
-        check_oracles([record(**{metric.replace("/", "__"): value})], CONFIG, repeats_bits=True)
+        check(record(**{metric.replace("/", "__"): value}))
 
 
 def test_a_ratio_beside_1_is_reported_once_where_bits_need_not_repeat():
-    """Catches a run on GPUs that ends at its first step over the order of a sum, or one that hides
-    it; NaN is no rounding."""
+    """The order of a sum must neither end a run on GPUs nor be hidden; NaN is no rounding."""
     broken = {"policy__ratio_first_max_error": 1e-6}
-    (note,) = check_oracles([record(1), record(2, **broken)], CONFIG, repeats_bits=False)
+    (note,) = check(record(1), record(2, **broken), repeats_bits=False)
     assert "step 2" in note and "trainer.deterministic" in note
-    assert not check_oracles([record(1, **broken), record(2, **broken)], CONFIG, repeats_bits=False)
+    assert not check(record(1, **broken), record(2, **broken), repeats_bits=False)
     with pytest.raises(OracleError, match="ratio_first_max_error"):
-        check_oracles([record(policy__ratio_first_max_error=math.nan)], CONFIG, repeats_bits=False)
+        check(record(policy__ratio_first_max_error=math.nan), repeats_bits=False)
     with pytest.raises(OracleError, match="logprob_abs_max"):
-        check_oracles([record(parity__logprob_abs_max=1.0)], CONFIG, repeats_bits=False)
+        check(record(parity__logprob_abs_max=1.0), repeats_bits=False)
 
 
 def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
     skipped = {"policy__skipped_updates": 1, "policy__loss": math.nan}
-    check_oracles([record(1), record(2, **skipped)], CONFIG, repeats_bits=True)
-    check_oracles(
-        [record(1, **skipped), record(2), record(3, **skipped)], CONFIG, repeats_bits=True
-    )
+    check(record(1), record(2, **skipped))
+    check(record(1, **skipped), record(2), record(3, **skipped))
     with pytest.raises(OracleError, match="max_skipped_steps"):
-        check_oracles([record(1, **skipped), record(2, **skipped)], CONFIG, repeats_bits=True)
+        check(record(1, **skipped), record(2, **skipped))
 
 
 def test_a_batch_of_stale_tokens_alone_has_no_parity_to_measure():
     """Its tokens come from the policy before, so there is nothing that could agree."""
     unmeasured = {"parity__logprob_abs_max": None, "parity__logprob_abs_mean": None}
-    check_oracles([record(staleness__token_share=1.0, **unmeasured)], CONFIG, repeats_bits=True)
+    check(record(staleness__token_share=1.0, **unmeasured))
     with pytest.raises(OracleError, match="ratio_first_max_error"):
         broken = {"policy__ratio_first_max_error": 1e-6}
-        check_oracles(
-            [record(staleness__token_share=1.0, **unmeasured, **broken)], CONFIG, repeats_bits=True
-        )
+        check(record(staleness__token_share=1.0, **unmeasured, **broken))
 
 
 def test_bounds_that_can_never_hold_are_refused():

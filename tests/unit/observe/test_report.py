@@ -1,6 +1,4 @@
-"""Would catch: model output that becomes markup, a script that the page's policy blocks, or a
-foreign one that it allows. Also a spike or a broken bound that thinning hides, a report that grows
-without limit or leaves out a step, and a run of another version that cannot be shown."""
+"""The report runs no foreign script, hides no spike or broken bound, and stays bounded."""
 
 from __future__ import annotations
 
@@ -196,12 +194,8 @@ def test_saved_groups_come_through_and_are_listed(tmp_path):
     save(tmp_path, saved_group(saved_response(), cut, step=2, prompt_index=5), awkward_group(6))
     saved = read_responses([tmp_path])
     entry = saved.entries[0]
-    assert (entry.step, entry.prompt_index, entry.prompt_id, entry.excerpt) == (
-        2,
-        5,
-        "id-5",
-        "1+1=?",
-    )
+    found = (entry.step, entry.prompt_index, entry.prompt_id, entry.excerpt)
+    assert found == (2, 5, "id-5", "1+1=?")
     assert (entry.correct, entry.truncated) == ([True, False], [False, True])
     assert entry.disagreed == [False, True]
     first, second = unpacked(saved.chunks[0])["responses"]

@@ -1,4 +1,4 @@
-"""Would catch: a before/after table with other numbers than the run's."""
+"""The table before and after has the run's numbers."""
 
 from __future__ import annotations
 

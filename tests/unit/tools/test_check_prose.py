@@ -19,11 +19,7 @@ FENCE = "`" * 3
         ("a.py", '"""Return the number of groups."""\nx = 1\n"""Number of tokens."""\n', []),
         ("a.py", '"""What it says of it."""\n', ["1: opening"]),
         ("a.py", 'x = 1\n"""Mean length."""\n', ["2: fragment"]),
-        (
-            "a.py",
-            'def f():\n    """Return it.\n\n    Nobody asks anew.\n    """\n',
-            ["4: word"] * 2,
-        ),
+        ("a.py", 'def f():\n    """Do.\n\n    Nobody asks anew.\n    """\n', ["4: word"] * 2),
         ("a.py", f'"""Return {LONG}."""\n', ["1: long sentence"]),
         ("a.py", '"""Return `whoever` or None if it is None."""\n', []),
         ("a.md", f"# Title\n\nA line.\nIt lies {LONG}\n\n| whoever |\n", ["4", "3", "6"]),
@@ -34,11 +30,8 @@ FENCE = "`" * 3
 def test_problems_have_a_line_and_a_name(tmp_path, name, text, problems):
     file = tmp_path / name
     file.write_text(text)
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "tools" / "check_prose.py", file],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, REPOSITORY / "tools" / "check_prose.py", file]
+    done = subprocess.run(command, capture_output=True, text=True)
     found = [line.removeprefix(f"{file}:") for line in done.stdout.splitlines()]
     assert len(found) == len(problems), done.stdout + done.stderr
     assert all(one.startswith(start) for one, start in zip(found, problems, strict=True)), found

@@ -1,5 +1,4 @@
-"""Would catch: a word counted within another, a phrase missed for its case or a line break, shares
-that are not of responses, two phrases under one name."""
+"""Phrases are counted as whole words, once a response, in any case and over line breaks."""
 
 from __future__ import annotations
 

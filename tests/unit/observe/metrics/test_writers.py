@@ -1,12 +1,10 @@
-"""Would catch: a writer that is asked for, is not installed, and is noticed after the first step or
-never; the packages themselves are not needed here, and training needs none of them."""
+"""Writers are checked before anything starts; the packages themselves are not needed here."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,16 +12,11 @@ from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.writers import missing_packages, open_writer
-
-
-def package(folder: Path, name: str, text: str = "") -> None:
-    (folder / name).mkdir()
-    (folder / name / "__init__.py").write_text(text)
+from tests.support import REPOSITORY
 
 
 def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path, monkeypatch):
-    repository = Path(__file__).parents[4]
-    monkeypatch.chdir(repository)
+    monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "wandb" not in p])
     with pytest.raises(ConfigError, match=r"observe\.writers.*pip install wandb"):
         run_command(
@@ -55,20 +48,17 @@ def test_a_disk_that_refuses_the_events_does_not_end_a_run(tmp_path, caplog):
     assert "tensorboard has no metrics" in caplog.text
 
 
-@pytest.mark.parametrize("writers", [["csv"], "tensorboard", ["tensorboard", "tensorboard"]])
-def test_writers_that_make_no_sense_are_config_errors(writers):
-    with pytest.raises(ConfigError, match=r"observe\.writers"):
-        ObserveConfig(writers=writers)
-
-
-@pytest.mark.parametrize("saved", [-1, "some", 1.5, True])
-def test_groups_that_cannot_be_counted_are_config_errors(saved):
-    with pytest.raises(ConfigError, match=r"observe\.saved_groups"):
-        ObserveConfig(saved_groups=saved)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("writers", value) for value in (["csv"], "tensorboard", ["tensorboard", "tensorboard"])]
+    + [("saved_groups", value) for value in (-1, "some", 1.5, True)],
+)
+def test_impossible_values_are_config_errors(key, value):
+    with pytest.raises(ConfigError, match=rf"observe\.{key}"):
+        ObserveConfig(**{key: value})
 
 
 def test_importing_writers_imports_none_of_them():
-    """Catches seconds of imports, and a failure of a broken package that no run uses."""
     code = (
         "import sys, megadapo.observe.metrics.records\n"
         "loaded = {'wandb', 'mlflow', 'tensorboard', 'torch'} & set(sys.modules)\n"
