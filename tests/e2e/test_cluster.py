@@ -74,8 +74,7 @@ time.sleep(600)
 
 @pytest.mark.fault
 def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
-    """Ray's ports run code for anyone who reaches them, and by default are open to the network. Two
-    of its agents would stay for a minute and try to reach the dead server.
+    """Ray's ports run code for anyone who reaches them, and by default are open to the network.
 
     Ray must not join another user's cluster, and more processes than cores must start.
     """
@@ -224,10 +223,7 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
     folder = Path(sys.executable).parent
     # marked, so that the test ends its own processes and no other cluster's
     environment = {**marked(tmp_path), "HOME": str(tmp_path)}
-    environment |= {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "RAY_ADDRESS": f"127.0.0.1:{port}",
-    }
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "RAY_ADDRESS": f"127.0.0.1:{port}"}
     subprocess.run(["bash", "-ec", commands], env=environment, check=True, timeout=120)
     try:
         assert (tmp_path / ".ray" / "auth_token").stat().st_size

@@ -8,12 +8,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from megadapo.errors import CheckpointError, ConfigError
-from megadapo.observe.rollouts.files import (
-    ROLLOUTS_FOLDER,
-    read_rollouts,
-    rollouts_path,
-    saved_steps,
-)
+from megadapo.observe.rollouts import files
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
 from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
 
@@ -33,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(source: Path, folder: Path, *overrides: str, **how: int) -> CompletedProcess[str]:
-    saved = f"--replay={source / ROLLOUTS_FOLDER}"
+    saved = f"--replay={source / files.ROLLOUTS_FOLDER}"
     how = {"num_steps": NUM_STEPS, **how}
     return run(folder, saved, "--observe.saved_groups=all", WARMUP, *overrides, **how)
 
@@ -83,13 +79,8 @@ def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
 def test_replay_resumes_at_another_split(source, tmp_path):
     """One step of a long run can be replayed without the steps before it or its machines."""
     folder = tmp_path / "split"
-    replay(
-        source,
-        folder,
-        f"--run.resume={source / 'checkpoints' / 'step-2'}",
-        "--trainer.tensor_parallel=2",
-        "--trainer.pipeline_parallel=2",
-    )
+    split = ("--trainer.tensor_parallel=2", "--trainer.pipeline_parallel=2")
+    replay(source, folder, f"--run.resume={source / 'checkpoints' / 'step-2'}", *split)
     (split,), whole = metrics(folder), metrics(source)[-1]
     assert split["step"] == NUM_STEPS
     assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)

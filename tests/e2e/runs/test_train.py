@@ -97,12 +97,10 @@ AWAY = ('--trainer.offload=["optimizer", "gradients", "parameters"]',)
 
 @pytest.mark.fault
 def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
-    """Weights, moments, learning rate, prompts, seeds and reserve must all come back, and no group
-    that the journal has may be generated again.
+    """All state comes back, and no group that the journal has is generated again.
 
-    The driver is killed in the middle of a rollout, before there is a checkpoint, and later asked
-    to stop as a scheduler does that needs the machine; its supervisor is not. All that the trainer
-    holds is away while engines generate, which changes nothing either.
+    The driver is killed in a rollout before the first checkpoint, and later asked to stop, which
+    its supervisor is not. All that the trainer holds is offloaded while engines generate.
     """
     folder = tmp_path / "stopped"
     process = start(folder, "--restarts=2", *AWAY)
@@ -133,20 +131,14 @@ def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
     assert list((folder / JOURNAL_FOLDER).iterdir()) == []
     status = read_status(folder)
     assert (status.state, status.step, status.restarts) == ("finished", NUM_STEPS, 2)
-    assert (
-        (folder / "log.txt")
-        .read_text()
-        .splitlines()[-1]
-        .endswith(f"end: state=finished step={NUM_STEPS}/{NUM_STEPS} checkpoint={NUM_STEPS}")
-    )
+    last = (folder / "log.txt").read_text().splitlines()[-1]
+    assert last.endswith(f"end: state=finished step={NUM_STEPS}/{NUM_STEPS} checkpoint={NUM_STEPS}")
 
 
 def orders_in(path: Path) -> list[int]:
     """Return the prompt indices of the groups in a journal that may be in use."""
-    return [
-        json.loads(payload[DIGEST_BYTES:])["group"]["prompt_index"]
-        for payload in payloads(path)[1:]
-    ]
+    groups = [json.loads(payload[DIGEST_BYTES:])["group"] for payload in payloads(path)[1:]]
+    return [group["prompt_index"] for group in groups]
 
 
 @pytest.mark.full
@@ -169,11 +161,9 @@ def test_stop_during_start_ends_the_run_at_once(tmp_path, seconds):
 @pytest.mark.fault
 @pytest.mark.parametrize("placement", ["interleaved", "engine"])
 def test_killed_run_with_background_evaluation_resumes_the_same(uninterrupted, tmp_path, placement):
-    """Seeds, batches or weights that an evaluation touches would show in the metrics after it, and
-    a process that outlives its driver would keep its memory or GPU.
+    """Seeds, batches or weights that an evaluation touches would show in the metrics after it.
 
-    The kill comes when step 3 is recorded, which has to be done again. With "interleaved" that has
-    the evaluation of step 2; an engine of its own may still be at it.
+    The killed step 3 is redone; an engine of its own may still evaluate step 2 then.
     """
     folder = tmp_path / placement
     beside = (f"--evaluation.placement={placement}", "--cluster.placement=separate")
@@ -198,9 +188,7 @@ LONG = (
 @pytest.mark.full
 @pytest.mark.fault
 def test_reserved_engine_scores_older_weights_after_kills(tmp_path):
-    """The engine is killed with the weights of step 0 while others train on; the run is killed when
-    it has saved step 3 and the weights of step 2 are still evaluated.
-    """
+    """The engine is killed in the evaluation of step 0, the run after step 3, in the next one."""
     alone, folder = tmp_path / "alone", tmp_path / "engine"
     own = (*LONG, "--evaluation.placement=engine", "--cluster.placement=separate")
     run(alone, *LONG)

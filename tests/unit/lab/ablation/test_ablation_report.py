@@ -34,9 +34,8 @@ def test_files_hold_every_row_difference_and_effect(tmp_path):
     result = collect(finished(tmp_path))
     tables = ablation_tables(result)
     paths = write_reports(result, tables)
-    assert [path.name for path in paths] == [
-        *("ablation.json", "ablation.md", "ablation.png", "report.html")
-    ]
+    names = ["ablation.json", "ablation.md", "ablation.png", "report.html"]
+    assert [path.name for path in paths] == names
     found = json.loads(paths[0].read_text())
     assert [row["name"] for row in found["rows"]] == ["plain", "+ clip | higher"]
     assert found["rows"][1]["measures"].keys() == {one.name for one in MEASURES}

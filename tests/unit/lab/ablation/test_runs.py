@@ -17,12 +17,9 @@ from tests.support.runs.ablations import ROWS, ablation_of, finish
 
 def test_run_and_its_command_have_the_row_and_the_seed(tmp_path):
     runs = ablation_of(tmp_path, "--trainer.optimizer.lr=1e-5").runs
-    assert [(run.row.name, run.seed) for run in runs] == [
-        ("plain", 1),
-        ("+ clip | higher", 1),
-        ("plain", 2),
-        ("+ clip | higher", 2),
-    ]
+    names = ("plain", "+ clip | higher")
+    expected = [(name, seed) for seed in (1, 2) for name in names]
+    assert [(run.row.name, run.seed) for run in runs] == expected
     last = runs[-1]
     assert last.folder == tmp_path / "runs" / "clip-higher" / "seed-2"
     assert last.config.sampling.selection == "all"
@@ -33,11 +30,14 @@ def test_run_and_its_command_have_the_row_and_the_seed(tmp_path):
     assert load_config(recipe, words) == last.config
 
 
-def test_row_recipe_replaces_the_commands(tmp_path):
+def write_recipe(path, section, setting):
+    """Write a recipe that extends the quickstart by one key."""
     quickstart = Path("configs/quickstart.toml").resolve()
-    (tmp_path / "own.toml").write_text(
-        f'extends = "{quickstart}"\n[algorithm]\nnormalize_by_std = false\n'
-    )
+    path.write_text(f'extends = "{quickstart}"\n[{section}]\n{setting}\n')
+
+
+def test_row_recipe_replaces_the_commands(tmp_path):
+    write_recipe(tmp_path / "own.toml", "algorithm", "normalize_by_std = false")
     rows = '[[row]]\nname = "a"\n[[row]]\nname = "b"\nconfig = "own.toml"\n'
     first, second = ablation_of(tmp_path, rows=rows, num_seeds=1).runs
     assert first.config.algorithm.normalize_by_std
@@ -59,11 +59,8 @@ def test_override_that_spoils_the_comparison_is_refused(tmp_path, override, mess
 
 
 def test_override_of_a_key_that_differs_between_recipes_is_refused(tmp_path):
-    for name, selection in (("all", "all"), ("signal", "signal")):
-        quickstart = Path("configs/quickstart.toml").resolve()
-        (tmp_path / f"{name}.toml").write_text(
-            f'extends = "{quickstart}"\n[sampling]\nselection = "{selection}"\n'
-        )
+    for name in ("all", "signal"):
+        write_recipe(tmp_path / f"{name}.toml", "sampling", f'selection = "{name}"')
     rows = "".join(f'[[row]]\nname = "{n}"\nconfig = "{n}.toml"\n' for n in ("all", "signal"))
     with pytest.raises(ConfigError, match=r"rows differ in sampling\.selection"):
         ablation_of(tmp_path, "--sampling.selection=signal", rows=rows)
@@ -85,8 +82,7 @@ def test_state_follows_the_folder(tmp_path):
     assert run.state() == "new"
     finish(run)
     assert run.state() == "finished"
-    again = ablation_of(tmp_path).runs[0]
-    assert again.state() == "finished"
+    assert ablation_of(tmp_path).runs[0].state() == "finished"
     metrics = run.folder / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     assert run.state() == "started"

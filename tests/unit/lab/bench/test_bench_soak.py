@@ -19,17 +19,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return mib
 
 
-def soaked(
-    memory: dict[int, float],
-    growth: float,
-    seconds: tuple[float, float],
-    *,
-    save_s: float = 0.0,
-) -> Soak:
+def soaked(memory, growth, seconds, *, save_s=0.0):
     """Return a soak of 120 steps; in the first 30 the driver takes 300 MiB that it keeps.
 
-    Args:
-        save_s: extra seconds of the step after every tenth.
+    Every step after a tenth takes `save_s` longer.
     """
     found = Soak(num_steps=120, save_every=10)
     for step in range(1, 121):

@@ -88,11 +88,7 @@ def test_failed_baseline_is_explained(tmp_path):
 
 
 def test_trl_arguments_are_json_or_text():
-    assert parse_arguments(["a=1", "b=true", "c=static", 'd={"x": 2}']) == {
-        "a": 1,
-        "b": True,
-        "c": "static",
-        "d": {"x": 2},
-    }
+    parsed = parse_arguments(["a=1", "b=true", "c=static", 'd={"x": 2}'])
+    assert parsed == {"a": 1, "b": True, "c": "static", "d": {"x": 2}}
     with pytest.raises(ConfigError, match="--trl a: must be NAME=VALUE"):
         parse_arguments(["a"])

@@ -36,6 +36,10 @@ SIZES = {
 """Number of parameters on the models' pages."""
 
 
+UNSPLIT = "trainer.sequence_parallel=false"
+EVERYTHING = '["optimizer", "gradients", "parameters"]'
+
+
 def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}.toml", overrides)
 
@@ -100,22 +104,14 @@ def test_each_key_takes_memory_where_it_should(override, kind, phase):
     ("overrides", "advice"),
     [
         (["trainer.tokens_per_micro_batch=200000"], "trainer.tokens_per_micro_batch = 22528"),
-        (
-            ["trainer.recompute=[]", "trainer.sequence_parallel=false"],
-            "trainer.sequence_parallel = true",
-        ),
+        (["trainer.recompute=[]", UNSPLIT], "trainer.sequence_parallel = true"),
         (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
-        (
-            ["rollout.gpu_memory_utilization=0.93"],
-            'trainer.offload = ["optimizer", "gradients", "parameters"]',
-        ),
-        (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "split the model further"),
+        (["rollout.gpu_memory_utilization=0.93"], f"trainer.offload = {EVERYTHING}"),
+        (["trainer.tensor_parallel=1", "trainer.data_parallel=64", UNSPLIT], "split the model"),
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
 )
 def test_misfit_is_refused_with_the_key_to_change(overrides, advice, capsys):
-    if overrides[0].startswith("trainer.tensor_parallel"):
-        overrides = [*overrides, "trainer.sequence_parallel=false"]
     argv = [f"--{override}" for override in overrides]
     assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *argv]) == 2
     captured = capsys.readouterr()
@@ -185,8 +181,7 @@ def test_offloaded_tensors_count_in_main_memory():
     kept = counted('trainer.offload=["gradients"]')
     assert kept == pytest.approx(8 * 2 * size, rel=0.01)
     assert counted() == pytest.approx(12 * size + kept, rel=0.01)
-    everything = 'trainer.offload=["optimizer", "gradients", "parameters"]'
-    assert counted(everything) - counted() == 8 * 4
+    assert counted(f"trainer.offload={EVERYTHING}") - counted() == 8 * 4
     assert counted("weights.mode=delta") == counted()
     assert counted("cluster.placement=separate") == 0.0
     # masters, moments, and gradients on the CPU
@@ -211,13 +206,11 @@ def test_replayed_experts_are_counted():
 
 
 def test_everything_but_the_process_can_be_offloaded():
-    offload = 'trainer.offload=["optimizer", "gradients", "parameters"]'
-    (kind,) = kinds_of(recipe("qwen2.5-7b", offload))
+    (kind,) = kinds_of(recipe("qwen2.5-7b", f"trainer.offload={EVERYTHING}"))
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
-    assert not {"weights", "gradients", "optimizer"} & phases["rollout"]
-    assert {"weights", "gradients", "optimizer"} <= phases["train"]
-    assert {"weights", "gradients", "optimizer"} & phases["sync"] == {"weights"}
-    assert {"weights", "gradients", "optimizer"} & phases["save"] == {"weights", "optimizer"}
+    found = {name: {"weights", "gradients", "optimizer"} & items for name, items in phases.items()}
+    assert (found["rollout"], found["sync"]) == (set(), {"weights"})
+    assert (len(found["train"]), found["save"]) == (3, {"weights", "optimizer"})
 
 
 def test_quantised_engines_halve_all_but_the_vocabulary():

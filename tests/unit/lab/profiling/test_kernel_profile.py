@@ -11,12 +11,7 @@ from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.lab.plan.cards import card_of
 from megadapo.lab.profiling.profiles import memory_history
-from megadapo.lab.profiling.time_table import (
-    Roofline,
-    bytes_moved,
-    format_profile,
-    profile_table,
-)
+from megadapo.lab.profiling.time_table import Roofline, bytes_moved, format_profile, profile_table
 
 
 def test_profile_has_the_rate_of_products():
@@ -73,10 +68,7 @@ def test_unusable_options_are_refused(options, message):
 
 
 def test_memory_is_recorded_for_one_update_only(tmp_path, monkeypatch):
-    """The calls fit torch's signatures, and recording stops after a failed update too.
-
-    There is no GPU here, so torch's functions only note their arguments.
-    """
+    """Calls must fit torch's signatures, as no GPU runs them here."""
     calls = []
 
     def write_down(name: str) -> None:

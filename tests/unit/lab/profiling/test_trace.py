@@ -37,13 +37,11 @@ def test_processes_keep_their_rows_and_share_one_clock(tmp_path):
     profiler = span("PyTorch Profiler (0)", "Spans", "PyTorch Profiler", 0.5)
     first = [span("begin", 7, 7, 1.0), profiler, stream, span("kernel", 0, 21, 3.0), arrow]
     second = [span("other", 7, 8, 4.0), {**arrow, "ph": "f"}]
+    one = write(tmp_path / "a", 100 * SECOND_NS, first)
+    other = write(tmp_path / "b", 102 * SECOND_NS, second)
     parts = [
-        TracePart(name="driver", file=write(tmp_path / "a", 100 * SECOND_NS, first)),
-        TracePart(
-            name="rank 0",
-            file=write(tmp_path / "b", 102 * SECOND_NS, second),
-            ahead_ns=2 * SECOND_NS,
-        ),
+        TracePart(name="driver", file=one),
+        TracePart(name="rank 0", file=other, ahead_ns=2 * SECOND_NS),
     ]
     target = tmp_path / "traces" / "all.json.gz"
     merge_traces(parts, target)

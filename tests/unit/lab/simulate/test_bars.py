@@ -53,12 +53,8 @@ def results(
 
 def test_order_of_the_policies_at_an_eighth_of_the_size():
     names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
-    found = results(
-        SamplingConfig(prompts_per_step=64),
-        2,
-        TaskSettings(keep_rate=0.55),
-        dict.fromkeys(names, 4),
-    )
+    sampling, task = SamplingConfig(prompts_per_step=64), TaskSettings(keep_rate=0.55)
+    found = results(sampling, 2, task, dict.fromkeys(names, 4))
     seconds = {name: one.seconds_per_batch for name, one in found.items()}
     assert seconds["partial"] < 0.9 * seconds["sync"]
     assert seconds["sync"] < 0.8 * min(seconds["rounds-1x"], seconds["rounds-3x"])
@@ -100,13 +96,9 @@ def test_sampler_meets_its_bars(keep_rate, size, num_engines, num_steps, sync, p
     """
     seeds = range(8) if (keep_rate, size) == (0.35, 512) else range(2)
     steps = dict.fromkeys(("rounds-1x", "first-finished", "sync", "partial"), num_steps)
-    found = results(
-        SamplingConfig(prompts_per_step=size),
-        num_engines,
-        TaskSettings(keep_rate=keep_rate),
-        {**steps, "rounds-3x": max(16, num_steps)},
-        seeds,
-    )
+    steps["rounds-3x"] = max(16, num_steps)
+    sampling, task = SamplingConfig(prompts_per_step=size), TaskSettings(keep_rate=keep_rate)
+    found = results(sampling, num_engines, task, steps, seeds)
     seconds = {name: one.seconds_per_batch for name, one in found.items()}
     assert seconds["sync"] <= seconds["rounds-1x"]
     assert seconds["sync"] <= sync * seconds["rounds-3x"]
@@ -122,13 +114,8 @@ def test_sampler_meets_its_bars(keep_rate, size, num_engines, num_steps, sync, p
 def test_memory_of_solved_prompts_meets_its_bar():
     """Lengths do not depend on difficulty here; with short solved answers less is saved."""
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
-    found = results(
-        SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10),
-        16,
-        task,
-        {"rounds-3x": 16, "partial-memory": 4},
-        range(8),
-    )
+    sampling = SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10)
+    found = results(sampling, 16, task, {"rounds-3x": 16, "partial-memory": 4}, range(8))
     memory = found["partial-memory"]
     assert memory.seconds_per_batch <= 0.45 * found["rounds-3x"].seconds_per_batch
     assert memory.kept_tokens_trained >= 0.95 and abs(memory.length_bias) < 0.01

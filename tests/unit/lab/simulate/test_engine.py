@@ -60,9 +60,8 @@ def test_lowest_rank_takes_a_free_slot():
     engine.add([response(3, 5), response(1, 7)])
     engine.add([response(2, 2)])
     assert run(engine) == [(7.0, 1), (9.0, 2), (14.0, 3)]
-    assert (
-        engine.load == 0 and engine.counters.num_tokens == 14 and engine.counters.max_waiting == 2
-    )
+    counters = engine.counters
+    assert (engine.load, counters.num_tokens, counters.max_waiting) == (0, 14, 2)
 
 
 def test_stopped_responses_continue_where_they_were():

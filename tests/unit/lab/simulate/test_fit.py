@@ -36,11 +36,9 @@ def test_run_is_predicted_from_its_first_half(tmp_path):
     # metrics do not say which prompts were drawn, so single steps differ
     assert predicted.sum() == pytest.approx(measured.sum(), rel=0.15)
     assert np.abs(predicted / measured - 1.0).mean() < 0.2
-    sampled, correct, wrong = (
-        sum(record[f"groups/{name}"] for record in records)
-        for name in ("sampled", "all_correct", "all_wrong")
-    )
-    assert fit.task.keep_rate == pytest.approx(1.0 - (correct + wrong) / sampled)
+    names = ("sampled", "all_correct", "all_wrong")
+    sampled, *unmixed = (sum(one[f"groups/{name}"] for one in records) for name in names)
+    assert fit.task.keep_rate == pytest.approx(1.0 - sum(unmixed) / sampled)
 
 
 def test_short_run_is_refused(tmp_path):
@@ -51,8 +49,7 @@ def test_short_run_is_refused(tmp_path):
 def test_slower_engines_scale_all_times(tmp_path):
     records = [json.loads(line) for line in RECORDED[:4]]
     fit = fit_of(tmp_path, records)
-    again = fit_of(
-        tmp_path, [{**one, "time/rollout_s": 3.0 * one["time/rollout_s"]} for one in records]
-    )
+    slower = [{**one, "time/rollout_s": 3.0 * one["time/rollout_s"]} for one in records]
+    again = fit_of(tmp_path, slower)
     assert again.engines.speed.step_s == pytest.approx(3.0 * fit.engines.speed.step_s)
     assert replace(again.task, lengths=fit.task.lengths) == fit.task
