@@ -1,5 +1,4 @@
-"""A model with experts in engines and trainer at once: one routed differently by the two would
-break the parity of their log-probs."""
+"""Engines and trainer route the tokens of a model with experts alike."""
 
 from __future__ import annotations
 

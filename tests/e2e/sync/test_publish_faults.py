@@ -36,8 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stopped_sender_is_named_and_engine_keeps_its_weights(folder, tmp_path):
-    """No update waits forever. Of senders that die or stop later, see test_publish.py and
-    test_sync_faults.py."""
+    """No update waits forever; test_publish.py and test_sync_faults.py have later instants."""
     engines = start_engines(folder, tmp_path)
     senders = start_senders(folder, pp_size=2)
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32)

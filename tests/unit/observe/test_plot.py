@@ -1,4 +1,4 @@
-"""Would catch: a plot that fails on a short or odd run, or leaves out what was measured."""
+"""A plot shows all that was measured, of short and odd runs too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Would catch: a replay that trains on other groups, in another order, or in another step than the
-run did that saved them, or that takes in what its configuration cannot have sampled."""
+"""A replay trains on the saved groups, in their order and step, and on nothing impossible."""
 
 from __future__ import annotations
 
@@ -22,10 +21,7 @@ from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.rollouts import saved_groups
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
-from tests.support.rollout.scripted_engines import (
-    POLICY_VERSION,
-    ScriptedEngines,
-)
+from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is sampled by ScriptedEngines' policy."""
@@ -191,9 +187,7 @@ def test_groups_that_do_not_fit_the_run_are_rejected(tmp_path, source):
         "a prompt of 0 tokens": {"prompt_ids": ()},
         "a prompt of 65 tokens": {"prompt_ids": (1,) * 65},
         "vocabulary of 128": {"prompt_ids": (128,)},
-        "tokens outside": {
-            "responses": (replace(first, response=negative), *others),
-        },
+        "tokens outside": {"responses": (replace(first, response=negative), *others)},
         "no group that was trained on|has no group": {"disposition": "all_wrong"},
     }
     for said, values in strange.items():

@@ -203,8 +203,7 @@ def manifest() -> dict[str, Any]:
 
 
 def test_pods_share_a_token_a_folder_and_memory(manifest):
-    """A pod without the token cannot join, Ray needs more than 64 MiB of /dev/shm, and a recipe for
-    128 GPUs waits forever for missing ones."""
+    """A pod without the token cannot join, and Ray needs more than 64 MiB of /dev/shm."""
     cluster = manifest["RayCluster"]["spec"]
     (workers,) = cluster["workerGroupSpecs"]
     for group in (cluster["headGroupSpec"], workers):

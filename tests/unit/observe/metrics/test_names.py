@@ -1,4 +1,4 @@
-"""Would catch: a metric without a meaning, and a page that is older than its table."""
+"""Every metric has a meaning, and the page of metrics is current."""
 
 from __future__ import annotations
 
