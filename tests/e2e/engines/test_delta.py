@@ -46,9 +46,7 @@ def peers(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
 def test_delta_updates_give_the_bits_of_a_full_update(peers):
     """No element is missed, changed twice or misplaced, and no delta applies to other weights."""
     engines, senders = peers
-    publisher = Publisher(
-        senders, engines, WEIGHTS, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
-    )
+    publisher = publisher_of(peers, WEIGHTS, deltas=True)
     first = publisher.publish(0)
     assert first.in_full and first.verified and first.density is None
 
@@ -64,8 +62,7 @@ def test_delta_updates_give_the_bits_of_a_full_update(peers):
     after_changes = call_all(engines, "fingerprints")
 
     assert publisher.drain_warnings() == []
-    other = Publisher(senders, engines, WeightsConfig(), tensor_parallel=2, dtype=torch.bfloat16)
-    assert other.publish(0).in_full
+    assert publisher_of(peers, WeightsConfig()).publish(0).in_full
     assert call_all(engines, "fingerprints") == after_changes
 
     # the engine has the right bits, but from another publisher
@@ -82,15 +79,13 @@ def test_updates_from_files_give_the_same_bits_and_damage_is_found(peers, tmp_pa
     by_files = WeightsConfig(
         transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
     )
-    publisher = Publisher(
-        senders, engines, by_files, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
-    )
+    publisher = publisher_of(peers, by_files, deltas=True)
     first = publisher.publish(1)
     assert first.in_full and first.verified and first.num_rounds >= 1
     train(senders, 101)
     assert not publisher.publish(2).in_full
     read = call_all(engines, "fingerprints")
-    assert fingerprints_in_full(senders, engines) == read != []
+    assert fingerprints_in_full(peers) == read != []
 
     # the engine has another publisher's weights now
     train(senders, 102)
@@ -102,14 +97,18 @@ def test_updates_from_files_give_the_same_bits_and_damage_is_found(peers, tmp_pa
     assert torn.in_full and "of" in note and "bytes. All weights are sent." in note
     (kept,) = (tmp_path / "live").iterdir()
     read = call_all(engines, "fingerprints")
-    assert fingerprints_in_full(senders, engines) == read != []
+    assert fingerprints_in_full(peers) == read != []
 
 
-def fingerprints_in_full(senders, engines):
+def publisher_of(peers, config, **options) -> Publisher:
+    engines, senders = peers
+    return Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16, **options)
+
+
+def fingerprints_in_full(peers):
     """Return the engine's weights after a full update through memory."""
-    config = WeightsConfig(verify="off")
-    Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16).publish(0)
-    return call_all(engines, "fingerprints")
+    publisher_of(peers, WeightsConfig(verify="off")).publish(0)
+    return call_all(peers[0], "fingerprints")
 
 
 def train(senders, seed) -> None:
