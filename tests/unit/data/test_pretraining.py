@@ -56,7 +56,6 @@ def test_order_depends_on_seed_and_epoch() -> None:
 
 
 def test_resume_in_the_middle_of_a_text() -> None:
-    """The state passes through JSON."""
     whole = stream()
     expected = [whole.take(7) for _ in range(12)]
     for stop in (1, 5, 11):

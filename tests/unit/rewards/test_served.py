@@ -108,7 +108,6 @@ def test_judge_scores_each_response_and_failures_stay_separate(server: Server) -
 
 
 def test_broken_http_fails_only_its_response(server: Server) -> None:
-    """Errors of the protocol must not fail the other responses."""
     scores = ask("reward_model", ["no HTTP", "half", "four"], url=server.url, index=1, retries=1)
     assert [one.score for one in scores] == [0.0, 0.0, 2.0]
     assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure

@@ -131,7 +131,6 @@ def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
     ],
 )
 def test_wrong_steps_are_failures(returns_steps: Runner, response: str, reason: str) -> None:
-    """The failure is named, and no step reaches an advantage."""
     (failed,) = returns_steps.score_group(PROMPT, [response], [np.arange(4, dtype=np.int32)])
     assert (failed.score, failed.correct, failed.steps) == (-0.5, False, ())
     assert reason in str(failed.failure)

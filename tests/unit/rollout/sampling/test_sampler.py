@@ -31,7 +31,6 @@ def test_batch_does_not_depend_on_engines(finish, slots, at_once):
 
 
 def test_batch_is_the_first_mixed_groups():
-    """A late group is never replaced by a shorter one."""
     (every,) = take(make_sampler(ScriptedEngines(), selection="all", prompts_per_step=40), 1)
     mixed = [group.prompt_index for group in every.groups if 0 < sum(group.correct) < 3]
     batches = take(make_sampler(ScriptedEngines("short first")), 2)

@@ -63,7 +63,6 @@ def test_group_keeps_responses_and_answers():
 
 
 def test_all_groups_are_saved_with_their_disposition():
-    """Rejected groups could otherwise never be inspected."""
     config = {"max_staleness": 1, "prompts_per_step": 3, "bound": 35, "accuracy_range": (0.0, 0.5)}
     engines = ScriptedEngines("last first", slots=300)
     batches = take(make_sampler(engines, saved_groups="all", num_prompts=900, **config), 6)
