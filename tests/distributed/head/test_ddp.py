@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss
 from megadapo.kernels.policy_head.head import policy_head_loss_definition
-from tests.support.processes.forked import run_processes
+from tests.support.weights.ranks import run_ranks
 
 NUM_TOKENS, HIDDEN, VOCAB, NUM_MICRO_BATCHES, WORLD = 40, 16, 96, 3, 2
 
@@ -55,8 +53,7 @@ class TinyModel(torch.nn.Module):
         ).loss
 
 
-def run_process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def run_process(rank: int, folder: Path) -> None:
     from megadapo.trainer.model.cpu_platform import install_cpu_platform
 
     install_cpu_platform()
@@ -64,8 +61,6 @@ def run_process(rank: int, port: int, folder: str) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, calculate_per_token_loss=True
@@ -81,8 +76,7 @@ def run_process(rank: int, port: int, folder: str) -> None:
                 model.zero_grad_buffer()
                 train_step(model, rank)
                 results.append({n: p.main_grad.clone() for n, p in model.module.named_parameters()})
-            torch.save(results, Path(folder) / f"tied{tied}_overlap{overlap}_rank{rank}.pt")
-    dist.destroy_process_group()
+            torch.save(results, folder / f"tied{tied}_overlap{overlap}_rank{rank}.pt")
 
 
 def train_step(model: torch.nn.Module, rank: int) -> None:
@@ -96,9 +90,7 @@ def train_step(model: torch.nn.Module, rank: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy_head_ddp")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_processes(run_process, (port, str(folder)), WORLD)
+    run_ranks(run_process, WORLD, folder, folder)
     return folder
 
 

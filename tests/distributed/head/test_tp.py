@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
-from tests.support.processes.forked import run_processes
 from tests.support.trainer.head_cases import HeadCase, make_case, relative_error
+from tests.support.weights.ranks import run_ranks
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -95,10 +94,7 @@ def run_rank(
     return result
 
 
-def run_process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(TP_SIZES))
+def run_process(rank: int, folder: Path) -> None:
     for tp in TP_SIZES:
         # not the first ranks of the world, so that group and global ranks differ
         members = list(range(max(TP_SIZES) - tp, max(TP_SIZES)))
@@ -106,17 +102,14 @@ def run_process(rank: int, port: int, folder: str) -> None:
         if rank in members:
             me = members.index(rank)
             results = {name: run_rank(s, process_group, me, tp) for name, s in SETTINGS.items()}
-            torch.save(results, Path(folder) / f"tp{tp}_rank{me}.pt")
-    dist.destroy_process_group()
+            torch.save(results, folder / f"tp{tp}_rank{me}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
     """results[tp][rank][setting], from one start of eight processes."""
     folder = tmp_path_factory.mktemp("policy_head_tp")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_processes(run_process, (port, str(folder)), max(TP_SIZES))
+    run_ranks(run_process, max(TP_SIZES), folder, folder)
     yield {
         tp: [torch.load(folder / f"tp{tp}_rank{rank}.pt") for rank in range(tp)] for tp in TP_SIZES
     }

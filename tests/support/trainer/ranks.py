@@ -217,7 +217,8 @@ def settings_for(
     if critic is not None:
         keys = {"discount": DISCOUNT, "gae_lambda": GAE_LAMBDA} | keys
         own = CriticOptimizerConfig(lr=1e-3, warmup_steps=0)
-        critic = {"value_clip": VALUE_CLIP, "optimizer": own} | critic
+        usual: dict[str, Any] = {"value_clip": VALUE_CLIP, "optimizer": own}
+        critic = usual | critic
     algorithm = {name: keys.pop(name) for name in keys.keys() & AlgorithmConfig.model_fields}
     fields = {"tokens_per_micro_batch": 160}
     fields |= {_SHORT.get(name, name): value for name, value in keys.items()}
