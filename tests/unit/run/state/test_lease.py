@@ -15,6 +15,7 @@ import pytest
 
 from megadapo.errors import ConfigError, InfraError
 from megadapo.run.state.lease import LEASE_FILE, Driver, Lease, holder_of
+from tests.support.processes.running import wait_until
 
 HOLD = """
 import sys, time
@@ -129,10 +130,7 @@ def test_kill_while_taking_lease_does_not_lock_run(tmp_path):
 def test_heartbeat_touches_the_lease(tmp_path):
     lease = Lease.take(tmp_path, heartbeat_s=0.01)
     os.utime(tmp_path / LEASE_FILE, (1, 1))
-    deadline = time.monotonic() + 10
-    while (tmp_path / LEASE_FILE).stat().st_mtime < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / LEASE_FILE).stat().st_mtime >= 2, timeout_s=10)
     lease.close()
 
 

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from megadapo.cluster.watch.guard import start_time
 from megadapo.run.state.supervisor import MAX_FRUITLESS
+from tests.support.processes.running import wait_until
 
 DRIVER = """
 import os, signal, subprocess, sys, time
@@ -172,15 +172,13 @@ def test_signal_reaches_driver_once_and_ends_supervision(tmp_path):
         """,
         restarts=5,
     )
-    deadline = time.monotonic() + 30
-    while not ((tmp_path / "ready").exists() and (tmp_path / "ready").read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ready = tmp_path / "ready"
+    wait_until(lambda: ready.exists() and ready.read_text(), timeout_s=30)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)
     assert (process.returncode, (tmp_path / "stopped").read_text()) == (75, "SIGTERM")
     assert "it was asked to stop" in output
-    assert start_time(int((tmp_path / "ready").read_text())) is None
+    assert start_time(int(ready.read_text())) is None
 
 
 def test_driver_that_died_early_made_no_progress(tmp_path):
