@@ -2,7 +2,9 @@
 #   docker build -t megadapo .
 #   docker run --gpus all --ipc host --ulimit memlock=-1 -v /data:/data -it megadapo
 # Nothing is exposed: Ray and the engines listen on loopback or on the cluster's private network.
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# CUDA 13 needs driver 580 or later on the host.
+# The base image has no cuDNN: torch brings its own, and a process must not load two.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \
@@ -24,12 +26,21 @@ WORKDIR /opt/megadapo
 COPY requirements/gpu.in requirements/gpu.in
 RUN pip install "setuptools>=80" wheel ninja pybind11 && pip install -r requirements/gpu.in
 
-# Both are compiled against the torch that vLLM pinned above; A100, H100/H200 and B200.
+# Both are compiled against the torch that vLLM pinned above, with the cuDNN and NCCL that it brings;
+# A100, H100/H200 and B200. requirements/build_files.json has what their build files read.
 ARG MAX_JOBS=16
-ENV TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" NVTE_CUDA_ARCHS="80;90;100"
+ENV NVIDIA_WHEELS=/opt/venv/lib/python3.12/site-packages/nvidia
+ENV TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" NVTE_CUDA_ARCHS="80;90;100" \
+    NVTE_WITH_NCCL_EP=0 \
+    NVTE_PYTORCH_FORCE_BUILD=TRUE \
+    CUDNN_HOME=$NVIDIA_WHEELS/cudnn \
+    CPATH=$NVIDIA_WHEELS/cudnn/include:$NVIDIA_WHEELS/nccl/include
 RUN pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.20.2"
-# On the package index "apex" is another project: NVIDIA's is built from its repository.
-RUN git clone --depth 1 --branch 25.09 https://github.com/NVIDIA/apex /tmp/apex \
+# On the package index "apex" is another project: NVIDIA's is built from its repository. Releases up
+# to 25.09 name compute_70, which CUDA 13's compiler refuses.
+ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
+RUN git clone https://github.com/NVIDIA/apex /tmp/apex \
+    && git -C /tmp/apex checkout $APEX_COMMIT \
     && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex \
     && rm -rf /tmp/apex
 
