@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 AREA = "reflection/"
 ANY_PHRASE = f"{AREA}response_share"
@@ -23,13 +24,12 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
 
     A share is None without texts or phrases.
     """
-    searches = [(phrase.lower().split()[0], _pattern(phrase)) for phrase in phrases]
+    searches = [_Search.of(phrase) for phrase in phrases]
     found = [0] * len(phrases)
     num_any = 0
     for text in texts:
         lowered = text.lower()
-        # cheap test first: most texts lack a phrase's first word
-        hits = [word in lowered and bool(one.search(lowered)) for word, one in searches]
+        hits = [one.finds(lowered) for one in searches]
         found = [count + hit for count, hit in zip(found, hits, strict=True)]
         num_any += any(hits)
     total = len(texts)
@@ -40,9 +40,33 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
     }
 
 
-def _pattern(phrase: str) -> re.Pattern[str]:
-    """Match the phrase as whole words; scripts without spaces between words have no bounds."""
-    words = phrase.lower().split()
-    start = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", words[0]) else ""
-    end = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", words[-1]) else ""
-    return re.compile(start + r"\s+".join(map(re.escape, words)) + end)
+class _Search(NamedTuple):
+    """A search for a phrase as whole words, for texts of megabytes.
+
+    Plain searches for single words come first, which are ten times as fast as the pattern's.
+    """
+
+    rarest: str
+    """The longest word, which most texts lack."""
+    first: str
+    pattern: re.Pattern[str]
+
+    @classmethod
+    def of(cls, phrase: str) -> Self:
+        words = phrase.lower().split()
+        # scripts without spaces between words have no bounds
+        start = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", words[0]) else ""
+        end = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", words[-1]) else ""
+        pattern = re.compile(start + r"\s+".join(map(re.escape, words)) + end)
+        return cls(max(words, key=len), words[0], pattern)
+
+    def finds(self, lowered: str) -> bool:
+        """Return whether a text in lower case has the phrase."""
+        if self.rarest not in lowered:
+            return False
+        at = lowered.find(self.first)
+        while at >= 0:
+            if self.pattern.match(lowered, at):
+                return True
+            at = lowered.find(self.first, at + 1)
+        return False
