@@ -2,7 +2,8 @@
 
 - `GPTModel.output_processor`: present since 0.18, emulated for 0.16.
 - Layer specs: later versions describe a part by a partial instead of a spec.
-- The distributed optimizer: the runs of elements that a rank owns, and its count of updates.
+- The distributed optimizer: the runs of elements that a rank owns, its count of updates, and a step
+  with a known gradient norm.
 
 `cpu_platform.py` replaces the CUDA functions that megatron-core calls.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -92,7 +94,7 @@ def num_updates(optimizer: MegatronOptimizer) -> int:
     counts = [0]
     for part in optimizer.chained_optimizers:
         counts += [int(state["step"]) for state in _torch_states(part)]
-        counts += [int(group["step"]) for group in _groups(part) if "step" in group]
+        counts += [int(group["step"]) for group in param_groups(part) if "step" in group]
     return max(counts)
 
 
@@ -102,7 +104,7 @@ def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
         states = _torch_states(part)
         for state in states:
             state["step"].fill_(count)
-        for group in _groups(part):
+        for group in param_groups(part):
             if "step" in group or not states:
                 group["step"] = count
 
@@ -114,10 +116,28 @@ def _torch_states(part: Any) -> list[dict[str, Tensor]]:
     return [state for state in part.optimizer.state.values() if "step" in state]
 
 
-def _groups(part: Any) -> list[dict[str, Any]]:
+def param_groups(part: Any) -> list[dict[str, Any]]:
     """Return all parameter groups, with those of the hybrid optimizer's CPU and GPU parts."""
     if part.is_stub_optimizer:
         return []
     whole = part.optimizer
     subs = (group for sub in getattr(whole, "sub_optimizers", ()) for group in sub.param_groups)
     return [*whole.param_groups, *subs]
+
+
+def clip_and_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Clip prepared gradients by a known norm and update; `optimizer.step` computes the norm again.
+
+    Gradients of megatron-core's separate norm groups, which our models lack, are not handled.
+    """
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    applied = optimizer.step_with_ready_grads()
+    assert applied, "megatron-core refuses a finite update only with loss scaling"

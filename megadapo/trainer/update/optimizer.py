@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.trainer.config import ADAM_EPS, OptimizerConfig, TrainerConfig
+from megadapo.trainer.model.megatron_internals import clip_and_step, param_groups
 
 
 def wrap_for_gradients(
@@ -119,6 +120,9 @@ def build_optimizer(
         chunks,
     )
     for part in optimizer.chained_optimizers:
+        # only megatron-core's own scheduler would apply wd_mult, which is 0 for biases and norms
+        for group in param_groups(part):
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if isinstance(part.optimizer, torch.optim.AdamW):
             _allocate_moments(part.optimizer)
             take_one_pass(part.optimizer)
@@ -177,6 +181,5 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | Non
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
-        applied, _, _ = optimizer.step()
-        assert applied, "megatron-core refuses a finite update only with loss scaling"
+        clip_and_step(optimizer, grad_norm)
     return grad_norm
