@@ -66,10 +66,12 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 def full_precision(dtype: str) -> dict[str, str]:
     """Return the variables that make "float32" mean float32 on a GPU.
 
-    Otherwise Transformer Engine and cuBLAS multiply such matrices with ten bits of mantissa (TF32),
-    and trainer and engine each in a different way.
+    Otherwise Transformer Engine and cuBLAS, and vLLM's attention in Triton, multiply such matrices
+    with ten bits of mantissa (TF32), and trainer and engine each in a different way.
     """
-    return {"NVIDIA_TF32_OVERRIDE": "0"} if dtype == "float32" else {}
+    if dtype != "float32":
+        return {}
+    return {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 
 def _intel_openmp() -> str | None:

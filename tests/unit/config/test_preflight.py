@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -108,3 +109,16 @@ def test_engines_with_a_place_of_their_own_pass(overrides):
     """On the CPU there may be more engines than trainer ranks; so may there be apart from it."""
     config = load_config("configs/quickstart.toml", [*overrides, "--cluster.address=auto"])
     check_run(config)
+
+
+def test_deterministic_run_on_an_h100_needs_flash_attn(monkeypatch, tmp_path):
+    """Otherwise long sequences would run out of memory in the first update, hours into the run."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '580.95.05, NVIDIA H100 80GB HBM3, 81559, 9.0'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("megadapo.config.preflight.has_gpu", lambda: True)
+    overrides = ["--cluster.device=cuda", "--trainer.deterministic=true"]
+    with pytest.raises(ConfigError, match="trainer.deterministic = true, but NVIDIA H100.*flash-"):
+        check_run(load_config("configs/quickstart.toml", overrides))
+    check_run(load_config("configs/quickstart.toml", overrides[:1]))

@@ -81,6 +81,7 @@ def test_healthy_machines_have_no_problems():
         (dataclasses.replace(GPU, gpus=(H200, A100)), "GPUs differ"),
         (dataclasses.replace(without(GPU, "flash-attn"), gpus=(A100,)), "install flash-attn"),
         (without(GPU, "transformer-engine"), "without transformer-engine"),
+        (dataclasses.replace(GPU, torch_cuda="13.0"), "driver 570.1 is older than 580"),
     ],
 )
 def test_each_problem_has_its_advice(machine, said):
