@@ -26,7 +26,7 @@ NOISE = 2 << 20
 def peak_growth(function) -> int:
     """Return the growth of this process while `function` runs, shared memory included."""
     # pages of the program count as well when they are first used
-    checksum(torch.ones(4 * CHECKSUM_CHUNK))
+    checksum(torch.ones(4 * CHECKSUM_CHUNK["cpu"]))
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_of_this_process("VmHWM")
     function()
