@@ -21,9 +21,7 @@ def definition(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_words", [0, 2, 99, 100, 102, 300, 1000])
 @pytest.mark.parametrize("chunk", [100, 1 << 24])
-def test_checksum_equals_definition(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_words: int, chunk: int
-):
+def test_checksum_equals_definition(monkeypatch, dtype, num_words, chunk):
     """A GPU sums larger chunks than a CPU, and their numbers are compared."""
     monkeypatch.setitem(CHECKSUM_CHUNK, "cpu", chunk)
     torch.manual_seed(num_words)

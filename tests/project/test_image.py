@@ -27,7 +27,7 @@ def test_facts_are_about_pinned_revisions():
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_compiler_knows_every_architecture_that_build_files_name(name: str):
+def test_compiler_knows_every_architecture_that_build_files_name(name):
     """apex 25.09 names compute_70 itself, so CUDA 13's nvcc ends the image's build."""
     (cuda,) = re.findall(r"^FROM nvidia/cuda:(\d+)", DOCKERFILE, re.M)
     unknown = [
