@@ -1,7 +1,5 @@
 """The report in a browser; after each test it must have no script error and no network request."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

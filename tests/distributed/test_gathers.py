@@ -4,8 +4,6 @@ Looked into while it fills a bucket, that gather corrupts memory once in some th
 which the rank dies at any later time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

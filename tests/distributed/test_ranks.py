@@ -1,7 +1,5 @@
 """The processes that the tests of this folder share: one that is lost must not cost the rest."""
 
-from __future__ import annotations
-
 import os
 import signal
 

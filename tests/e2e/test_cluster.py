@@ -1,7 +1,5 @@
 """The Ray cluster of a run: its ports, its slots, and the clusters that it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

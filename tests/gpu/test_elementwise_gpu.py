@@ -1,7 +1,5 @@
 """RMSNorm, SwiGLU and rotary on a real GPU, at Qwen2.5-32B's widths and at ragged ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

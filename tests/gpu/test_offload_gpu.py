@@ -4,8 +4,6 @@ Would catch: memory that stays with torch, copies that are read before they are 
 that are used again while a kernel still reads what they held.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The policy head's Triton kernels and cuBLAS products on a real GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

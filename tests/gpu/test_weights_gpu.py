@@ -1,7 +1,5 @@
 """CUDA IPC: buckets on a GPU, read by another process on the same GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two machines with a core each for Ray, and the run that tests let them do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

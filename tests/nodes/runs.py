@@ -1,7 +1,5 @@
 """The run that machines do, and how it is started on one of them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A node dies or loses its link in each phase of a step: it is named, and the run resumes."""
 
-from __future__ import annotations
-
 import signal
 from functools import partial
 from pathlib import Path

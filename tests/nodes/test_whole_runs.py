@@ -1,7 +1,5 @@
 """Whole runs over machines that each have their own address, memory and processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.observe.metrics.records import read_metrics

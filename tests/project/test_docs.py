@@ -4,8 +4,6 @@ Backticked names of the pages are looked up: files, functions in files, commands
 configuration keys, metrics, errors and make targets.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -1,7 +1,5 @@
 """The examples, as a newcomer copies and starts them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The image's pins against facts about the build files of the pinned revisions."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

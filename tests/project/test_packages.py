@@ -1,7 +1,5 @@
 """Imports of the kernels, which import-linter cannot see."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

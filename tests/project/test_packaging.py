@@ -1,7 +1,5 @@
 """The Pythons that README promises, in the lock, the package and the Makefile."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Calls that only a CUDA machine makes, against the signatures of its libraries."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The policy head under Megatron's DistributedDataParallel, which reduces while backward runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

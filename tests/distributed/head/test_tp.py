@@ -1,7 +1,5 @@
 """The policy head over 1, 2, 4 and 8 gloo ranks: equal bits, and slices of one gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The critic keeps the trainer's promises: no split changes it, what is saved is all of it, and
 while it warms up the policy stays where it is."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from itertools import pairwise

@@ -5,8 +5,6 @@ over too many or too few ranks, and a gradient norm that counts an expert twice 
 load-balancing loss one that counts padding, or whose shares are those of a micro-batch or a rank.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

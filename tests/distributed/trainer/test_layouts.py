@@ -1,7 +1,5 @@
 """The split does not matter: one batch under every layout gives one loss and one gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

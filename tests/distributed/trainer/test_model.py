@@ -1,7 +1,5 @@
 """Pieces of the local layer spec against their definitions, inside a trainer process."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

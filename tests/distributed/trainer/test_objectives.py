@@ -5,8 +5,6 @@ in part, as what a tool put out, which must stay out of the sums that reach over
 sequence's ratio, BAPO's shares.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

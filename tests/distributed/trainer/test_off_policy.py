@@ -4,8 +4,6 @@ A batch holds fresh responses, responses one and three versions old, and partial
 versions wrote one after another.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optimizer as ranks run it, on gradients that a test sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron's log-probs are those of the same weights in transformers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

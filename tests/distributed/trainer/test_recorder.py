@@ -1,8 +1,6 @@
 """Recorded log-probs of some sequences. Catches the log-prob of a wrong token or update, and a step
 whose results change because it records."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 Policy and reference differ by a factor on all weights, which is the same under every split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ layer is recomputed for the backward pass; routers that still choose; a referenc
 replays too; and batches with the choices of another model.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from pathlib import Path

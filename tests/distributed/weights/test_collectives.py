@@ -1,7 +1,5 @@
 """Collective work of trainer ranks: relaying slices between nodes, and messages to engines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An update takes no more main memory than two buckets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Delta updates into a real engine of two ranks, directly and through files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

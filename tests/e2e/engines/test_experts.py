@@ -4,8 +4,6 @@ vLLM's CPU experts ignore which experts a rank holds, so such an engine cannot g
 loads and repacks its shards, so the weights after an update can be compared with vLLM's own load.
 """
 
-from __future__ import annotations
-
 import pytest
 import ray
 import torch

@@ -1,7 +1,5 @@
 """Several engines, and one engine over several ranks, on one machine."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

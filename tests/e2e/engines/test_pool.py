@@ -3,8 +3,6 @@
 `tests/e2e/sync/test_sync_faults.py` has the same with vLLM, in whole runs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A stopped ablation leaves no process, and the same command finishes it without repeating runs."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The parts of the script for the first GPU that run without one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

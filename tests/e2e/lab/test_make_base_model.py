@@ -1,7 +1,5 @@
 """The tool for base models of built-in tasks learns, and the shipped models are small."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,5 @@
 """`megadapo profile --step` on the real trainer ranks of a recipe."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines and trainer route the tokens of a model with experts alike."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import REPOSITORY

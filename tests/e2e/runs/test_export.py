@@ -1,7 +1,5 @@
 """An exported model equals the run's policy: engines that load it score the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

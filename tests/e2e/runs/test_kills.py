@@ -4,8 +4,6 @@ MEGADAPO_KILLS sets the number of random kills; tools/kills.py spreads them over
 several sittings.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One real engine under several weights: each token has the log-prob of its version."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A replay is the training that it replays, and rollouts without a trainer are training's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
 

@@ -1,7 +1,5 @@
 """Whole runs that train on what earlier weights sampled, `partial` and `one_step_off`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

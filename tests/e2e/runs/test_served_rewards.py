@@ -1,7 +1,5 @@
 """The judge and the reward model of docs/rewards.md with vLLM's own server."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs through the command line: their files, stops, kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

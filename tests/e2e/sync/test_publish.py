@@ -1,7 +1,5 @@
 """Weight updates from trainers of every split into real vLLM engines."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

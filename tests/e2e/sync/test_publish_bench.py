@@ -1,7 +1,5 @@
 """A small `megadapo bench weights`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that stop or die in the middle of a weight update."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

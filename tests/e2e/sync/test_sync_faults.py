@@ -1,7 +1,5 @@
 """Whole runs whose trainer or engine is killed or stopped during a weight update."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

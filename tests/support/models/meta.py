@@ -1,7 +1,5 @@
 """Models of a large trainer's ranks on the meta device, without memory or other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 All weights are fp32 and drawn from the seed alone, and the global random state is left as it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

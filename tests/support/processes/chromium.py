@@ -1,7 +1,5 @@
 """A headless Chromium, driven over the DevTools protocol with real clicks and keys."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Processes forked off one that has torch and Megatron loaded: imports once, not once a process."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing import forkserver

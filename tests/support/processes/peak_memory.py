@@ -3,8 +3,6 @@
 Run as a program: what else a test process holds must not be in the number.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether a process still runs, and a wait for what another process or thread does."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

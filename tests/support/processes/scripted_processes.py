@@ -1,7 +1,5 @@
 """Engines with real processes and scripted responses, which start in a second."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import time

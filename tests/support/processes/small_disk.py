@@ -1,7 +1,5 @@
 """A disk of one megabyte that a test may fill or make read-only, without any right to do so."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

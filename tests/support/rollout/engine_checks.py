@@ -1,7 +1,5 @@
 """Helpers of the engine tests: start engines, generate, and score with transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Specs of engines, which most tests need only a part of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A scored group that uses every field, and the results in an evaluation journal."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

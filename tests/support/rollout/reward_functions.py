@@ -1,7 +1,5 @@
 """Reward functions as users write them, good and bad: what tests name in reward.functions."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

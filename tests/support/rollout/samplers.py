@@ -1,7 +1,5 @@
 """Samplers over scripted engines, and a comparison of their batches."""
 
-from __future__ import annotations
-
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import SampledBatch, Sampler

@@ -1,7 +1,5 @@
 """Saved groups for tests that write, read and show them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """A stand-in for the engines: responses depend on the seed, and finish in any order."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future

@@ -1,7 +1,5 @@
 """Ablations over tiny recipes, and folders of their finished runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer's part of a checkpoint, with the files that a test writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands through their own entry, in this process."""
 
-from __future__ import annotations
-
 from megadapo.cli import run_command
 
 

@@ -1,7 +1,5 @@
 """A small run whose groups each have one feature that a filter looks for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

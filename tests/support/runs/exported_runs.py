@@ -3,8 +3,6 @@
 Checkpoints of megatron-core itself: `tests/distributed/trainer/checkpoint/test_export.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from functools import partial

@@ -1,7 +1,5 @@
 """Return the message with which a recipe is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A recorded run of a few steps, for the tests of what is made from one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

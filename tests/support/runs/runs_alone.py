@@ -1,7 +1,5 @@
 """Runs with nothing behind them: no process is started, and steps are done at once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

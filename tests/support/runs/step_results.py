@@ -1,7 +1,5 @@
 """Results of an update that no trainer made."""
 
-from __future__ import annotations
-
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.trainer.types import Metrics, UpdateResult
 

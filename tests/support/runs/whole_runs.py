@@ -1,7 +1,5 @@
 """Helpers of tests of whole runs: starting them, finding their processes, reading metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Packed batches of random tokens with ragged lengths, and groups that advantages are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

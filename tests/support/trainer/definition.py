@@ -1,7 +1,5 @@
 """DAPO's loss written out on a transformers model, one sequence at a time, in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

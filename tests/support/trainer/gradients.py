@@ -1,7 +1,5 @@
 """Comparisons of loss and gradients between layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

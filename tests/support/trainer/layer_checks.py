@@ -1,7 +1,5 @@
 """Comparison of a layer with its definition, shared by CPU and GPU tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Four trainer processes that tests borrow: importing torch and Megatron once, not once a test."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

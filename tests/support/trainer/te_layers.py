@@ -1,7 +1,5 @@
 """One model in layers of Transformer Engine and in our own; runs inside a process that has both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Parameter names, marks and arithmetic are written after the sources of the pinne
 call is checked against that version's signature in requirements/signatures.json.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

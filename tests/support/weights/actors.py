@@ -1,7 +1,5 @@
 """Trainer ranks that only send weights, and engines that answer fixed prompts."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainer ranks and engine ranks in one process, connected as an update connects them."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file
 

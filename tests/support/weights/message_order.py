@@ -1,7 +1,5 @@
 """A check that ranks never wait for a message that is not sent."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 

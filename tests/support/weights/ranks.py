@@ -1,7 +1,5 @@
 """Ranks without a trainer, in processes of one Gloo group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

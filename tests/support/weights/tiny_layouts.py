@@ -1,7 +1,5 @@
 """The smallest layouts that can be split; no file is read and no tensor is made."""
 
-from __future__ import annotations
-
 from megadapo.weights.layout.layout import ModelLayout, layout_for
 
 SIZES = {

@@ -1,7 +1,5 @@
 """Group advantages, shaping and selection against the formulas of the papers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

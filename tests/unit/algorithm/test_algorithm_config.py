@@ -1,7 +1,5 @@
 """Keys of `[algorithm]` that exclude each other."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """BAPO's search against the paper's loop written out, and against numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

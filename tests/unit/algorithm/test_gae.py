@@ -1,7 +1,5 @@
 """Advantages of tokens and the clipped value loss, against plain loops and fp64 autograd."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Importance weights against their definition in float64, by token and by sequence."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The adaptive KL coefficient: its update by a step, and its state in a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """KL divergence in the reward: advantages of tokens for every rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every loss aggregation as weights: against its definition, written out with loops."""
 
-from __future__ import annotations
-
 import typing
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mini-batches of even sizes that never split a group, with stale groups in all of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -4,8 +4,6 @@ Kernels are tested against the definition; a formula that is wrong there would h
 that TRL or verl have too are in test_public_losses.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

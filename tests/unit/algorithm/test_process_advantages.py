@@ -1,7 +1,5 @@
 """Process supervision: what scores of steps make of single tokens' advantages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -5,8 +5,6 @@ clip that all of this project's forms had wrong alike would show here. What is d
 is in docs/algorithms.md; where only an epsilon or a constant differs, the test says which.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

@@ -3,8 +3,6 @@
 Everything else is tested against this file's subject, so a wrong formula here would hide itself.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

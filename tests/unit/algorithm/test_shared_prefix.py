@@ -1,7 +1,5 @@
 """Advantages of tokens that several responses share, against numbers worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Translation of Ray's errors: each becomes a megadapo error that says what to do."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

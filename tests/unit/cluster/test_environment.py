@@ -1,7 +1,5 @@
 """Environment of processes that compute on the CPU: threads and allocator."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

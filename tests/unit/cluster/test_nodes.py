@@ -1,7 +1,5 @@
 """Placement on nodes, what each node must have, and the network interface between them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

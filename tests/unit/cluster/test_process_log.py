@@ -1,7 +1,5 @@
 """Logs of processes: crashes, children's output, size limit, and the stacks of hung processes."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

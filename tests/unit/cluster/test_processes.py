@@ -1,7 +1,5 @@
 """Private memory and descendants of processes."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

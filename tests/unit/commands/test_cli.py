@@ -1,7 +1,5 @@
 """Commands end with one message and the right exit code, and import only what they need."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

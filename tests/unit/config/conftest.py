@@ -1,7 +1,5 @@
 """A small recipe that is complete."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

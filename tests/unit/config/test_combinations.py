@@ -1,7 +1,5 @@
 """Sections that cannot work together are refused, and the message names their keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes: their meaning, and the messages with which they are refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The number of engines for `rollout.num_engines = "auto"` by machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

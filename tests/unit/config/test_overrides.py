@@ -1,7 +1,5 @@
 """Overrides: the value and the key that each one sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Impossible engines are refused before any process starts."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext

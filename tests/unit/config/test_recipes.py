@@ -1,7 +1,5 @@
 """Recipes start, and have the numbers that the papers give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The page, schema and tables of keys say what the program accepts."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

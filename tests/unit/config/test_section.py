@@ -1,7 +1,5 @@
 """Sections: each wrong key, type or value is refused and named."""
 
-from __future__ import annotations
-
 import pickle
 import tomllib
 from collections.abc import Iterator

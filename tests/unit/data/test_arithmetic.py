@@ -1,7 +1,5 @@
 """The built-in tasks, whose properties the quickstart and the measurements of long tails need."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

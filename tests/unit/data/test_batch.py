@@ -1,7 +1,5 @@
 """The packed batch: every token in its place, weights from whole mini-batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The JSON form of groups: numbers that change on their way, and damage that is accepted."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """Overlap of training and held-out problems: missed copies, and false positives."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Pretraining data: lost or repeated text, wrong loss weights, and unreadable files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of prompts, which a resumed run must repeat exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

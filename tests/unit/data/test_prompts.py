@@ -1,7 +1,5 @@
 """Loading prompts: rows that are dropped silently, and bad rows without a clear error."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Sources of rows: missing or damaged sources without a clear error."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

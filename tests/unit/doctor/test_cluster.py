@@ -1,7 +1,5 @@
 """The doctor names nodes that differ, are cut off or do not answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The doctor reports what a machine can do, and needs none of the packages that it checks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures of the kernel tests: NaN in uninitialised memory, and the CPU's implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention of packed sequences in C against fp64, with every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ As far as a CPU's torch allows: it refuses to copy, to cut and to differentiate 
 that it was not built for, so neither the policy head as a whole nor a layer can run like this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

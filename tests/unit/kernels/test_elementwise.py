@@ -3,8 +3,6 @@
 Run once more through Triton's interpreter by test_triton_interpreter.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A torch without its private parts that the head uses: the head gives the same numbers."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import types

@@ -1,7 +1,5 @@
 """Every Triton kernel compiles for each GPU generation, and row kernels keep to their registers."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -5,8 +5,6 @@ millisecond a row, so the tests that show what the kernels compute are run and t
 among those, bounds on bf16 gradients, because it cuts a bf16's lower bits off where a GPU rounds.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The oracles stop a run on the step that breaks an invariant, and only then."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A plot shows all that was measured, of short and odd runs too."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs can read the log, and the display breaks no run."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

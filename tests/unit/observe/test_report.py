@@ -1,7 +1,5 @@
 """The report runs no foreign script, hides no spike or broken bound, and stays bounded."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

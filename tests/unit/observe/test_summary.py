@@ -1,7 +1,5 @@
 """The table before and after has the run's numbers."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

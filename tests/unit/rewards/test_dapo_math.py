@@ -6,8 +6,6 @@ option), "answer_or_boxed" at commit bf48903d9. Each is [correct, answer]; an ab
 None there, is written "[INVALID]".
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

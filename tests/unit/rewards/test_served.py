@@ -1,7 +1,5 @@
 """Judges and reward models, served by a small HTTP server on loopback."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

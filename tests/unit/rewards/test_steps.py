@@ -1,7 +1,5 @@
 """Scores of steps: ends in text and tokens, allowed results of functions, and worked sums."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

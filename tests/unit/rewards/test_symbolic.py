@@ -1,7 +1,5 @@
 """The symbolic comparison: results are right, and no answer can hang, kill or slow down a run."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

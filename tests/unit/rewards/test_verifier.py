@@ -1,7 +1,5 @@
 """Scores of a batch: which comparison decides, and what is counted."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

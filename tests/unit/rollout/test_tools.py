@@ -1,7 +1,5 @@
 """The calculator returns Python's values, and no text of a model can harm the engine."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

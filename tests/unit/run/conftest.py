@@ -1,7 +1,5 @@
 """Fixtures that tests of runs share."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

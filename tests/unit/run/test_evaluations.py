@@ -1,7 +1,5 @@
 """Evaluations of a run: start, wait, result and step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

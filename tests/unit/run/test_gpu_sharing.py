@@ -1,7 +1,5 @@
 """The order in which the trainer and the engines use the GPUs that they share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A replay trains on the saved groups, in their order and step, and on nothing impossible."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

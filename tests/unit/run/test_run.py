@@ -1,7 +1,5 @@
 """A run's start, resume, refusal and evaluations."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of a run: evaluations, times, saved rollouts and its end."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

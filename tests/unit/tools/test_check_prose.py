@@ -1,7 +1,5 @@
 """The prose check finds its problems in docstrings and pages, and nothing in plain text."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

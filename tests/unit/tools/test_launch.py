@@ -1,7 +1,5 @@
 """tools/launch: the Slurm script runs in bash with stand-ins for Slurm's and Ray's programs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """New rows are checked, unique and not held out, keep their origin, and survive a stop."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

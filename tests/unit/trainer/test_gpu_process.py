@@ -1,7 +1,5 @@
 """The environment of a trainer rank on a GPU, and its requirements."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from contextlib import nullcontext

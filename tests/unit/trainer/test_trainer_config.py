@@ -1,7 +1,5 @@
 """Configuration of the trainer: the paper's schedule, and layouts that cannot be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A checkpoint continues the same training at another split, moments included."""
 
-from __future__ import annotations
-
 import re
 import resource
 from functools import partial

@@ -5,8 +5,6 @@ order, gate and up exchanged, padded vocabulary rows, a head that is tied over s
 place of weights.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

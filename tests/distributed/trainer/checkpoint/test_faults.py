@@ -1,7 +1,5 @@
 """A number that is not finite, on one rank only, must leave every rank's weights alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The driver's side over real Ray actors: results, errors that keep their type, dead ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """GPU-only rules of a trainer rank, tested through stand-ins on the CPU."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from unittest import mock

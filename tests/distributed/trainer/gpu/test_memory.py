@@ -4,8 +4,6 @@ Would catch: a tensor that the plan forgets or counts twice, and a change of the
 more memory than the plan says.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

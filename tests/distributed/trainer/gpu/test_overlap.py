@@ -1,7 +1,5 @@
 """Sums and weights that travel beside the compute: the same bits, and never an old weight."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.trainer.batches import RAGGED, random_batch

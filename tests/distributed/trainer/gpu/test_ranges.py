@@ -1,8 +1,6 @@
 """Ranges of layers in a profile: that are not there, or overlap so that NVTX would end the wrong
 one, that change what is computed, or that two ranks cannot be told apart in one trace."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from pathlib import Path

@@ -4,8 +4,6 @@ Would catch: a parameter that weights are never read into, sums that two ranks c
 sequences that see each other, an activation or rotary embedding turned the other way.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import ExitStack

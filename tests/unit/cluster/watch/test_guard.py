@@ -1,7 +1,5 @@
 """The guard process: it kills what a killed process leaves behind, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

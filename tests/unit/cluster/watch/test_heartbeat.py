@@ -1,7 +1,5 @@
 """Heartbeats: a hung process is named, and a slow or idle one is not."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The watch over Ray's daemons: a stopped daemon ends the wait, a slow one does not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ gate that has closed is NaN, and one such token would be in every weight. In tor
 Triton when test_triton_interpreter.py runs this file again.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Most of these tests also run through Triton's interpreter: test_triton_interpreter.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

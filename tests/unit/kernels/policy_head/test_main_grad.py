@@ -1,7 +1,5 @@
 """Gradient of the weight in Megatron's convention: fp32 main_grad, a dummy gradient, a hook."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The head's bf16 products with fp32 results on a CPU: by torch's inner kernels, and widened."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

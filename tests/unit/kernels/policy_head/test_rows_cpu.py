@@ -1,7 +1,5 @@
 """The CPU's row passes, compiled and in torch, against fp64 at the sizes where loops have ends."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The torch form here, the Triton form when test_triton_interpreter.py runs this file again.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

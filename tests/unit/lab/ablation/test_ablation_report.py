@@ -1,7 +1,5 @@
 """The report has every row, failure and effect, its cells keep their tables, and exit codes fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

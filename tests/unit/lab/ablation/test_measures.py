@@ -1,7 +1,5 @@
 """Standard errors, differences paired by seed, and verdicts that the numbers support."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

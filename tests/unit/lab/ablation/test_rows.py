@@ -1,7 +1,5 @@
 """Rows add up as written, invalid files are refused, and overrides survive the command line."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

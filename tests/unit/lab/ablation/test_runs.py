@@ -1,7 +1,5 @@
 """Each run is its row with its seed, finished runs are kept, and failures end no other run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The head's benchmark measures time, memory and errors, and notices a wrong baseline."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """A run whose processes grow or whose steps slow down fails the soak test."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The step benchmark gives both sides the same task, alternates, and reports the ratio."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

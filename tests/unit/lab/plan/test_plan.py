@@ -1,7 +1,5 @@
 """Shipped recipes fit on their GPUs, and advice for others helps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernel reports: a profile's sums, and a command that needs no GPU."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

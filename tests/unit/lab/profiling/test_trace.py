@@ -1,7 +1,5 @@
 """A merged trace keeps rows, arrows and clocks of its processes apart."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

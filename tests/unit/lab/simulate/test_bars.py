@@ -4,8 +4,6 @@ Full sizes: 512 groups of 16 on 16 engines (limited by throughput) and 128 group
 the tail). Lengths are log-normal with a mean of 4,800 tokens and 95 % below 12,000.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

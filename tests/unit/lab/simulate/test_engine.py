@@ -1,7 +1,5 @@
 """The virtual engine keeps time, order and every token when it is full or stopped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

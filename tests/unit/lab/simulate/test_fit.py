@@ -3,8 +3,6 @@
 The recorded metrics come from the quickstart on two cores: lengths double, fewer groups are mixed.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The virtual task has the lengths, keep rate and difficulties of its settings."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Virtual engines behave like real ones towards the sampler."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.data.group import Response

@@ -1,7 +1,5 @@
 """No metric is lost, torn, doubled or silently changed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

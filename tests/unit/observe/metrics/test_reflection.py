@@ -1,7 +1,5 @@
 """Phrases are counted as whole words, once a response, in any case and over line breaks."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.errors import ConfigError

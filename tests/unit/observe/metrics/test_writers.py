@@ -1,7 +1,5 @@
 """Writers are checked before anything starts; the packages themselves are not needed here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

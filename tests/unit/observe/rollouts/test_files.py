@@ -1,7 +1,5 @@
 """Files of saved groups: values that change on their way, half files, and unnoticed disk errors."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`megadapo show`: output that controls the terminal, wrong filters, and unhelpful errors."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Token pieces: text that is lost, or shown at the wrong token."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Users' reward functions: their arguments, and that none of them can harm a run."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Generated code in its sandbox: scores are right, and every known escape fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

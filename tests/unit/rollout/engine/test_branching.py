@@ -1,7 +1,5 @@
 """Branching points, compared with hand-computed numbers."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

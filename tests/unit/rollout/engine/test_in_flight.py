@@ -3,8 +3,6 @@
 Missing or doubled experts of a token would shift those of all later tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

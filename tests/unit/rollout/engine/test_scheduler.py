@@ -1,7 +1,5 @@
 """Tokens that the scheduler holds back arrive late, complete and unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

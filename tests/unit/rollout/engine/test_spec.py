@@ -1,7 +1,5 @@
 """The environment and arguments of engines on CPU and GPUs, and the layouts a model allows."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The journal: groups generated twice after a kill, groups of other weights, and disk errors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The record log: changed or lost records, and files that cannot be continued after a kill."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation: avg@k, its standard error, and results of a killed process."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """An evaluation beside training: neither may change the other's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

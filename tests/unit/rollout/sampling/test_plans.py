@@ -1,7 +1,5 @@
 """Batch plans: batches that depend on who finishes first, and too few or too many requests."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

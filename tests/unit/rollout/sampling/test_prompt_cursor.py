@@ -1,7 +1,5 @@
 """Cooldowns and keep rates: prompts skipped too early, or too few groups requested."""
 
-from __future__ import annotations
-
 from megadapo.rollout.sampling.prompt_cursor import Difficulty
 from megadapo.rollout.sampling.step import GroupStats
 

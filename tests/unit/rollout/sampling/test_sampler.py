@@ -1,7 +1,5 @@
 """The sampler: batches that depend on the engines' speed, or an endless search."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.errors import SamplingError

@@ -1,7 +1,5 @@
 """Rounds, partial rollouts, selection and cooldowns."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

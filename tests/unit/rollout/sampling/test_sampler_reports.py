@@ -1,7 +1,5 @@
 """Statistics of a step: numbers over only some responses, and groups that are not saved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import get_args

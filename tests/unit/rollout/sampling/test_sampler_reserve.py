@@ -1,7 +1,5 @@
 """Reserve and resume: groups that are too old, trained on twice, or lost."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Scoring: engines that wait for it, and errors that are lost in its threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

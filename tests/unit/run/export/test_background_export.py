@@ -1,7 +1,5 @@
 """Background exports survive pruning, stop and resume, and never harm the run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

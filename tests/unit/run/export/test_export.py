@@ -1,7 +1,5 @@
 """An export has exactly the checkpoint's weights, or fails with a reason."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

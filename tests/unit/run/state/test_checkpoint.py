@@ -1,7 +1,5 @@
 """The checkpoint store: a checkpoint is complete and verified, or absent."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

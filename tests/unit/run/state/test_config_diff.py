@@ -1,7 +1,5 @@
 """A resumed run reports changes; it refuses changes to what it learns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A full or read-only disk is a named error, tears no file, and prevents no later resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

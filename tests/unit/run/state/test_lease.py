@@ -1,7 +1,5 @@
 """One driver per folder: a dead one loses its lease, a living one keeps it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints that another user has prepared neither reach nor delete files elsewhere."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

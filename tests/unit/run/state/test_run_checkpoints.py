@@ -1,7 +1,5 @@
 """The checkpoints of a run: resume, save, prune, fall back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """status.json matches the run, and never ends it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A stop signal waits for a safe place, ends a rollout at once, and a second one is final."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The supervisor: it restarts what a restart can fix, finitely often, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A step's results have a metric for every name, and every omission has a warning."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

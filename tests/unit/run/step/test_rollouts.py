@@ -1,7 +1,5 @@
 """Saved groups of a step: log-probs or advantages that are saved with another response."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Updates of a step, and the settings of the trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

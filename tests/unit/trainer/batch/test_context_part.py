@@ -4,8 +4,6 @@ Catches tokens that two ranks have or none, an order that is not Transformer Eng
 that have more to attend to than others.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

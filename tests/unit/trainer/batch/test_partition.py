@@ -1,7 +1,5 @@
 """Micro-batches: nothing lost, nothing over budget, ranks in step."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Boxes of flat runs, and what makes a whole of them: a lost or doubled value is a wrong model."""
 
-from __future__ import annotations
-
 import random
 from math import prod
 

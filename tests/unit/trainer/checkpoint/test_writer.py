@@ -1,7 +1,5 @@
 """The thread that writes a rank's part of a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

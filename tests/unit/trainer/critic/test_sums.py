@@ -1,7 +1,5 @@
 """The critic's statistics are those of all tokens together, however they were added up."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The layers of each pipeline stage, and impossible splits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product

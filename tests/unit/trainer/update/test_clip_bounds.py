@@ -1,7 +1,5 @@
 """The tokens of BAPO's search, and the weight of each."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

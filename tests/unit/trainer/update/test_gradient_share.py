@@ -1,7 +1,5 @@
 """Would catch: a share that counts clipped tokens, forgets a weight, or lets the KL term in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

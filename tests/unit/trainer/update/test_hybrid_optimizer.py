@@ -4,8 +4,6 @@ It asks each tensor whether it is on a GPU and leaves it alone if not, so it can
 it is. Would catch: options that it does not take, and updates that are not AdamW's.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """From sums of mini-batches to the numbers of a step."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """AdamW in one pass over its tensors, as ranks of a distributed optimizer have it."""
 
-from __future__ import annotations
-
 import torch
 
 from megadapo.trainer.update.optimizer import take_one_pass

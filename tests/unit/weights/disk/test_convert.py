@@ -1,7 +1,5 @@
 """Conversions between Hugging Face and Megatron folders, through the command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """FP8 export: quantised tensors, precision, and the configuration for vLLM."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

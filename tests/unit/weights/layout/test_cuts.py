@@ -1,7 +1,5 @@
 """Cuts compared with results worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.errors import WeightError

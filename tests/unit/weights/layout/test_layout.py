@@ -1,7 +1,5 @@
 """Imports of models at every split, and models that do not fit their layout."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

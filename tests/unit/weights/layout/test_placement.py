@@ -1,7 +1,5 @@
 """Positions of ranks and layers of stages, compared with results written out by hand."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

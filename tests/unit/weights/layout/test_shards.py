@@ -1,7 +1,5 @@
 """Shards of trainer and engine ranks, compared with results written out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The schedule of an update needs no more memory than two buckets per rank."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest

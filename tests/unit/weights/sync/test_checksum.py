@@ -1,7 +1,5 @@
 """The checksum of weights against its definition on whole numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The codec of delta updates reproduces every bit, or fails before any change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

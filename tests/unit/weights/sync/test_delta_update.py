@@ -1,7 +1,5 @@
 """Delta updates: the weights of engine ranks afterwards, and refused updates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Updates as files: their content, and refused files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The plan copies every element once, to its position, evenly, and is made fast."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

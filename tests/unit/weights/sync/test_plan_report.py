@@ -1,7 +1,5 @@
 """The report of `megadapo weights plan`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -4,8 +4,6 @@ vLLM quantises while it loads, at its start and in every update. Its 8-bit produ
 is left out; its operands are compared with the definition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

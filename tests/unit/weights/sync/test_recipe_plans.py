@@ -1,7 +1,5 @@
 """Updates of the shipped recipes: bytes between nodes, and message order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Receivers and transports for the placements of a cluster."""
 
-from __future__ import annotations
-
 from megadapo.weights.sync.topology import find_topology
 
 

@@ -1,7 +1,5 @@
 """Senders, buckets and receivers together, without vLLM."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

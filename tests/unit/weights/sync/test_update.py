@@ -1,7 +1,5 @@
 """Checksums of updates: without them engines could sample from wrong weights unnoticed."""
 
-from __future__ import annotations
-
 import pytest
 
 from megadapo.errors import ConfigError

@@ -1,7 +1,5 @@
 """The uses of vLLM beyond its documented interfaces."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
