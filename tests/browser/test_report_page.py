@@ -50,7 +50,6 @@ def show(browser: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture
 def page(browser: Page, report: Path) -> Iterator[Page]:
-    """The report of the demo run; afterwards nothing may have gone wrong in it."""
     browser.open(report)
     browser.wait(f"document.querySelectorAll('{BODIES}').length > 0")
     yield browser
@@ -119,7 +118,6 @@ def test_drag_zooms_every_chart(page):
 
 
 def bands(page: Page) -> dict[str, int]:
-    """Return how many bands the charts of curves have, by title, where there are any."""
     return page.js(
         "Object.fromEntries([...document.querySelectorAll('#curves .panel')].map((panel) => "
         "[panel.querySelector('h4').innerText, panel.querySelector('.plot').plot.bands.length])"
@@ -157,7 +155,6 @@ def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_
 
 
 def test_length_against_accuracy_has_a_point_for_each_step(show, tmp_path):
-    """Steps of equal accuracy, too: each of them is a point."""
     page = show(demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=4))
     title = "node.innerText === 'Length'"
     panel = f"[...document.querySelectorAll('#curves h4')].find((node) => {title})"

@@ -25,7 +25,6 @@ CLUSTERS = REPOSITORY / "docs" / "clusters.md"
 
 
 def execute(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a Python of its own."""
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=REPOSITORY,
@@ -37,7 +36,6 @@ def execute(script: str, *arguments: str, **environment: str) -> subprocess.Comp
 
 
 def answer_of(script: str, *arguments: str, **environment: str) -> Any:
-    """Return what a script printed last, as JSON."""
     result = execute(script, *arguments, **environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -128,7 +126,6 @@ cluster.shutdown()
     "names", [pytest.param("0,1,2,3", marks=pytest.mark.full), "GPU-1c,GPU-0a,GPU-77,GPU-9f"]
 )
 def test_trainer_and_engines_share_gpus_by_name(names):
-    """Each GPU has one trainer rank and one engine rank, also if a scheduler names GPUs by UUID."""
     sizes = {"num_trainer_ranks": 4, "num_engines": 2, "engine_ranks": 2, "tensor_parallel": 2}
     words = ("4", '{"device": "cuda"}', json.dumps(sizes))
     gpus, engine_gpus = answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES=names)
@@ -136,7 +133,6 @@ def test_trainer_and_engines_share_gpus_by_name(names):
 
 
 def test_quickstart_fits_a_single_gpu():
-    """Otherwise a first run waits for a second GPU."""
     config = load_config(REPOSITORY / "configs" / "quickstart.toml", ["cluster.device=cuda"])
     sizes = {
         "num_trainer_ranks": config.trainer.num_ranks,
@@ -214,7 +210,6 @@ Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1).shutdo
 
 @pytest.mark.full
 def test_documented_commands_start_a_cluster_with_token(tmp_path):
-    """The commands work as documented, and the cluster refuses strangers."""
     (block, *_) = re.findall(r"```\n(.*?ray start --head.*?)```", CLUSTERS.read_text(), re.DOTALL)
     port = free_port()
     commands = block.replace("HEAD", "127.0.0.1").replace("6379", str(port))

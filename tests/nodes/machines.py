@@ -142,7 +142,6 @@ class Machine:
 
     @property
     def is_up(self) -> bool:
-        """Whether its processes run."""
         return self._shell.poll() is None
 
     def signal(self, title: str, number: int) -> None:
@@ -157,7 +156,6 @@ class Machine:
             process.send_signal(number)
 
     def die(self) -> None:
-        """Kill every process of the machine, and take it off the network."""
         if self.is_up:
             os.kill(self._init, signal.SIGKILL)
             self._shell.wait()
@@ -205,7 +203,6 @@ class Network:
         self._in_switch("link", "set", f"port{number}", "down")
 
     def close(self) -> None:
-        """End all machines, and wait until they are gone."""
         for shell in [*(machine._shell for machine in self.machines), self._switch]:
             assert shell.stdin is not None
             shell.stdin.close()
@@ -237,6 +234,5 @@ def _hold(namespaces: Sequence[str], script: Sequence[str]) -> subprocess.Popen[
 
 
 def _ip(process: int, *words: str, check: bool = True) -> None:
-    """Configure the network namespace of a process."""
     command = ["nsenter", f"--target={process}", "--net", "ip", *words]
     subprocess.run(command, check=check, stderr=None if check else subprocess.DEVNULL)

@@ -17,12 +17,10 @@ SPREAD = ("--trainer.data_parallel=2", "--rollout.num_engines=2")
 
 
 def begin(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start to train on a machine."""
     return machine.start("megadapo", "train", *RECIPE, f"--run.folder={folder}", *arguments)
 
 
 def train(machine: Machine, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Train on a machine, to the end."""
     process = begin(machine, folder, *arguments)
     output, _ = process.communicate(timeout=500)
     return subprocess.CompletedProcess(process.args, process.returncode, output)

@@ -17,7 +17,6 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_run_over_two_nodes_completes(lan, shared, layout):
-    """Each node has its own addresses, memory, and folder where its Ray began."""
     folder = shared / layout.replace(" ", "-")
     done = train(lan.machines[0], folder, *LAYOUTS[layout])
     assert done.returncode == 0, done.stdout

@@ -102,7 +102,6 @@ def _exists(span: str) -> bool:
 
 @cache
 def definitions(path: Path) -> frozenset[str]:
-    """Return the functions, classes and Class.method names of a module."""
     return frozenset(_defined(ast.parse(path.read_text()).body, ""))
 
 

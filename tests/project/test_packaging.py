@@ -44,7 +44,6 @@ def pins(python: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
-    """Metadata of the package."""
     folder = tmp_path_factory.mktemp("metadata")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)

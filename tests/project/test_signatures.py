@@ -37,7 +37,6 @@ def test_megatron_is_called_as_the_pinned_version_can_be():
 
 
 def test_a_call_that_does_not_fit_is_noticed():
-    """The checker itself finds wrong calls."""
     (wrong, few, fits, open_end) = (
         TOOL["call_from"](ast.parse(text, mode="eval").body, "f", "here")
         for text in ("f(1, size=2)", "f()", "f(1, width=2)", "f(**options)")
@@ -94,14 +93,12 @@ def test_memory_is_offered_as_torch_shares_it():
 
 
 def methods_of(file: str, name: str) -> dict[str, str]:
-    """Parameters of the methods of one of vLLM's classes."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     methods = [one for one in class_of(file, name).body if isinstance(one, functions)]
     return {one.name: TOOL["written"](one.args) for one in methods}
 
 
 def class_of(file: str, name: str) -> ast.ClassDef:
-    """One of vLLM's classes, without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())

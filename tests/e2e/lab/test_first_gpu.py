@@ -24,7 +24,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_earlier_results_are_not_overwritten(tmp_path):
-    """Overwriting would lose an hour of a rented machine."""
     result = run("--rehearse", str(tmp_path))
     assert result.returncode == 2 and "name another folder" in result.stderr
     assert not list(tmp_path.iterdir())
@@ -32,7 +31,6 @@ def test_earlier_results_are_not_overwritten(tmp_path):
 
 @pytest.mark.full
 def test_parts_without_a_gpu_pass(tmp_path):
-    """A missing command shows up before a GPU is paid for."""
     result = run("--rehearse", str(tmp_path / "results"))
     report = (tmp_path / "results" / "report.md").read_text()
     assert result.returncode == 0, report

@@ -36,7 +36,6 @@ def test_tool_learns_and_exports_its_weights(tmp_path):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_model_is_small_and_has_the_tools_tokenizer(name):
-    """With another tokenizer the base model would be noise."""
     folder = REPOSITORY / "configs" / name
     assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
     made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=SHIPPED[name]))

@@ -10,7 +10,6 @@ from tests.support.runs.whole_runs import megadapo
 @pytest.mark.slow
 @pytest.mark.full
 def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
-    """No rank hangs, the table has the head, and the trace has every process at the right time."""
     trace = tmp_path / "trace.json"
     result = megadapo(
         *("profile", "--step", "configs/quickstart.toml"),
@@ -46,7 +45,6 @@ def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
 
 
 def phase(events: list[dict], name: str) -> tuple[float, float]:
-    """Return start and end of a driver's phase."""
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["pid"] == 0 and e["name"] == name]
     return min(span[0] for span in spans), max(span[1] for span in spans)
 

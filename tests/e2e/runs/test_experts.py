@@ -19,7 +19,6 @@ MODEL = REPOSITORY / "configs" / "experts-base"
     ids=["free", "replayed-partial"],
 )
 def test_experts_on_two_ranks_keep_parity(tmp_path, further):
-    """Experts replayed at a wrong token or layer, or left behind by an update, would break it."""
     folder = tmp_path / "run"
     split = ["--trainer.data_parallel=2", "--trainer.expert_parallel=2"]
     aux = "--trainer.router_aux_loss_coef=0.001"

@@ -59,7 +59,6 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
 
 
 def test_exported_checkpoint_scores_the_next_step(uninterrupted, tmp_path):
-    """Weights of the step before or after would give other responses."""
     megadapo("export", uninterrupted, tmp_path / "model", "--step", "2")
     reference = Reference(tmp_path / "model")
     errors = {step: engine_error(reference, uninterrupted, step) for step in (2, 3, 4)}
@@ -70,7 +69,6 @@ def test_exported_checkpoint_scores_the_next_step(uninterrupted, tmp_path):
 
 
 def engine_error(reference: Reference, folder: Path, step: int) -> float:
-    """Return the largest difference from the saved log-probs of this step."""
     return max(
         np.abs(
             saved.response.logprobs

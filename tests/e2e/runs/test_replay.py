@@ -20,7 +20,6 @@ WARMUP = "--trainer.optimizer.warmup_steps=2"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that saved every group."""
     folder = tmp_path_factory.mktemp("runs") / "source"
     run(folder, "--observe.saved_groups=all", WARMUP, num_steps=NUM_STEPS)
     return folder
@@ -37,7 +36,6 @@ def groups(folder: Path, step: int) -> list[SavedGroup]:
 
 
 def test_stopped_replay_repeats_the_metrics(source, tmp_path):
-    """Losses, gradient norms, entropies, ratios and parities are equal to the last digit."""
     folder = tmp_path / "replay"
     for num_steps in (2, NUM_STEPS):
         result = replay(source, folder, num_steps=num_steps)
@@ -55,7 +53,6 @@ def test_stopped_replay_repeats_the_metrics(source, tmp_path):
 
 
 def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
-    """Their state is the driver's and not a rank's."""
     options = [
         "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
         "tokens_per_mini_batch = 300, max_text_tokens = 20}",
@@ -75,7 +72,6 @@ def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
 
 
 def test_replay_resumes_at_another_split(source, tmp_path):
-    """One step of a long run can be replayed without the steps before it or its machines."""
     folder = tmp_path / "split"
     split = ("--trainer.tensor_parallel=2", "--trainer.pipeline_parallel=2")
     replay(source, folder, f"--run.resume={source / 'checkpoints' / 'step-2'}", *split)
@@ -87,7 +83,6 @@ def test_replay_resumes_at_another_split(source, tmp_path):
 
 
 def test_rollout_command_samples_as_training(source, tmp_path):
-    """Prompts, seeds and weights are those of training."""
     options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
     done = megadapo("rollout", "configs/quickstart.toml", *options)
     folder = tmp_path / "x-rollout"

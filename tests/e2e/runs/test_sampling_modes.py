@@ -69,7 +69,6 @@ def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.
 
 
 def test_partial_rollouts_mix_policy_versions(tmp_path):
-    """The run also ends with responses in flight."""
     folder = tmp_path / "partial"
     run(folder, *PARTIAL)
     check_numbers(folder, max_staleness=2)
@@ -86,7 +85,6 @@ def test_partial_rollouts_mix_policy_versions(tmp_path):
 
 
 def test_one_step_off_keeps_its_waiting_batch_after_a_kill(tmp_path):
-    """Without it in the checkpoint, other weights would sample it again."""
     folder, killed = tmp_path / "ahead", tmp_path / "killed"
     run(folder, *AHEAD)
     check_numbers(folder, max_staleness=1)

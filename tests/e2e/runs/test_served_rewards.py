@@ -87,7 +87,6 @@ def score(function: str, texts: list[str], **options: object) -> list[FunctionSc
 
 
 def test_judge_served_by_vllm(tmp_path):
-    """The judge computes the sum in a response, as greedy decoding with transformers does."""
     texts = ["10+20+30=?", "11+22+33=?", "no sum at all", ""]
     options = {"model": "served", "template": "$response", "pattern": r"Answer: (\d+)"}
     with served(BASE, tmp_path / "log") as url:

@@ -52,7 +52,6 @@ def test_run_writes_its_files(uninterrupted):
 
 
 def test_saved_rollouts_match_their_update(uninterrupted):
-    """Saved log-probs belong to their token and update."""
     for record in metrics(uninterrupted):
         path = rollouts_path(uninterrupted, record["step"])
         groups = list(read_rollouts(path))
@@ -143,7 +142,6 @@ def orders_in(path: Path) -> list[int]:
 @pytest.mark.fault
 @pytest.mark.parametrize("seconds", [1.0, 8.0, 14.0, 20.0])
 def test_stop_during_start_ends_the_run_at_once(tmp_path, seconds):
-    """Before the first step there is no work to lose."""
     folder = tmp_path / "starting"
     process = start(folder)
     time.sleep(seconds)
@@ -226,7 +224,6 @@ def without_evaluations(folder: Path) -> list[dict]:
 @pytest.mark.full
 @pytest.mark.fault
 def test_hung_rank_ends_the_run_in_time(uninterrupted, tmp_path):
-    """A stopped process would block a wait without a deadline forever."""
     folder = tmp_path / "hung"
     deadlines = (
         "--trainer.timeout_s=15",
@@ -252,7 +249,6 @@ def test_hung_rank_ends_the_run_in_time(uninterrupted, tmp_path):
 @pytest.mark.full
 @pytest.mark.fault
 def test_run_without_engine_saves_its_last_step(uninterrupted, tmp_path):
-    """Otherwise steps since the last checkpoint would be repeated."""
     folder = tmp_path / "engineless"
     process = start(folder, "--checkpoint.every=4", "--rollout.max_engine_restarts=0")
     wait_for_step(process, folder, 1)

@@ -125,7 +125,6 @@ def assert_same_metrics(folder: Path, expected: Path) -> None:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Wait until the metrics of `step` are on disk."""
     path = folder / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.read_text().count("\n") >= step, process)
 

@@ -73,7 +73,6 @@ def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
 
 
 def test_a_batch_of_stale_tokens_alone_has_no_parity_to_measure():
-    """Its tokens come from the policy before, so there is nothing that could agree."""
     unmeasured = {"parity__logprob_abs_max": None, "parity__logprob_abs_mean": None}
     check(record(staleness__token_share=1.0, **unmeasured))
     with pytest.raises(OracleError, match="ratio_first_max_error"):

@@ -30,7 +30,6 @@ def panels_with_colour(png: Path, colour: str) -> int:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])
 def test_every_panel_shows_a_run_of_any_length(tmp_path, num_steps):
-    """One step has no line to draw: it must still be seen."""
     png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
     assert png == tmp_path / "run" / "plot.png"
     assert panels_with_colour(png, COLOURS[0]) == 12

@@ -41,7 +41,6 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
 
 
 def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
-    """Lines wrapped at 80 columns cannot be read by a program."""
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
     with RunDisplay(tmp_path, num_steps=3, console=plain) as display:

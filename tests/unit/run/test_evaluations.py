@@ -27,8 +27,6 @@ NUM_PROBLEMS = 6
 
 
 class Phases:
-    """A record of the phases."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 
@@ -91,7 +89,6 @@ class Reserved:
 
 
 def record_of(step: int) -> EvaluationRecord:
-    """Return the record of an evaluation alone, with the same weights."""
     engines = ScriptedEngines()
     engines.policy_version = step
     evaluations = make("alone", engines)
@@ -155,7 +152,6 @@ def test_running_evaluation_can_be_abandoned():
 
 
 def test_training_never_waits_for_the_reserved_engine():
-    """The other engines get no held-out prompt, and the weights stay the same."""
     run = Reserved()
     run.evaluations.begin(2)
     assert len(run.own.asked) == NUM_PROBLEMS and run.others.asked == []
@@ -173,7 +169,6 @@ def test_training_never_waits_for_the_reserved_engine():
 
 
 def test_next_evaluation_waits_for_the_reserved_engine():
-    """The other processes are checked meanwhile."""
     run = Reserved()
     for step in (0, 2, 5):
         run.others.policy_version = step
@@ -207,7 +202,6 @@ def saved_run(folder: Path, **state: int):
 
 
 def test_run_resumes_evaluation_of_older_weights(tmp_path):
-    """Its weights are in the checkpoint of their step."""
     config = config_of("engine", tmp_path)
     checkpoint = saved_run(tmp_path, **{EVALUATING: 2})
     unfinished, notes = find_unfinished(config, checkpoint)

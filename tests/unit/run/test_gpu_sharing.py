@@ -59,7 +59,6 @@ def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus):
 
 
 def test_engines_wake_after_a_save_that_fails():
-    """The run continues after the first failure, and tries to save again after the next step."""
     seen: list[str] = []
     with pytest.raises(CheckpointError), gpu_sharing(seen).saving():
         raise CheckpointError("disk full")

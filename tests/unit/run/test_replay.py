@@ -68,7 +68,6 @@ def sample(config: RunConfig) -> list[SampledBatch]:
 
 @pytest.fixture
 def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBatch]:
-    """Return the batches of a run with all rollouts in tmp_path/rollouts."""
     batches = sample(config_of(tmp_path))
     save(tmp_path, batches, tokenizer)
     return batches
@@ -91,7 +90,6 @@ def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokeniz
 
 
 def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> list[SampledBatch]:
-    """Return the batches in the order of the loop."""
     rollouts = ReplayedRollouts(config, folder / "rollouts", first_step=first_step)
     batches = []
     for step in range(first_step, STEPS[-1] + 1):
@@ -112,7 +110,6 @@ def contents(batch: SampledBatch) -> list[object]:
 
 
 def test_batches_are_replayed_exactly(tmp_path, source):
-    """Another order would put responses into other mini-batches."""
     batches = replayed(config_of(tmp_path), tmp_path)
     assert [contents(batch) for batch in batches] == [contents(batch) for batch in source]
     assert any(batch.num_from_reserve for batch in source)
@@ -148,7 +145,6 @@ def test_partially_saved_batch_is_replayed(tmp_path, tokenizer):
 
 
 def test_replayed_run_is_not_overwritten(tmp_path, source):
-    """Opening a run deletes rollouts of steps without a checkpoint."""
     config = config_of(tmp_path, run={"folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"choose another run\.folder"):
         check_replay(config, tmp_path / "model" / ".." / "rollouts")
@@ -203,7 +199,6 @@ def test_groups_that_do_not_fit_the_run_are_rejected(tmp_path, source):
 
 
 def test_sampling_cannot_resume_from_a_replay(tmp_path):
-    """It would repeat the first prompts with the first seeds."""
     live = LiveRollouts.__new__(LiveRollouts)
     with pytest.raises(CheckpointError, match="resume it with --replay"):
         live.load_state_dict({})

@@ -25,7 +25,6 @@ def test_fresh_run_starts_at_step_one(tmp_path):
 
 
 def test_resumed_run_drops_later_records(tmp_path):
-    """Redone steps must not be in the metrics twice."""
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation_record(0))
         advance(run, 3)
@@ -88,7 +87,6 @@ def test_impossible_folder_is_one_message(tmp_path):
 
 
 def test_second_driver_changes_nothing(tmp_path):
-    """It could rewind the first driver's records and prune its checkpoints."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -101,8 +99,6 @@ def test_second_driver_changes_nothing(tmp_path):
 
 
 def test_failed_start_is_not_left_running(tmp_path):
-    """Neither a "running" status nor a lease may remain."""
-
     def states(error: type[Exception]) -> tuple[str, list[Path]]:
         with pytest.raises(error):
             open_and_close(config_of(tmp_path))

@@ -34,7 +34,6 @@ def test_evaluation_is_in_the_next_record(tmp_path):
 
 
 def test_redone_step_reuses_evaluation(tmp_path):
-    """The redone record must equal the record of an undisturbed run."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         run.log.record_evaluation(evaluation_record(2))
@@ -45,7 +44,6 @@ def test_redone_step_reuses_evaluation(tmp_path):
 
 
 def test_redone_step_reports_older_evaluation(tmp_path):
-    """The evaluation may be older than the checkpoint."""
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation_record(0))
         advance(run, 4)
@@ -66,7 +64,6 @@ def test_recorded_evaluation_deletes_its_answers(tmp_path):
 
 
 def test_nested_phase_is_timed_once(tmp_path):
-    """Waiting for an evaluation is not rollout time."""
     with Run.open(config_of(tmp_path)) as run:
         with run.phase("rollout"), run.phase("evaluate"):
             time.sleep(0.05)
@@ -84,7 +81,6 @@ def test_last_log_line_says_how_the_run_ended(tmp_path):
 
 
 def test_evaluations_and_saves_are_timed_in_next_record(tmp_path):
-    """Their seconds count once, and not as the step's own."""
     with Run.open(config_of(tmp_path)) as run:
         with run.phase("evaluate"):
             time.sleep(0.02)
@@ -104,7 +100,6 @@ def test_evaluations_and_saves_are_timed_in_next_record(tmp_path):
 
 
 def test_step_without_generation_has_no_speed_or_sync(tmp_path):
-    """A speed of 0 would look like hung engines."""
     with Run.open(config_of(tmp_path)) as run:
         for name in ("rollout", "train", "sync"):
             with run.phase(name):

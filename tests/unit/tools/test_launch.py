@@ -91,7 +91,6 @@ class Job:
             time.sleep(0.02)
 
     def ray_has_ended(self) -> bool:
-        """Return whether the stand-ins for Ray's nodes have ended."""
         pids = [int(line) for line in (self.folder / "log.pids").read_text().split()]
         deadline = time.monotonic() + 5
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -174,7 +173,6 @@ def test_slurm_leaves_the_driver_time_to_save():
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kuberay.yaml"])
 def test_commands_in_the_comments_are_commands(name):
-    """Options and keys must exist."""
     text = re.sub(r"\\\n#\s+", "", (LAUNCH / name).read_text())
     lines = [line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")]
     commands = [line for line in lines if line.startswith("megadapo ")]

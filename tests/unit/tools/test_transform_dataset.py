@@ -120,7 +120,6 @@ def run(folder: Path, address: Address, *words: str) -> int:
 
 
 def by_problem(path: Path) -> dict[str, dict]:
-    """Return rows by the problem that they come from."""
     return {row["extra_info"]["transformed_from"]["problem"]: row for row in lines(path)}
 
 
@@ -158,7 +157,6 @@ def test_rows_are_checked_and_refusals_give_the_reason(tmp_path, address, capsys
 
 
 def test_second_run_requests_and_writes_nothing_again(tmp_path, address):
-    """The problem of a line that a kill truncated is transformed again."""
     assert run(tmp_path, address) == 0
     path = tmp_path / "integers.jsonl"
     whole, asked = path.read_text(), address.asked.total()
@@ -186,7 +184,6 @@ def test_only_busy_addresses_are_retried(tmp_path, address, capsys, monkeypatch)
 
 
 def test_rows_that_become_held_out_are_removed(tmp_path, address):
-    """Both the original and the rewritten problem count."""
     assert run(tmp_path, address) == 0
     more = source(
         tmp_path / "more.jsonl",

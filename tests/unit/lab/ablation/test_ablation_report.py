@@ -58,7 +58,6 @@ def test_markdown_cells_are_escaped(tmp_path):
 
 
 def test_numbers_are_aligned_right_and_words_left(tmp_path):
-    """A missing number is no word; an interval starts with a number."""
     page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
     _, _, effects = [line for line in table_lines(page) if line.startswith("| ---")]
     assert effects == "| --- | --- | ---: | ---: | --- | --- |"
@@ -69,7 +68,6 @@ def test_numbers_are_aligned_right_and_words_left(tmp_path):
 
 
 def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path):
-    """Their mean alone would hide the runs that never reach it."""
     rows = ablation_tables(collect(finished(tmp_path)))[0]
     steps = rows.head.index("steps to accuracy")
     # 0.67, 0.69 and 0.71 at the last step
@@ -77,7 +75,6 @@ def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path):
 
 
 def test_rows_with_identical_results_are_flagged(tmp_path):
-    """A difference of 0 +- 0 alone could be rounding."""
     ablation = ablation_of(tmp_path, num_seeds=2)
     for number, run in enumerate(ablation.runs):
         finish(run, entropy=0.2 + 0.01 * run.seed, seconds=1.0 + number)

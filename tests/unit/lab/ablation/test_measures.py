@@ -84,7 +84,6 @@ def test_noise_is_pooled_over_comparisons():
 
 
 def test_differences_are_paired_by_seed():
-    """Noise common to both rows cancels."""
     first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
     second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
     found = difference(second, first, "x")
@@ -93,7 +92,6 @@ def test_differences_are_paired_by_seed():
 
 @pytest.mark.parametrize("late", [{3: {"x": None}}, {3: {}}])
 def test_missing_seed_leaves_no_difference(late):
-    """Otherwise a row whose slow seeds never reach the accuracy would seem faster."""
     first = {1: {"x": 8.0}, 3: {"x": 12.0}}
     second = {1: {"x": 4.0}, **late}
     assert difference(second, first, "x") is None and difference(first, second, "x") is None

@@ -42,7 +42,6 @@ def test_only_cumulative_rows_add_up():
 
 
 def test_overrides_mean_the_same_on_the_command_line():
-    """Some of the texts would be other types in TOML."""
     table = {"a": {"b": {"text": "7", "quoted": 'a"b\\ = c', "none": "none"}, "n": 3e-5}}
     table["a"] |= {"list": ["x", "true"], "flag": False}
     parsed = {".".join(keys): value for keys, value, _ in map(parse_override, arguments(table))}

@@ -29,7 +29,6 @@ def test_run_and_its_command_have_the_row_and_the_seed(tmp_path):
 
 
 def write_recipe(path, section, setting):
-    """Write a recipe that extends the quickstart by one key."""
     quickstart = Path("configs/quickstart.toml").resolve()
     path.write_text(f'extends = "{quickstart}"\n[{section}]\n{setting}\n')
 

@@ -32,7 +32,6 @@ def soaked(memory, growth, seconds, *, save_s=0.0):
 
 
 def test_steady_growth_fails_and_early_growth_does_not(memory):
-    """Caches that fill up at the start are no leak, and do not hide one."""
     grown = soaked(memory, 0.2, (2.0, 2.0))
     first, second = grown.processes()
     assert (first.pid, second.pid) == (os.getppid(), os.getpid())
@@ -52,7 +51,6 @@ def test_slower_steps_fail(memory):
 
 
 def test_steps_slowed_by_saves_fail(memory):
-    """A save happens during the step after it."""
     assert soaked(memory, 0.0, (2.0, 2.0), save_s=0.08).holds
     slower = soaked(memory, 0.0, (2.0, 2.0), save_s=0.2)
     assert (slower.beside_save, slower.slowdown) == (pytest.approx(1.1), pytest.approx(1.0))

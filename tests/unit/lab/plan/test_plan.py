@@ -117,7 +117,6 @@ def test_misfit_is_refused_with_the_key_to_change(overrides, advice, capsys):
 
 
 def test_advice_helps():
-    """Advice names the first sufficient remedy."""
     config = recipe("qwen2.5-7b", "trainer.tokens_per_micro_batch=60000")
     (problem,) = problems(config, models_of(config), H100)
     assert "trainer.tokens_per_micro_batch = 12288" in problem
@@ -168,7 +167,6 @@ def test_cache_is_the_rest_of_the_engines_share():
 
 
 def test_offloaded_tensors_count_in_main_memory():
-    """The node's memory includes the weights of sleeping engines."""
     models = models_of(recipe("qwen2.5-7b"))
     engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
 

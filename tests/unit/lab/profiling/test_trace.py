@@ -64,7 +64,6 @@ def test_empty_trace_is_merged(tmp_path):
 
 
 def test_clock_offset_uses_the_quickest_answer_and_is_zero_on_one_machine(monkeypatch):
-    """An offset from a slow answer would shift a node's row by milliseconds."""
     assert clock_offset(this_node.read_clock).ahead_ns == 0
     now = [0]
     delays = iter([50, 10, 200, *[80] * this_node.CLOCK_READINGS])

@@ -18,7 +18,6 @@ def response(key: int, num_tokens: int, num_prompt: int = 10) -> VirtualResponse
 
 
 def run(engine: VirtualEngine) -> list[tuple[float, int]]:
-    """Return the time and key of each response's end."""
     ends = []
     while (now := engine.next_event()) < math.inf:
         ends += [(now, one.key) for one in engine.run_event(now)]

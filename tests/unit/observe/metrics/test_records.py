@@ -76,7 +76,6 @@ def test_numpy_scalars_are_written_as_numbers(tmp_path):
 
 
 def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_path):
-    """A NaN loss written as null would look as if it had not been measured."""
     log = MetricsLog(tmp_path)
     log.record(
         {"step": 1, "policy/loss": math.nan, "policy/grad_norm": math.inf, "reward/mean": -math.inf}
@@ -134,7 +133,6 @@ def test_rewind_keeps_the_steps_up_to_the_resume_point(tmp_path, to, left):
 
 
 def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path):
-    """Without a purge TensorBoard shows both the lost and the redone curve."""
     with MetricsLog(tmp_path, writers=["tensorboard"]) as log:
         log.open_writers()
         for step in range(1, 6):

@@ -38,7 +38,6 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_refuses_the_events_does_not_end_a_run(tmp_path, caplog):
-    """A copy of metrics.jsonl must not cost a step."""
     (tmp_path / "tensorboard").touch()
     writer = open_writer("tensorboard", tmp_path, {}, None)
     writer.write({"reward/mean": 1.0}, 1)

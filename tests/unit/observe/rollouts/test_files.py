@@ -65,7 +65,6 @@ def test_groups_survive_exactly_and_in_order(tmp_path):
 
 
 def test_tool_output_and_branch_survive(tmp_path):
-    """A replay without them would train on tool output and credit shared tokens wrongly."""
     versions = np.array([3, NO_VERSION, 3], dtype=np.int32)
     first = saved_response("abc", policy_versions=versions)
     branched = saved_response("abd", policy_versions=versions, branch=Branch(0, 2))
@@ -172,7 +171,6 @@ def test_steps_are_listed_by_number(tmp_path):
 
 
 def test_log_writes_in_background_and_rewinds(tmp_path):
-    """Steps after the resume point are written again."""
     log = RolloutLog(tmp_path)
     for step in range(1, 5):
         log.write(step, iter([saved_group(step=step)]))
@@ -189,7 +187,6 @@ def test_log_writes_in_background_and_rewinds(tmp_path):
 
 
 def test_groups_are_streamed(tmp_path):
-    """All groups of a large step as text at once would be gigabytes."""
     alive: list[int] = []
 
     def groups() -> Iterator[SavedGroup]:

@@ -93,7 +93,6 @@ def test_limit_shows_the_number_of_hidden_groups(tmp_path):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_model_output_cannot_control_the_terminal(tmp_path, terminal):
-    """Control characters could hide other responses or rename the window."""
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil\u2066\x00\b\x7f[bold red]markup[/]"
     own = untrained(hostile, answer=hostile, parts=((hostile, 1.0),))
     group = saved_group(own, awkward_group().responses[2])

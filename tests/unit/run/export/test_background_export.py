@@ -109,7 +109,6 @@ time.sleep(60)
 
 @pytest.mark.fault
 def test_killed_run_ends_its_export(tiny_model, tmp_path):
-    """A surviving export would write into the resumed run's folder."""
     run = write_run(tmp_path / "run", tiny_model, 2)
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, run], stdout=subprocess.PIPE, text=True

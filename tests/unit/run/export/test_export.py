@@ -21,7 +21,6 @@ from tests.support.runs.exported_runs import trainer_tensors, write_run
 
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 3."""
     return write_run(tmp_path_factory.mktemp("runs") / "run", tiny_model, 2, 3)
 
 
@@ -54,7 +53,6 @@ def test_newest_checkpoint_is_exported_for_servers(finished, tiny_model, tmp_pat
 
 
 def test_transformers_computes_the_trained_weights(finished, tiny_model, tmp_path):
-    """Heads in another order have equal shapes but other logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export_checkpoint(find_source(finished, 2), tmp_path / "out")
@@ -78,7 +76,6 @@ def test_step_is_chosen_by_number_or_folder(finished, tiny_model, tmp_path, name
 
 
 def test_missing_generation_config_is_written(finished, tiny_model, tmp_path):
-    """A server needs it for the end token of a response."""
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
     (base / "generation_config.json").unlink(missing_ok=True)
     export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
@@ -101,7 +98,6 @@ def test_card_has_origin_and_accuracy(finished, tmp_path):
 
 
 def test_checkpoint_without_run_needs_the_model(run, tiny_model, tmp_path):
-    """A copied checkpoint can still be exported."""
     alone = Path(shutil.copytree(run / "checkpoints" / "step-3", tmp_path / "alone" / "step-3"))
     with pytest.raises(ConfigError, match="--model"):
         export_checkpoint(find_source(alone), tmp_path / "out")
@@ -192,7 +188,6 @@ def metadata(run):
 
 
 def test_pickle_cannot_run_a_command(run, metadata, tmp_path):
-    """Hashes do not prove that a file is harmless."""
     witness = tmp_path / "it-ran"
     metadata.planner_data = _RunsACommand(witness)
     _with_metadata(run, pickle.dumps(metadata))
@@ -216,7 +211,6 @@ def test_invalid_metadata_is_refused(run, tmp_path, content):
 
 
 def test_metadata_paths_stay_in_the_folder(run, metadata, tmp_path):
-    """Otherwise a checkpoint could read another user's model into the export."""
     for place in metadata.storage_data.values():
         place.relative_path = "../../step-2/trainer/" + place.relative_path
     _with_metadata(run, pickle.dumps(metadata))
@@ -225,7 +219,6 @@ def test_metadata_paths_stay_in_the_folder(run, metadata, tmp_path):
 
 
 def test_incomplete_chunks_are_refused(run, metadata, tmp_path):
-    """Uncovered parts would hold random memory."""
     stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
     stored.chunks[0].sizes = torch.Size([stored.size[0] - 1])
     _with_metadata(run, pickle.dumps(metadata))

@@ -55,7 +55,6 @@ def test_saved_state_is_restored(tmp_path):
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
-    """Compared as text, step-9 is above step-10."""
     checkpoint, _ = saved(tmp_path, 9, 10).newest()
     assert checkpoint.step == 10
 
@@ -96,7 +95,6 @@ def test_foreign_manifests_are_refused(tmp_path, text):
 
 @pytest.mark.parametrize("place", [60, 200, -200])
 def test_flipped_manifest_byte_is_found(tmp_path, place):
-    """A changed step would resume at the wrong step."""
     store = saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / "manifest.json"
     content = bytearray(manifest.read_bytes())
@@ -193,7 +191,6 @@ def test_driver_does_not_hash_trainer_files(tmp_path):
 
 
 def test_committed_step_is_never_overwritten(tmp_path):
-    """Writing into a committed folder would mix two saves under one manifest."""
     store = saved(tmp_path, 1)
     before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
     with pytest.raises(CheckpointError, match="not overwritten"):
@@ -202,7 +199,6 @@ def test_committed_step_is_never_overwritten(tmp_path):
 
 
 def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
-    """Otherwise a later resume would jump back onto the abandoned branch."""
     store = saved(tmp_path, 1, 2, 3)
     assert len(store.set_aside_after(1)) == 2
     save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"branch": "new"})
@@ -230,7 +226,6 @@ for step in range(1, 10_000):
 
 @pytest.mark.fault
 def test_random_sigkill_keeps_newest_checkpoint(tmp_path):
-    """Killed 30 times while saving in a tight loop; each time the newest step must load."""
     for attempt in range(30):
         folder = tmp_path / str(attempt)
         process = subprocess.Popen(

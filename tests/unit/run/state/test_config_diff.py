@@ -77,7 +77,6 @@ def test_unreadable_configuration_is_reported(tmp_path, text):
 
 @pytest.mark.parametrize("name", [*SAMPLES, *MEANING])
 def test_listed_names_are_keys_or_tables(tmp_path, name):
-    """A renamed key would change unnoticed."""
     place = to_dict(config_of(tmp_path))
     for part in name.split("."):
         assert part in place
@@ -96,7 +95,6 @@ def test_listed_names_are_keys_or_tables(tmp_path, name):
     ],
 )
 def test_samples_digest_covers_prompts_and_rewards(tmp_path, changes, stays):
-    """A resumed run with more engines keeps its groups."""
     before, after = config_of(tmp_path), config_of(tmp_path, changes)
     assert before != after
     assert (samples_digest(before) == samples_digest(after)) == stays

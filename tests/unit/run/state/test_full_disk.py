@@ -35,8 +35,6 @@ def step(run: Run, number: int, *, num_bytes: int = 1000, wait: bool = True) -> 
 
 
 def test_full_disk_tears_no_record(tmp_path):
-    """Half a line followed by another would damage the file."""
-
     def check(disk: Path) -> None:
         folder = disk / "run"
         with (
@@ -76,8 +74,6 @@ def test_failed_record_can_be_repeated(tmp_path):
 
 
 def test_failed_save_frees_its_space(tmp_path):
-    """The disk may also become full during the save."""
-
     def check(disk: Path) -> None:
         folder = disk / "run"
         with Run.open(config_of(folder)) as run:
@@ -100,8 +96,6 @@ def test_failed_save_frees_its_space(tmp_path):
 
 
 def test_full_disk_at_start_changes_nothing(tmp_path):
-    """Half a lease would lock the run, and half a configuration would hide its changes."""
-
     def check(disk: Path) -> None:
         folder = disk / "run"
         with Run.open(config_of(folder)) as run:

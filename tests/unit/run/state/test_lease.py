@@ -90,7 +90,6 @@ def test_living_remote_driver_keeps_its_lease(tmp_path):
 
 
 def test_silent_remote_driver_loses_its_lease(tmp_path):
-    """A scheduler may restart the job on another machine at once."""
     write(tmp_path, of_another_machine(), age_s=58)
     start = time.monotonic()
     Lease.take(tmp_path, stale_s=60).close()
@@ -114,7 +113,6 @@ def test_lease_in_writing_is_not_taken(tmp_path):
 
 @pytest.mark.fault
 def test_kill_while_taking_lease_does_not_lock_run(tmp_path):
-    """A lease without a holder would count as a starting driver."""
     for attempt in range(5):
         process = start(TAKE_AND_GIVE, tmp_path)
         time.sleep(0.003 * attempt)
@@ -159,7 +157,6 @@ sys.stdin.readline()
 
 
 def test_one_of_many_takes_a_stale_lease(tmp_path):
-    """The slower one must not remove the new lease of the quicker one."""
     write(tmp_path, of_another_machine(), age_s=1000)
     processes = [start(TAKE_TOGETHER, tmp_path) for _ in range(6)]
     for process in processes:

@@ -29,7 +29,6 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
 
 @pytest.mark.parametrize("part", [".", "trainer", "trainer/shard", "state.json", "manifest.json"])
 def test_world_writable_parts_are_refused(tmp_path, part):
-    """A writable file can be changed after it was hashed."""
     saved(tmp_path, 1)
     path = tmp_path / "step-1" / part
     path.chmod(path.stat().st_mode | 0o002)
@@ -107,7 +106,6 @@ def test_manifest_names_stay_in_the_folder(tmp_path, name):
 
 
 def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
-    """Pruning, renaming and clean-up may remove the link only."""
     outside = tmp_path / "other"
     saved(outside, 7)
     before = sorted(outside.rglob("*"))
@@ -136,7 +134,6 @@ def model(tmp_path):
 
 
 def test_conversion_does_not_follow_links(model, tmp_path):
-    """The foreign file would be published with the model."""
     import torch
 
     with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):

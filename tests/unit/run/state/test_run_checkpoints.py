@@ -80,7 +80,6 @@ def test_run_ends_if_every_checkpoint_is_damaged(tmp_path):
 
 
 def test_requeued_command_resumes_from_newer_checkpoint(tmp_path):
-    """Otherwise each requeue would throw away what was trained since."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 4)
     path = tmp_path / "checkpoints" / "step-2"
@@ -104,7 +103,6 @@ def test_requeued_command_resumes_from_newer_checkpoint(tmp_path):
 
 
 def test_target_of_another_run_is_used_once(tmp_path):
-    """Older checkpoints of the folder do not replace the target."""
     other, own = config_of(tmp_path / "other"), tmp_path / "own"
     with Run.open(other) as run:
         advance(run, 2)
@@ -130,7 +128,6 @@ def test_missing_target_is_one_message(tmp_path, name):
 
 
 def test_checkpoint_under_evaluation_is_kept(tmp_path):
-    """A stopped run has these weights nowhere else."""
     with Run.open(config_of(tmp_path, {"checkpoint": {"every": 1, "keep": 2}})) as run:
         for step in run.steps():
             record_step(run, step)
@@ -141,7 +138,6 @@ def test_checkpoint_under_evaluation_is_kept(tmp_path):
 
 
 def test_journal_is_kept_until_the_next_commit(tmp_path):
-    """After a damaged checkpoint or a failed save, steps are repeated."""
     journal = tmp_path / JOURNAL_FOLDER
     journal.mkdir()
     for version in range(4):
@@ -168,7 +164,6 @@ def save_with(run: Run, step: int, write: WriteTrainer) -> None:
 
 
 def test_failed_save_is_repeated(tmp_path):
-    """A file server may fail for a minute; the run must not stay unsaved for days."""
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():
             save_with(run, step, fails if step == 2 else write_shard)
@@ -191,7 +186,6 @@ def test_second_failed_save_ends_the_run(tmp_path):
 
 
 def test_training_continues_during_a_save(tmp_path):
-    """The saved state is the step's own."""
     written = threading.Event()
 
     def slow(folder: Path) -> Any:
@@ -212,7 +206,6 @@ def test_training_continues_during_a_save(tmp_path):
 
 
 def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
-    """A preempted run of long steps must not lose completed steps."""
     config = config_of(tmp_path, {"checkpoint.every": 100}, grace_s=0.2)
     with pytest.raises(RunInterruptedError, match="s more, and"), Run.open(config) as run:
         for step in run.steps():
@@ -235,7 +228,6 @@ def test_every_minutes_makes_a_step_due(tmp_path):
 
 
 def test_interrupted_run_saves_its_last_step_once(tmp_path):
-    """The step that a run resumed from is saved already."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         run.save(lambda folder: pytest.fail("step 2 is saved already"))

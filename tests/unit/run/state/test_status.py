@@ -30,7 +30,6 @@ def test_status_follows_the_run(tmp_path):
 
 
 def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
-    """A rollout of an hour must not look hung."""
     now = [100.0]
     monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
     status = StatusFile(tmp_path, num_steps=9)

@@ -22,7 +22,6 @@ def stop():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_waits_for_the_next_check(stop, number):
-    """An error in the middle of an update would leave half-updated weights."""
     os.kill(os.getpid(), number)
     time.sleep(0.01)
     with pytest.raises(RunInterruptedError, match=number.name):
@@ -110,7 +109,6 @@ print(time.monotonic() - start)
     ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
 )
 def test_block_that_outlasts_the_grace_is_interrupted(times, outcome, at_s):
-    """Otherwise a scheduler's SIGKILL hits the middle of an update."""
     command = [sys.executable, "-c", GRACE, *map(str, times)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50)
     *words, seconds = result.stdout.split()

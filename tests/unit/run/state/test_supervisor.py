@@ -41,7 +41,6 @@ sys.exit(supervisor.run())
 
 
 def start(folder: Path, driver: str, *, restarts: int) -> subprocess.Popen[str]:
-    """Supervise a driver that is a few lines of Python."""
     command = [sys.executable, "-c", DRIVER + textwrap.dedent(driver), str(folder)]
     return subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), *command],
@@ -141,7 +140,6 @@ def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
 
 
 def test_leftovers_end_before_the_next_start(tmp_path):
-    """An engine that still holds the GPU's memory would let the next start fail."""
     code, _, _ = supervise(
         tmp_path,
         """
@@ -180,7 +178,6 @@ def test_signal_reaches_driver_once_and_ends_supervision(tmp_path):
 
 
 def test_driver_that_died_early_made_no_progress(tmp_path):
-    """The status of an earlier driver is not its own."""
     status = {"num_steps": 9, "step": 5, "checkpoint_step": 5, "resumed_from": 0}
     process = {"host": "h", "pid": os.getpid(), "started": "t", "updated": "t"}
     (tmp_path / "status.json").write_text(json.dumps(status | process))

@@ -81,7 +81,6 @@ def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
 
 
 def test_every_metric_name_is_given():
-    """A missing metric would be null in every run."""
     assert set(metrics()) == {*METRIC_NAMES, *OWN} - ADDED_BY_THE_RUN
 
 
@@ -140,7 +139,6 @@ def test_spread_over_engines_and_ranks():
 
 
 def test_tail_of_group_times():
-    """The longest response sets the step's time, which the mean hides."""
     found = metrics()
     lengths = [found[f"response_length/{name}"] for name in ("mean", "p50", "p95", "max")]
     assert lengths == [63.75, 75.0, pytest.approx(98.5), 100.0]
@@ -154,7 +152,6 @@ def test_tail_of_group_times():
 
 
 def test_step_without_responses_has_null_means():
-    """A step of carried groups alone must neither divide by zero nor write NaN."""
     nothing = replace(
         SAMPLED,
         num_sampled=0,
@@ -170,7 +167,6 @@ def test_step_without_responses_has_null_means():
 
 
 def test_replayed_step_has_null_generation():
-    """Zero would look like hung engines."""
     found = metrics(replace(SAMPLED, num_tokens=None, reward_seconds=None, engines=()))
     names = ("tokens/generated", "time/reward_s", "time/engine_max_s", "rollout/engine_tokens_min")
     assert [found[name] for name in names] == [None] * 4
@@ -197,7 +193,6 @@ def test_each_omission_is_a_warning_with_its_count():
 
 @pytest.mark.parametrize("num_tokens", [500, None])
 def test_too_few_groups_warn_about_smaller_updates(num_tokens):
-    """Updates of an unplanned size must be visible."""
     assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, num_tokens=num_tokens)
     assert "with 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
 

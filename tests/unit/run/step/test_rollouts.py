@@ -31,7 +31,6 @@ CONFIG = config_of(changes=SIZES)
 
 
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
-    """Return the batch of a step with a reserve."""
     engines = ScriptedEngines("last first", slots=200)
     sampler = make_sampler(engines, saved_groups=saved, max_staleness=1)
     for _ in range(num_steps):
@@ -64,7 +63,6 @@ def with_steps(group: Group, steps: Sequence[Steps]) -> Group:
 def trained(
     sampled: SampledBatch, batch: PackedBatch, *, makes_advantages: bool = False
 ) -> UpdateResult:
-    """Return the trainer's result for the saved sequences."""
     by_sequence = [marks(group, i) for group in sampled.groups for i in range(3)]
     pieces = [by_sequence[sequence] for sequence in batch.recorded]
     old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
@@ -108,7 +106,6 @@ def test_responses_are_saved_with_their_own_results(tmp_path, tokenizer, saved):
 
 
 def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
-    """A replay computes the same advantages from the saved steps."""
     sampled = sample("all", num_steps=1)
     groups = tuple(
         with_steps(group, (((1, group.prompt_index), (n, 0.5)), (), ((n, 0.25),)))
@@ -141,7 +138,6 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
 
 
 def test_trainer_advantages_take_precedence(tokenizer):
-    """With gae only the trainer knows advantages."""
     sampled = sample("all")
     config = config_of(changes={**SIZES, "algorithm.advantage": "gae"})
     batch, values = make_batch(sampled, config)
@@ -172,7 +168,6 @@ def test_all_sequences_are_saved_in_order():
 
 
 def test_rule_verdict_is_saved_if_another_scorer_decides(tokenizer):
-    """It finds the responses on which the two differ."""
     sampled = sample("all")
     batch, values = make_batch(sampled, CONFIG)
     update = trained(sampled, batch)
