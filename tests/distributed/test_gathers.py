@@ -1,8 +1,4 @@
-"""Gathers of weights beside the compute, which must not be torch's coalesced ones on Gloo.
-
-Looked into while it fills a bucket, that gather corrupts memory once in some thousand times, of
-which the rank dies at any later time.
-"""
+"""Gathers beside the compute: torch's coalesced ones corrupt memory at times on Gloo."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

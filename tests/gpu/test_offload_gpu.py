@@ -1,8 +1,4 @@
-"""Offloaded trainer state frees GPU memory and is restored bitwise during other work.
-
-Would catch: memory that stays with torch, copies that are read before they are there, and storages
-that are used again while a kernel still reads what they held.
-"""
+"""Offloaded trainer state frees GPU memory and is restored bitwise while kernels run."""
 
 import pytest
 import torch

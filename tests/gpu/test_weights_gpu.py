@@ -69,8 +69,7 @@ def receive(plan, offers, filled, taken, results: Path) -> None:
 
 
 def test_other_process_reads_buckets(tmp_path):
-    """Catches a handle opened in the wrong order, a bucket read before it is written, and a slice
-    in the wrong place."""
+    """Catches handles in the wrong order, buckets read before they are written, and wrong slices"""
     layout = layout_for(CONFIG)
     positions = replica_positions(layout, tp_size=2)
     plan = make_plan(layout, positions, ENGINE, itemsize=2, max_bundle_bytes=BUCKET)
@@ -110,8 +109,7 @@ def test_other_process_reads_buckets(tmp_path):
 
 
 def test_delta_on_gpu_equals_cpu():
-    """Catches a section that depends on the device, and a change in the wrong row of a
-    parameter with strided rows."""
+    """Catches a section that depends on the device, and a wrong row of a strided parameter."""
     torch.manual_seed(0)
     before = torch.randn(512, 256).mul_(0.02).bfloat16()
     after = before.clone()

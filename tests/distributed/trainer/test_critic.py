@@ -1,5 +1,4 @@
-"""The critic keeps the trainer's promises: no split changes it, what is saved is all of it, and
-while it warms up the policy stays where it is."""
+"""The critic: no split changes it, all of it is saved, and its warm-up leaves the policy alone."""
 
 import shutil
 from functools import partial
@@ -95,8 +94,7 @@ def test_layout_keeps_advantages_and_the_critics_gradient(ranks, alone, layout):
 
 
 def test_step_uses_token_advantages_and_improves_the_critic(ranks):
-    """The first ratio is 1, values begin at 0, the policy is trained on other numbers than the
-    batch's, and the value loss falls."""
+    """Values begin at 0, and the policy learns from other numbers than the batch's."""
     batch, steps = _TWO_UPDATES, range(1, 5)
     ((results, policy, _),) = ranks.on("qwen2-tied", critics.train, batch, steps, critic={})
     ((plain, without),) = ranks.on("qwen2-tied", probes.train, batch, 4)
@@ -128,8 +126,7 @@ def test_critic_warm_up_changes_no_bit_of_the_policy(ranks, tmp_path):
 
 
 def test_saved_critics_resume_at_every_split(ranks, saved):
-    """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
-    those of another layer, by another amount of that size."""
+    """Without its moments an update moves a weight by another amount of about 1e-3."""
     folder, result, expected = saved
     for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2}):
         arguments = (_TWO_UPDATES, range(4, 5), folder)

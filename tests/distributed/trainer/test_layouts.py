@@ -100,8 +100,7 @@ def test_gradients_equal_the_definition(ranks, models, reference):
 
 
 def test_a_rank_without_sequences_takes_part(ranks):
-    """Fewer sequences than data-parallel ranks, or tokens than context-parallel ones, must neither
-    hang nor change the gradient."""
+    """Fewer sequences, or tokens, than ranks must neither hang nor change the gradient."""
     for length, layouts in {
         40: [{}, OVERLAP, {"tensor": 2, "sequence": True}],
         2: [{"context": 2}],

@@ -126,8 +126,7 @@ def process_batch() -> PackedBatch:
 
 
 def test_step_rewards_are_the_same_under_every_split(ranks, models):
-    """Tokens with advantages of their own, against the definition: one that is moved by a token, or
-    given to another sequence of the micro-batch, changes every gradient."""
+    """An advantage that moves by a token, or to another sequence, changes every gradient."""
     batch = process_batch()
     assert len(np.unique(batch.advantages)) > len(RAGGED)
     cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
@@ -146,8 +145,7 @@ def steps(ranks: Ranks, **settings: Any) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("scope", "first"), [("minibatch", 1.15), ("lagged", 1.01)])
 def test_bounds_are_searched_over_all_ranks(ranks, scope, first):
-    """For a share that nothing reaches: up to the grid's end, but for an update that has none
-    before it to look at. A search of a rank's own part would find other shares."""
+    """No bounds reach the share, so each search goes to its grid's end; a lagged first has none."""
     bapo = BAPO.model_copy(update={"scope": scope, "target_share": 0.9})
     options = {"objective": CASES["bapo"], "bapo": bapo}
     ((alone, _),) = steps(ranks, **options)

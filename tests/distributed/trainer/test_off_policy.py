@@ -1,8 +1,4 @@
-"""Tokens that earlier weights sampled: each way to weight them, under every split, in one update.
-
-A batch holds fresh responses, responses one and three versions old, and partial answers that three
-versions wrote one after another.
-"""
+"""Fresh and stale responses in one batch: each way to weight them, under every split."""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,4 @@
-"""Recorded log-probs of some sequences. Catches the log-prob of a wrong token or update, and a step
-whose results change because it records."""
+"""Recorded log-probs are of the right tokens and updates, and recording changes no result."""
 
 import numpy as np
 import pytest
@@ -54,8 +53,7 @@ def test_update_records_tokens(ranks, layout):
 
 
 def test_advantages_of_ranks_are_returned(ranks):
-    """A critic that begins at 0 leaves of each response its score, discounted from its last token
-    on, and whitened over the tokens of both updates and both ranks."""
+    """A critic of 0 leaves each response's discounted score, whitened over updates and ranks."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     layout = {"data": 2, "tokens_per_micro_batch": 64, "critic": {}}
     updates = ranks.on("qwen2-tied", recorded_update, batch, SEQUENCES, **layout)

@@ -1,7 +1,4 @@
-"""The KL divergence to a reference policy: its gradient, under every split, and what it is to.
-
-Policy and reference differ by a factor on all weights, which is the same under every split.
-"""
+"""The KL divergence to a reference policy, whose weights are the policy's times a factor."""
 
 from collections.abc import Callable
 from dataclasses import replace

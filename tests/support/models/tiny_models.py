@@ -1,7 +1,4 @@
-"""Tiny random models of every family as Hugging Face folders, each made within a second.
-
-All weights are fp32 and drawn from the seed alone, and the global random state is left as it was.
-"""
+"""Tiny random models of every family as Hugging Face folders; the seed decides their weights."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -62,8 +62,7 @@ def random_texts(*updates: list[int], coef: float = TEXT_COEF) -> PackedBatch:
 
 
 def stale_batch(lengths: list[int], *, present: int = 7, seed: int = 0) -> PackedBatch:
-    """One in four sequences of the present version, one and three versions old, and sampled by
-    three versions one after another; engine log-probs are spread around those of a random model."""
+    """Sequences of the present version, one and three versions old, and of all three, in turn."""
     batch = random_batch(lengths, num_mini_batches=1, seed=seed, policy_version=present)
     starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
     for index, (start, stop) in enumerate(zip(starts, batch.cu_seqlens[1:], strict=True)):

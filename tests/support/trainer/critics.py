@@ -25,11 +25,7 @@ def head_weight(hidden_size: int) -> np.ndarray:
 
 
 def observe(rendezvous, settings, batch) -> dict[str, Any]:
-    """Advantages of the step's tokens by place, loss and full gradients of the first mini-batch.
-
-    Values of the old critic are moved by an amount that depends on the token's place only, so that
-    some are clipped.
-    """
+    """Token advantages, and loss and gradients of a mini-batch with shifted old values."""
     from megadapo.trainer.critic.step import CriticStep
     from megadapo.trainer.critic.value_model import ValueTargets
 
@@ -65,8 +61,7 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
 
 
 def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
-    """[T] what the critic's values should be where rewards pay for `kl`, less the same where they
-    pay for none; 0 on tokens out of the loss. On one rank."""
+    """[T] targets of the critic for rewards that pay for `kl`, less those without; else 0."""
     from megadapo.trainer.critic.step import CriticStep
 
     rank = probes.build(rendezvous, settings)

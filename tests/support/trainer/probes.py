@@ -1,8 +1,4 @@
-"""Actions of a trainer rank for tests; they run inside the trainer processes.
-
-Each begins with the arguments that every rank gets, `Rendezvous` and `TrainerSettings`, or with a
-rank that `build` made of them; batches are `PackedBatch`.
-"""
+"""Actions of a trainer rank for tests; they run inside the trainer processes."""
 
 from __future__ import annotations
 
@@ -160,10 +156,7 @@ def gradients_under(
 
 
 def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Callable[[], Any]):
-    """Return the sums over all ranks, the norm, and the full gradients by Hugging Face name.
-
-    `model`: the policy or the critic that `compute` leaves gradients in.
-    """
+    """Return sums over ranks, the norm and full gradients of the model that `compute` fills."""
     import torch
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on

@@ -62,10 +62,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return results by rank; an error on any rank is raised here with its traceback.
-
-        The processes restart after any error, also after a test's time limit.
-        """
+        """Return results by rank; an error is raised with its traceback, and processes restart."""
         try:
             return self._run(world_size, function, args)
         except BaseException:

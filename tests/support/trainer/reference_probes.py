@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 def gradients_by_estimator(
     rendezvous, settings, batch, cases: dict[str, PolicyObjective], scale: float
 ):
-    """Return gradients of the first mini-batch for several objectives, from rank 0.
-
-    The policy's weights are those of the reference times `scale`.
-    """
+    """Return rank 0's gradients by objective; policy weights are `scale` times the reference's."""
     rank, with_kl = scaled(rendezvous, settings, batch, scale)
     found = {}
     for name, objective in cases.items():
@@ -76,10 +73,7 @@ def advantages_by_rule(rendezvous, settings, batch, rules: list[str], scale: flo
 def follow(
     rendezvous, settings, batch, num_steps, *, load=None, save=None, first_step=1
 ) -> list[tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Before the first step and after each: its result, the policy's weights, the reference's.
-
-    `save`: after which step to save, and where.
-    """
+    """Return result, policy weights and reference weights, before the first step and after each."""
     rank = build(rendezvous, settings, load)
     steps = steps_of(rank, batch, range(first_step, first_step + num_steps), save=save)
     seen: list[Any] = [({}, gathered(rank), reference_weights(rank))]

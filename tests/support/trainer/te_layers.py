@@ -117,10 +117,7 @@ def compare(
     lengths: list[int],
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """Return the difference of the two on one of two ranks, and their marks.
-
-    `checkpoint`: folder for a checkpoint of Transformer Engine's layers.
-    """
+    """Return a rank's differences and marks, and whether a checkpoint in the folder kept TE's."""
     trainer = TrainerConfig(**split)
     join_groups(place, trainer, None, seed=0)
     local, of_te = (build(folder, trainer, lengths, as_on_gpu=gpu) for gpu in (False, True))

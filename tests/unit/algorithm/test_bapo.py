@@ -60,8 +60,7 @@ def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float,
 @pytest.mark.parametrize("statistic", ["share", "gradient_share"])
 @pytest.mark.parametrize("offset", [-0.6, -0.35, -0.1, 0.3])
 def test_search_matches_plain_loop(statistic, offset):
-    """On random tokens, some exactly on an edge, some as far out as the clamp lets them be; from a
-    target met at once to one never met."""
+    """With ratios on edges and at the clamp; from a target that is met at once to one never met."""
     generator = torch.Generator().manual_seed(round(100 * (1 + offset)))
     ratios = (0.5 * torch.randn(500, generator=generator)).exp()
     ratios[:74] = torch.from_numpy(BapoConfig().high_edges.repeat(2)).float()

@@ -28,8 +28,7 @@ def test_paper_example():
 
 
 def test_ragged_steps_match_definition():
-    """Steps that end at the same token, tokens behind the last step, responses without a step or
-    without a token."""
+    """Equal ends, tokens behind the last step, responses without a step or a token."""
     rng = np.random.default_rng(0)
     lengths = [1, 40, 7, 13, 2, 0]
     num_steps = [1, 9, 3, 0, 2, 0]

@@ -37,8 +37,7 @@ def test_one_correct_and_two_incorrect_with_shared_prefix():
 
 
 def test_hard_and_soft_advantages_have_equal_sums():
-    """Without a clip and with one weight for all tokens that sum is the gradient's factor; losing
-    one of a shared token's copies would change it."""
+    """Without a clip, with equal weights, the sum is the gradient's factor: no copy may be lost."""
     source = np.random.default_rng(3)
     lengths, branches = [7], [None]
     for index in range(1, 12):

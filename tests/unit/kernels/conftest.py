@@ -37,9 +37,6 @@ def fresh_native() -> Iterator[None]:
 def passes(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_native: None
 ) -> None:
-    """Select one implementation on the CPU; the compiled one must be available.
-
-    Under the interpreter, Triton's runs instead of both.
-    """
+    """Select one implementation on the CPU; under the interpreter Triton's runs instead of both."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
     assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")

@@ -1,7 +1,4 @@
-"""RMSNorm, SwiGLU and rotary against their fp64 definitions, with gradients, in C and in torch.
-
-Run once more through Triton's interpreter by test_triton_interpreter.py.
-"""
+"""RMSNorm, SwiGLU and rotary against fp64; in Triton by test_triton_interpreter.py."""
 
 import pytest
 import torch

@@ -56,8 +56,7 @@ SLOW = [pytest.mark.full, pytest.mark.slow]
     [pytest.param(name, marks=SLOW if name in ("vpp2", "uneven") else []) for name in ORIGINS],
 )
 def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin):
-    """One update moves a weight by about the learning rate, 1e-3: without its moments by another
-    amount of that size."""
+    """Without its moments an update moves a weight by another amount of about 1e-3."""
     model, saving, others = ORIGINS[origin]
     batch = random_batch(RAGGED, num_mini_batches=2)
     ranks.on(model, _train_and_save, batch, tmp_path / "saved", **saving)

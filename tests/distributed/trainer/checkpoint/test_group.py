@@ -133,10 +133,7 @@ def test_an_error_of_every_rank_is_one(ray_started, models, tmp_path):
 
 
 def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
-    """SIGKILL closes sockets; a process that merely stands still is found by its silence alone.
-
-    The other rank waits for it in a collective, and is as late.
-    """
+    """Its silence alone tells; the other rank, which waits for it in a collective, is as late."""
     settings = settings_for(str(models / "qwen2-tied"), data=2)
     limits = {"progress_timeout_s": 4.0, "timeout_s": 60.0}
     settings = replace(settings, trainer=settings.trainer.model_copy(update=limits))

@@ -133,8 +133,7 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
 
 
 def test_a_step_waits_in_host_memory(ranks):
-    """Catches tensors of all of a step's mini-batches on the GPU at once, or of one in host memory
-    when its turn comes, and rotary tables that no layer of a GPU reads."""
+    """Catches all mini-batches on the GPU at once, the current one off it, unread rotary tables."""
     (found,) = ranks.on("qwen2-tied", _places_of_a_step, random_batch(RAGGED, num_mini_batches=2))
     assert found["waiting"] == {"cpu"}
     assert found["on_device"] == {"meta"}
@@ -163,7 +162,6 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
 
 
 def test_micro_batch_frees_its_graph(ranks):
-    """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
-    a mini-batch: 3 GiB of the 32B recipe."""
+    """Catches a last stage that keeps all it received: 3 GiB of the 32B recipe."""
     batch = random_batch(RAGGED)
     assert ranks.on("qwen2-tied", _graphs_that_are_handed_back, batch, pipeline=2) == [0, 0]

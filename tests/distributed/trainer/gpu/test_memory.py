@@ -1,8 +1,4 @@
-"""The memory plan of trainer ranks, compared with their allocations on the CPU.
-
-Would catch: a tensor that the plan forgets or counts twice, and a change of the trainer that takes
-more memory than the plan says.
-"""
+"""The memory plan of trainer ranks against their allocations on the CPU."""
 
 import json
 from dataclasses import dataclass, field

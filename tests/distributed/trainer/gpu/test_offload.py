@@ -1,8 +1,4 @@
-"""Evicted state comes back to the bit, and its device memory is free meanwhile.
-
-Would catch: a tensor that is not moved, or not to where others look for it; gradients that are not
-zeros when they come back; weights that are sent while they are away, and are not the trained ones.
-"""
+"""Evicted state comes back to the bit, gradients as zeros; meanwhile its memory is free."""
 
 from __future__ import annotations
 

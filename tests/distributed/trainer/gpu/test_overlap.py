@@ -19,8 +19,7 @@ LAYOUTS = {
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overlap_changes_no_bit_of_weights_and_metrics(ranks, layout, model):
-    """A pass that read a weight before it arrived, or a bucket that was summed before its last
-    gradient, would show in the next loss. Without clipping, whose norm is summed by bucket."""
+    """Without clipping, whose norm is summed by bucket; an early read or sum shows in the loss."""
     batch = random_batch(RAGGED, num_mini_batches=3)
     plain = {"grad_clip": 0.0, **LAYOUTS[layout]}
     expected, expected_weights = ranks.on(model, train, batch, 2, **plain)[0]
@@ -34,8 +33,7 @@ def test_overlap_changes_no_bit_of_weights_and_metrics(ranks, layout, model):
 
 
 def test_export_after_an_update_has_the_new_weights(ranks, tmp_path):
-    """Other ranks' shares of the last update arrive with the next forward pass, if not asked for
-    before."""
+    """Other ranks' shares of the last update else arrive with the next forward pass."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     files = []
     for name, overlap in (("plain", {}), ("overlapped", OVERLAP)):

@@ -1,5 +1,4 @@
-"""Ranges of layers in a profile: that are not there, or overlap so that NVTX would end the wrong
-one, that change what is computed, or that two ranks cannot be told apart in one trace."""
+"""Ranges of layers in a profile: all there, nested, without effect, and told apart by rank."""
 
 import json
 from collections import Counter, defaultdict

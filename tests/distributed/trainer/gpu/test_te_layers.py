@@ -1,8 +1,4 @@
-"""The layers of a GPU, from megatron-core's own spec of them, against those of a CPU.
-
-Would catch: a parameter that weights are never read into, sums that two ranks count twice, packed
-sequences that see each other, an activation or rotary embedding turned the other way.
-"""
+"""A GPU's layers, from megatron-core's spec, against a CPU's: weights, sums, packing and rotary."""
 
 import json
 import socket

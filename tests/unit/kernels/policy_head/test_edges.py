@@ -66,8 +66,7 @@ def run(case: HeadCase) -> HeadResult:
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 def test_ratios_of_0_and_infinity(name, passes):
-    """Loss and gradients are the definition's, so a ratio of e^200 counts as e^20 and pulls no
-    more, and nothing is lost of the tokens beside it."""
+    """A ratio of e^200 counts as e^20 without a gradient; the tokens beside it keep theirs."""
     case = edge_case(OBJECTIVES[name])
     expected = case.definition(cu_seqlens=EDGES)
     got = run(case)

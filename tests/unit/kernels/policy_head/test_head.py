@@ -1,7 +1,4 @@
-"""The policy head against the same formulas in fp64, with every gradient.
-
-Most of these tests also run through Triton's interpreter: test_triton_interpreter.py.
-"""
+"""The policy head against fp64; test_triton_interpreter.py runs most of these tests again."""
 
 import pytest
 import torch

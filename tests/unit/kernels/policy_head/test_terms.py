@@ -1,7 +1,4 @@
-"""Loss and derivative of each token against the definition's autograd in fp64.
-
-The torch form here, the Triton form when test_triton_interpreter.py runs this file again.
-"""
+"""Loss and derivative of each token against fp64; in Triton by test_triton_interpreter.py."""
 
 import itertools
 

@@ -1,8 +1,4 @@
-"""The tokens of a sequence on each context-parallel rank.
-
-Catches tokens that two ranks have or none, an order that is not Transformer Engine's, and ranks
-that have more to attend to than others.
-"""
+"""The tokens of a sequence on each context-parallel rank, in Transformer Engine's order."""
 
 import numpy as np
 import pytest

@@ -24,10 +24,7 @@ class Kept(Live):
 
 
 def train(connection, share, *, seed=0):
-    """Change some elements of every parameter.
-
-    Replicas get equal changes because the generator depends only on the name.
-    """
+    """Change some elements of every parameter, replicas equally."""
     for params in connection.params:
         for name, param in params.items():
             generator = torch.Generator().manual_seed(seed * 1000 + len(name) + sum(map(ord, name)))

@@ -107,8 +107,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_update_quantises_new_weights(model):
-    """Update twice, since the first reload also undoes the start's state; in place, since CUDA
-    graphs keep the addresses."""
+    """Twice: the first reload undoes the start's state. In place: CUDA graphs keep addresses."""
     assert model.proj.weight.dtype == torch.float8_e4m3fn
     addresses = [one.data_ptr() for one in model.parameters()]
     for seed in (1, 2):

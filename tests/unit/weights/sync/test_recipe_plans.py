@@ -46,8 +46,7 @@ def planned(name: str, placement: str) -> SimpleNamespace:
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_sends_each_byte_to_a_node_once(name, placement):
-    """Catches engines of one node that each get the weights over the network, and bytes that cross
-    although a rank of the node has them."""
+    """Catches bytes that a node gets twice, or although one of its ranks has them."""
     case = planned(name, placement)
     plan, hosts = case.plan, case.hosts
     came: Counter[tuple[str, int, int]] = Counter()

@@ -145,8 +145,7 @@ def test_shared_memory_leaves_no_file_behind():
 
 @pytest.mark.parametrize("can_reach", [True, False])
 def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
-    """Catches an engine rank that creates a context (0.5 GiB) on every GPU of its engine, and one
-    that waits for the events of buckets that it opens."""
+    """Catches a context (0.5 GiB) on every GPU of an engine, and a wait for the buckets' events."""
     opened = []
 
     def open_storage(device, handle, *rest):

@@ -31,8 +31,7 @@ def test_number_verifies_first_and_every_nth_update(verify, expected):
 
 
 def test_deltas_count_and_new_connection_starts_with_verification():
-    """Catches a count that restarts with each connection, and deltas that are not counted: with
-    engines that come and go nothing would be verified for long."""
+    """Catches uncounted deltas, and a count that each new connection restarts."""
     versions = UpdateVersions(WeightsConfig(verify=4), deltas=True)
     full = [True, False, False, False, False, True, False]
     expected = [True, False, False, False, True, True, False]
