@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from megadapo.cluster.config import ClusterConfig
 from megadapo.config import load_config
 from megadapo.errors import ConfigError
 from tests.support import REPOSITORY
+from tests.support.processes.running import wait_until
 from tests.support.runs.whole_runs import descendants, marked
 
 CLUSTERS = REPOSITORY / "docs" / "clusters.md"
@@ -70,10 +70,7 @@ time.sleep(600)
 
 @pytest.mark.fault
 def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
-    """Ray's ports run code for anyone who reaches them, and by default are open to the network.
-
-    Ray must not join another user's cluster, and more processes than cores must start.
-    """
+    """Ray must not join another user's cluster, and more processes than cores must start."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
@@ -193,10 +190,7 @@ def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, sa
     assert done.returncode == exit_code, done.stderr
     assert re.search(says, done.stderr)
     assert ("left" in done.stdout) == (exit_code == 0)
-    deadline = time.monotonic() + 30
-    while left := descendants(tmp_path):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    wait_until(lambda: not descendants(tmp_path), timeout_s=30, message="processes are left")
 
 
 JOIN = """
@@ -211,7 +205,8 @@ Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1).shutdo
 @pytest.mark.full
 def test_documented_commands_start_a_cluster_with_token(tmp_path):
     (block, *_) = re.findall(r"```\n(.*?ray start --head.*?)```", CLUSTERS.read_text(), re.DOTALL)
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     commands = block.replace("HEAD", "127.0.0.1").replace("6379", str(port))
     folder = Path(sys.executable).parent
     # marked, so that the test ends its own processes and no other cluster's
@@ -227,11 +222,6 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
         for pid, _ in descendants(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 TWO_NODES = """

@@ -13,8 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -210,14 +209,6 @@ class Network:
 
     def _in_switch(self, *words: str, check: bool = True) -> None:
         _ip(self._holder, *words, check=check)
-
-
-def wait_for(what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
-    """Look until something is so."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.05)
 
 
 def _hold(namespaces: Sequence[str], script: Sequence[str]) -> subprocess.Popen[str]:

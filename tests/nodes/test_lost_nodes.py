@@ -9,8 +9,9 @@ import pytest
 from megadapo.errors import DataError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.state.status import Status, read_status
-from tests.nodes.machines import Machine, Network, wait_for
+from tests.nodes.machines import Machine, Network
 from tests.nodes.runs import SPREAD, begin
+from tests.support.processes.running import wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -47,13 +48,13 @@ def test_lost_node_is_named_and_run_continues_when_it_returns(lan, shared, other
     )
     try:
         for before in PARTS_BEFORE[part]:
-            wait_for(before, partial(_is_in, folder, before), timeout_s=START_S)
+            wait_until(partial(_is_in, folder, before), timeout_s=START_S, message=before)
         if part == "sync":
             # so that it does not end before the node does
             other.signal("VLLM::EngineCore", signal.SIGSTOP)
-        wait_for(part, partial(_is_in, folder, part), timeout_s=START_S)
+        wait_until(partial(_is_in, folder, part), timeout_s=START_S, message=part)
         getattr(other, fault)()
-        wait_for("the end", lambda: "state=failed" in _log(folder), timeout_s=START_S)
+        wait_until(lambda: "state=failed" in _log(folder), timeout_s=START_S)
         other.die()
         again = lan.boot(2, [shared])
         again.start_ray(lan.machines[0], num_cpus=1)

@@ -5,14 +5,13 @@ Checkpoints of megatron-core itself: `tests/distributed/trainer/checkpoint/test_
 
 import json
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.run.state.checkpoint import CheckpointStore
+from megadapo.run.state.checkpoint import CheckpointStore, WriteTrainer
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.sources import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition
@@ -42,8 +41,8 @@ def trainer_tensors(model: Path, scale: float) -> dict[str, torch.Tensor]:
     return tensors | {f"optimizer.state.exp_avg.{name}": -one for name, one in tensors.items()}
 
 
-def _save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+def saved(tensors: dict[str, torch.Tensor]) -> WriteTrainer:
+    return written_by(lambda folder: dcp.save(tensors, checkpoint_id=folder, no_dist=True))
 
 
 def write_run(
@@ -53,7 +52,7 @@ def write_run(
     store = CheckpointStore(folder / "checkpoints", keep=len(steps))
     for step in steps:
         state = tensors or trainer_tensors(model, step)
-        save_checkpoint(store, step, written_by(partial(_save, state)), state={})
+        save_checkpoint(store, step, saved(state), state={})
     config = {
         "run": {"folder": str(folder), "num_steps": 9},
         "model": {"path": str(model), "dtype": "float32"},

@@ -1,12 +1,13 @@
 """Runs with nothing behind them: no process is started, and steps are done at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megadapo.config import RunConfig, from_dict
 from megadapo.config.recipe import with_key
 from megadapo.run.run import Run
+from megadapo.run.state.checkpoint import WriteTrainer
 from tests.support.runs.checkpoints import write_shard
 
 
@@ -32,12 +33,14 @@ def open_and_close(config: RunConfig) -> None:
         pass
 
 
-def advance(run: Run, num_steps: int) -> None:
-    """Do steps as the loop does them, with nothing behind them."""
+def advance(
+    run: Run, num_steps: int, write: Callable[[int], WriteTrainer] = lambda step: write_shard
+) -> None:
+    """Do steps as the loop does them; `write` gives the trainer's part of a step's checkpoint."""
     for step in run.steps():
         record_step(run, step)
         if run.checkpoints.is_due(step):
-            run.save(write_shard)
+            run.save(write(step))
         if step == num_steps:
             return
 

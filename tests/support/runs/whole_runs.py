@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import REPOSITORY
+from tests.support.processes import running
 
 NUM_STEPS = 4
 SMALL = [
@@ -114,10 +115,8 @@ def run_killed_at(step: int, folder: Path, *overrides: str) -> None:
     wait_for_step(process, folder, step)
     process.kill()
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 45
-    while left := descendants(folder):
-        assert time.monotonic() < deadline, f"processes outlive their driver: {left}"
-        time.sleep(0.5)
+    outlived = "processes outlive their driver"
+    running.wait_until(lambda: not descendants(folder), timeout_s=45, message=outlived)
 
 
 def assert_same_metrics(folder: Path, expected: Path) -> None:

@@ -85,10 +85,7 @@ def test_evaluations_and_saves_are_timed_in_next_record(tmp_path):
         with run.phase("evaluate"):
             time.sleep(0.02)
         for step in run.steps():
-            with run.phase("rollout"):
-                pass
-            run.log.record({"step": step, "tokens/generated": 10})
-            run.complete(step, {})
+            record_step(run, step)
             if step == 2:
                 run.save(written_by(lambda folder: time.sleep(0.03)))
             if step == 4:
@@ -112,12 +109,9 @@ def test_step_without_generation_has_no_speed_or_sync(tmp_path):
 def test_saved_rollouts_precede_record_and_are_rewound(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():
-            with run.phase("rollout"):
-                pass
             run.log.save_rollouts(step, iter([saved_group(step=step)]))
-            run.log.record({"step": step, "tokens/generated": 10})
+            record_step(run, step)
             assert rollouts.saved_steps(tmp_path) == list(range(1, step + 1))
-            run.complete(step, {})
             if run.checkpoints.is_due(step):
                 run.save(write_shard)
             if step == 3:
@@ -129,11 +123,9 @@ def test_saved_rollouts_precede_record_and_are_rewound(tmp_path):
 def test_unsaved_rollouts_prevent_the_record(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         (tmp_path / "rollouts").write_text("in the way")
-        with run.phase("rollout"):
-            pass
         run.log.save_rollouts(1, [saved_group(step=1)])
         with pytest.raises(InfraError, match=r"rollouts/step-1"):
-            run.log.record({"step": 1, "tokens/generated": 10})
+            record_step(run, 1)
     assert read_metrics(tmp_path) == []
 
 

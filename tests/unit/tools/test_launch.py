@@ -4,8 +4,7 @@ import re
 import shlex
 import signal
 import subprocess
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 from megadapo.cli import build_parser
 from megadapo.config import load_config
 from tests.support import REPOSITORY
+from tests.support.processes.running import wait_until
 
 LAUNCH = REPOSITORY / "tools" / "launch"
 CLUSTERS = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -54,7 +54,6 @@ class Job:
     """A Slurm job of three nodes on this machine."""
 
     folder: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         programs = self.folder / "bin"
@@ -64,7 +63,7 @@ class Job:
             (programs / name).chmod(0o755)
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        self.environment = {
+        environment = {
             "PATH": f"{programs}:/usr/bin:/bin",
             "HOME": str(home),
             "LOG": str(self.folder / "log"),
@@ -74,7 +73,7 @@ class Job:
         }
         return subprocess.Popen(
             ["bash", str(LAUNCH / "slurm.sh"), *arguments],
-            env=self.environment,
+            env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -85,19 +84,7 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for(self, beginning: str) -> None:
-        deadline = time.monotonic() + 20
-        while not any(line.startswith(beginning) for line in self.log):
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
-
-    def ray_has_ended(self) -> bool:
-        pids = [int(line) for line in (self.folder / "log.pids").read_text().split()]
-        deadline = time.monotonic() + 5
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return len(pids) == 2
+        wait_until(lambda: any(line.startswith(beginning) for line in self.log), timeout_s=20)
 
 
 def documented(beginning: str) -> str:
@@ -114,7 +101,9 @@ def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(tmp_path
     job.wait_for(f"ray start --address={ADDRESS}")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 75, process.stderr.read()
-    assert job.ray_has_ended()
+    pids = (tmp_path / "log.pids").read_text().split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=5)
 
     log = job.log
     token = tmp_path / "home" / ".ray" / "auth_token"

@@ -1,6 +1,7 @@
 """`megadapo show`: output that controls the terminal, wrong filters, and unhelpful errors."""
 
 import io
+import pydoc
 from pathlib import Path
 from typing import get_args
 
@@ -92,16 +93,14 @@ def test_limit_shows_the_number_of_hidden_groups(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_model_output_cannot_control_the_terminal(tmp_path, terminal):
+def test_model_output_cannot_control_the_terminal(tmp_path, terminal, monkeypatch):
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil\u2066\x00\b\x7f[bold red]markup[/]"
     own = untrained(hostile, answer=hostile, parts=((hostile, 1.0),))
-    group = saved_group(own, awkward_group().responses[2])
-    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, highlight=False)
-    save(tmp_path, 1, group)
-    show_step(tmp_path, None, Filter(), limit=1, console=console) if not terminal else [
-        console.print(line) for line in rendered(group)
-    ]
-    text = console.file.getvalue()
+    save(tmp_path, 1, saved_group(own, awkward_group().responses[2]))
+    pages: list[str] = []
+    monkeypatch.setattr(pydoc, "pager", pages.append)
+    text = shown(tmp_path, terminal=terminal) + "".join(pages)
+    assert len(pages) == terminal
     for character in "\x07\x9b\r\u202e\u2066\x00\b\x7f\ud800":
         assert character not in text, ascii(character)
     assert "\x1b[2J" not in text and "\x1b]0" not in text
@@ -116,12 +115,6 @@ def test_reward_parts_and_steps_are_shown(tmp_path):
     text = shown(tmp_path)
     assert "reward from arithmetic_steps 0, arithmetic_steps/steps 2; steps 1 0.25" in text
     assert text.count("reward from") == 1
-
-
-def rendered(group: SavedGroup) -> list:
-    from megadapo.observe.rollouts.show import _render_step
-
-    return list(_render_step(1, [group], Filter(), 1))
 
 
 def test_printable_text_is_unchanged():

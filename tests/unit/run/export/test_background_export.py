@@ -7,15 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError, RunInterruptedError
 from megadapo.run.run import Run
 from tests.support.runs import runs_alone
-from tests.support.runs.checkpoints import written_by
-from tests.support.runs.exported_runs import trainer_tensors, write_run
+from tests.support.runs.exported_runs import saved, trainer_tensors, write_run
 
 
 def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: float) -> RunConfig:
@@ -28,19 +26,8 @@ def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: float)
 
 
 def advance(run: Run, model: Path, to_step: int) -> None:
-    """Steps as the loop does them; the weights after step N are the base model's times N."""
-    for step in run.steps():
-        with run.phase("rollout"):
-            pass
-        run.log.record({"step": step})
-        run.complete(step, {})
-        if run.checkpoints.is_due(step):
-            tensors = trainer_tensors(model, step)
-            run.save(
-                written_by(lambda path, it=tensors: dcp.save(it, checkpoint_id=path, no_dist=True))
-            )
-        if step == to_step:
-            return
+    """Do steps after which the weights of step N are the base model's times N."""
+    runs_alone.advance(run, to_step, lambda step: saved(trainer_tensors(model, step)))
 
 
 def names(folder: Path) -> list[str]:

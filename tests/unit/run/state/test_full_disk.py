@@ -11,7 +11,7 @@ from megadapo.run.run import Run
 from tests.support.processes.small_disk import fill, mount, on_a_small_disk
 from tests.support.runs import runs_alone
 from tests.support.runs.checkpoints import written_by
-from tests.support.runs.runs_alone import open_and_close, saved_steps
+from tests.support.runs.runs_alone import open_and_close, record_step, saved_steps
 
 pytestmark = pytest.mark.fault
 
@@ -29,8 +29,7 @@ def record(run: Run, number: int) -> None:
 
 
 def step(run: Run, number: int, *, num_bytes: int = 1000, wait: bool = True) -> None:
-    record(run, number)
-    run.complete(number, {"cursor": number})
+    record_step(run, number)
     run.save(written_by(lambda to: (to / "shard").write_bytes(bytes(num_bytes))), wait=wait)
 
 

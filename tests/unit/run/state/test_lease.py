@@ -15,21 +15,22 @@ from megadapo.errors import ConfigError, InfraError
 from megadapo.run.state.lease import LEASE_FILE, Driver, Lease, holder_of
 from tests.support.processes.running import wait_until
 
-HOLD = """
+HEAD = """
 import sys, time
 from pathlib import Path
+from megadapo.errors import ConfigError
 from megadapo.run.state.lease import Lease
-Lease.take(Path(sys.argv[1]))
+folder = Path(sys.argv[1])
+"""
+HOLD = """
+Lease.take(folder)
 print("ready", flush=True)
 time.sleep(60)
 """
 TAKE_AND_GIVE = """
-import sys
-from pathlib import Path
-from megadapo.run.state.lease import Lease
 print("ready", flush=True)
 while True:
-    Lease.take(Path(sys.argv[1])).close()
+    Lease.take(folder).close()
 """
 
 
@@ -42,7 +43,7 @@ def write(folder: Path, driver: Driver, *, age_s: float = 0.0) -> None:
 
 def start(script: str, folder: Path) -> subprocess.Popen[str]:
     """Start a driver that takes lines from its input, and wait for its first line of output."""
-    command = [sys.executable, "-c", script, str(folder)]
+    command = [sys.executable, "-c", HEAD + script, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
@@ -140,14 +141,10 @@ def test_suspended_driver_notices_lost_lease(tmp_path):
 
 
 TAKE_TOGETHER = """
-import sys
-from pathlib import Path
-from megadapo.errors import ConfigError
-from megadapo.run.state.lease import Lease
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    lease = Lease.take(Path(sys.argv[1]), stale_s=60)
+    lease = Lease.take(folder, stale_s=60)
 except ConfigError:
     print("refused", flush=True)
 else:

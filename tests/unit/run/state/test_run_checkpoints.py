@@ -15,7 +15,7 @@ from megadapo.errors import CheckpointError, CorruptCheckpointError, RunInterrup
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER
 from megadapo.run.run import Run
-from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
+from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import write_shard, written_by
 from tests.support.runs.runs_alone import (
@@ -143,10 +143,12 @@ def test_journal_is_kept_until_the_next_commit(tmp_path):
     for version in range(4):
         (journal / f"version-{version}.log").touch()
     with Run.open(config_of(tmp_path)) as run:
-        save_with(run, 2, fails)
+        record_step(run, 2)
+        run.save(fails)
         run.checkpoints.settle()
         assert len(list(journal.iterdir())) == 4
-        save_with(run, 3, write_shard)
+        record_step(run, 3)
+        run.save(write_shard)
         run.checkpoints.settle()
         assert [path.name for path in journal.iterdir()] == ["version-3.log"]
 
@@ -156,19 +158,9 @@ def fails(folder: Path) -> Any:
     raise CheckpointError("rank 1: no space left on device")
 
 
-def save_with(run: Run, step: int, write: WriteTrainer) -> None:
-    record_step(run, step)
-    run.complete(step, {"cursor": step})
-    if run.checkpoints.is_due(step):
-        run.save(write)
-
-
 def test_failed_save_is_repeated(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        for step in run.steps():
-            save_with(run, step, fails if step == 2 else write_shard)
-            if step == 3:
-                break
+        advance(run, 3, lambda step: fails if step == 2 else write_shard)
     log = (tmp_path / "log.txt").read_text()
     assert "checkpoint of step 2" in log and "rank 1: no space left" in log and "tried again" in log
     assert saved_steps(tmp_path) == ["step-3"]
@@ -179,8 +171,7 @@ def test_second_failed_save_ends_the_run(tmp_path):
         pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
         Run.open(config_of(tmp_path, num_steps=9)) as run,
     ):
-        for step in run.steps():
-            save_with(run, step, write_shard if step < 3 else fails)
+        advance(run, 9, lambda step: write_shard if step < 3 else fails)
     assert run.step == 5
     assert saved_steps(tmp_path) == ["step-2"]
 
@@ -193,12 +184,9 @@ def test_training_continues_during_a_save(tmp_path):
         return lambda: files() if written.wait(20) else {}
 
     with Run.open(config_of(tmp_path)) as run:
-        for step in run.steps():
-            save_with(run, step, slow)
-            if step == 3:
-                assert saved_steps(tmp_path)[0].startswith("tmp-step-2")
-                written.set()
-                break
+        advance(run, 3, lambda step: slow)
+        assert saved_steps(tmp_path)[0].startswith("tmp-step-2")
+        written.set()
     assert saved_steps(tmp_path) == ["step-2"]
     manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert manifest["policy_version"] == 2 and manifest["layout"]["num_ranks"] == 1
@@ -218,13 +206,6 @@ def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
             if run.checkpoints.is_due(step):
                 run.save(write_shard)
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
-
-
-def test_every_minutes_makes_a_step_due(tmp_path):
-    config = config_of(tmp_path, {"checkpoint": {"every": 100, "every_minutes": 1e-9}})
-    with Run.open(config) as run:
-        advance(run, 1)
-    assert saved_steps(tmp_path) == ["step-1"]
 
 
 def test_interrupted_run_saves_its_last_step_once(tmp_path):

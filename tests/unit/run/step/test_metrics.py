@@ -18,18 +18,13 @@ from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
+NO_GROUPS = ("from_reserve", "to_reserve", "dropped", "surplus", "stopped", "carried", "resting")
 SAMPLED = SampledBatch(
     groups=(),
     num_sampled=11,
     num_all_correct=2,
     num_all_wrong=1,
-    num_from_reserve=0,
-    num_to_reserve=0,
-    num_dropped=0,
-    num_surplus=0,
-    num_stopped=0,
-    num_carried=0,
-    num_resting=0,
+    **{f"num_{name}": 0 for name in NO_GROUPS},
     num_tokens=500,
     num_tokens_stopped=70,
     reward_seconds=0.1,
@@ -111,13 +106,10 @@ def test_tool_metrics_need_a_tool():
     assert found(CONFIG, **values) == [None, None, None, None]
 
 
-def test_metrics_of_the_trainer_are_in_the_record():
+def test_step_and_trainer_metrics_are_in_the_record():
     found = metrics()
     assert {name: found[name] for name in UPDATE.metrics} == UPDATE.metrics
-
-
-def test_policy_version_is_the_step():
-    assert (metrics()["step"], metrics()["policy_version"]) == (3, 3)
+    assert (found["step"], found["policy_version"]) == (3, 3)
 
 
 def test_overlong_penalty_covers_all_responses():
