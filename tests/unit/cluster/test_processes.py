@@ -4,7 +4,6 @@ import importlib.metadata
 import mmap
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +15,7 @@ from megadapo.cluster.processes import (
     private_bytes,
     return_freed_memory,
 )
+from tests.support.processes.running import run_python
 
 
 def test_private_memory_excludes_shared_memory() -> None:
@@ -84,13 +84,7 @@ def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < int(variables["KMP_BLOCKTIME"]) < 200
     program = "import torch; torch.ones(9, 9) @ torch.ones(9, 9); "
     program += "print(open('/proc/self/maps').read())"
-    maps = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    maps = run_python(program, **variables)
     assert "libiomp5" in maps.stdout
     assert "libm.so" in maps.stdout
     assert "preload" not in maps.stderr

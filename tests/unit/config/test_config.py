@@ -1,8 +1,6 @@
 """Recipes and overrides: their meaning, and the messages with which they are refused."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +11,13 @@ from megadapo.config import RunConfig, from_dict, load_config, to_dict, to_toml
 from megadapo.config.problems import section_of
 from megadapo.errors import ConfigError
 from megadapo.section import Section
+from tests.support.processes.running import heavy_imports
 from tests.support.runs.recipes import refused
 
 
 def test_importing_the_configuration_imports_nothing_heavy() -> None:
     """--dry-run must answer at once, and on a machine without the heavy packages."""
-    heavy = ("torch", "ray", "vllm", "megatron", "transformers", "triton", "matplotlib")
-    code = f"import sys, megadapo.config; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert heavy_imports("import megadapo.config") == []
 
 
 @pytest.mark.parametrize(
@@ -43,8 +39,9 @@ def test_unreadable_recipe_is_one_message(tmp_path: Path, content: bytes, said: 
     assert said in message and ".toml" in message
 
 
-def test_missing_recipe_is_one_message(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "none.toml")
+    assert str(tmp_path / "config.json") in refused(tmp_path)
 
 
 def test_byte_order_mark_is_harmless(recipe: Path) -> None:
@@ -98,20 +95,12 @@ def test_damaged_resolved_configuration_is_one_message(tmp_path: Path, content: 
     assert refused(tmp_path)
 
 
-def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
-    assert str(tmp_path / "config.json") in refused(tmp_path)
-
-
-def test_every_key_of_every_section_is_described() -> None:
-    for dotted, field in fields_below(RunConfig):
-        if section_of(field) is None:
-            assert field.description and field.description.endswith((".", ")")), dotted
-
-
-def test_every_section_knows_where_it_lies() -> None:
+def test_every_key_is_described_and_every_section_has_its_title() -> None:
     """A section made in code names its keys by its title."""
     for dotted, field in fields_below(RunConfig):
-        if (section := section_of(field)) is not None:
+        if (section := section_of(field)) is None:
+            assert field.description and field.description.endswith((".", ")")), dotted
+        else:
             assert section.model_config.get("title") == dotted
 
 

@@ -3,9 +3,6 @@
 import hashlib
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from megadapo.data.config import DataConfig
 from megadapo.data.sources import read_rows
 from megadapo.errors import ConfigError, DataError
 from tests.support.parquet import write_parquet
+from tests.support.processes.running import run_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -170,11 +168,7 @@ def read_from_hub(endpoint: str, cache: Path, source: str) -> str:
         "try:\n    print(sum(1 for _ in read_rows(sys.argv[1])))\n"
         "except DataError as error:\n    print(error)\n"
     )
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "*"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", program, source]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python(program, source, HF_ENDPOINT=endpoint, HF_HOME=str(cache), NO_PROXY="*")
     return done.stdout.strip()
 
 

@@ -1,8 +1,6 @@
 """The doctor reports what a machine or a cluster can do, and imports no package that it checks."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,7 @@ from megadapo.doctor.doctor import diagnose
 from megadapo.doctor.nodes import ClusterFacts, Link, Node, NodeFacts, NodeInspector
 from megadapo.errors import ConfigError
 from megadapo.observe.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
+from tests.support.processes.running import heavy_imports
 
 H200 = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0))
 A100 = Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0))
@@ -96,12 +95,7 @@ def test_only_missing_required_packages_are_errors():
 
 
 def test_inspection_imports_no_checked_package():
-    code = (
-        "import sys; from megadapo.doctor.doctor import diagnose; diagnose(); "
-        "print([m for m in ('torch', 'ray', 'vllm', 'megatron', 'apex') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert heavy_imports("from megadapo.doctor.doctor import diagnose; diagnose()") == []
 
 
 def test_facts_agree_with_the_packages():

@@ -19,7 +19,7 @@ import pytest
 from megadapo.errors import InfraError
 from megadapo.rewards.symbolic import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
 from megadapo.rewards.workers import processes
-from tests.support.processes.running import is_running, wait_until
+from tests.support.processes.running import is_running, run_python, wait_until
 
 RIGHT_AND_WRONG = [
     (("42", "42"), True),
@@ -266,11 +266,9 @@ print(symbolic_worker.compare(r"\frac{3}{6}", "0.5"))
 def test_code_inside_a_worker_reaches_nothing(tmp_path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("key")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        arguments = [sys.executable, "-c", INTRUDER, port, str(secret)]
-        result = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+        result = run_python(INTRUDER, port, str(secret))
     exposed, connected, forked, started, read, result_text = result.stdout.split()
     assert connected != "done" and started != "done" and result_text == "equal", result.stderr
     if exposed == "False":
