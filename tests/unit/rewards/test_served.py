@@ -1,9 +1,6 @@
 """Judges and reward models, served by a small HTTP server on loopback."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ from megadapo.errors import ConfigError
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore
+from tests.support.processes.fake_server import FakeServer, Reply, running
 
 BROKEN = {
     "no HTTP": b"garbage\r\n\r\n",
@@ -22,18 +20,18 @@ BROKEN = {
 PROMPT = Prompt("id", (("system", "Be brief."), ("user", "1+1=?")), "2", "test")
 
 
-class Server(ThreadingHTTPServer):
-    """A server that behaves as the request's text says, and records requests with their keys."""
+class Judge(FakeServer):
+    """A server that behaves as the request's text says."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.seen: list[tuple[str, str | None, dict]] = []
+        super().__init__(self.judge)
         self.num_busy = 0
         self.said = "Score: 3?\n**Score: 8**"
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def answer(self, path: str, body: dict) -> tuple[int, object]:
+    def judge(self, path: str, body: dict) -> Reply:
         text = body["messages"][-1]["content"]
+        if "cut off" in text or text in BROKEN:
+            return BROKEN.get(text, b"")
         if "busy" in text:
             self.num_busy += 1
             if self.num_busy <= 2:
@@ -46,36 +44,11 @@ class Server(ThreadingHTTPServer):
         return 200, {"choices": [{"message": {"content": said}}] if "empty" not in text else []}
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, self.headers["Authorization"], body))
-        if "cut off" in body["messages"][-1]["content"]:
-            self.connection.close()
-            return
-        if broken := BROKEN.get(body["messages"][-1]["content"]):
-            self.wfile.write(broken)
-            self.close_connection = True
-            return
-        status, reply = self.server.answer(self.path, body)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Suppress the access log."""
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+def server() -> Iterator[Judge]:
+    server = Judge()
+    with running(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
@@ -89,7 +62,7 @@ def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
         runner.close()
 
 
-def test_judge_scores_each_response_and_failures_stay_separate(server: Server) -> None:
+def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) -> None:
     texts = ["two", "unclear", "busy", "forbidden", "cut off", "empty"]
     scores = ask("judge", texts, url=f"{server.url}/v1/")
     assert [one.score for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
@@ -105,7 +78,7 @@ def test_judge_scores_each_response_and_failures_stay_separate(server: Server) -
     assert "Be brief.\n\n1+1=?" in asked and "The right answer: 2" in asked
 
 
-def test_broken_http_fails_only_its_response(server: Server) -> None:
+def test_broken_http_fails_only_its_response(server: Judge) -> None:
     scores = ask("reward_model", ["no HTTP", "half", "four"], url=server.url, index=1, retries=1)
     assert [one.score for one in scores] == [0.0, 0.0, 2.0]
     assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure
@@ -113,14 +86,14 @@ def test_broken_http_fails_only_its_response(server: Server) -> None:
 
 
 @pytest.mark.parametrize("said", ["Score: 1000", "Score: -3", "Score: 10.1"])
-def test_score_outside_scale_is_a_failure(server: Server, said: str) -> None:
+def test_score_outside_scale_is_a_failure(server: Judge, said: str) -> None:
     """A response that persuades its judge to say 1000 would be worth 100 right ones."""
     server.said = said
     (score,) = ask("judge", ["a"], url=f"{server.url}/v1")
     assert score.score == 0.0 and "is not from 0 to 10" in score.failure
 
 
-def test_key_is_sent_only_if_named(server: Server, monkeypatch) -> None:
+def test_key_is_sent_only_if_named(server: Judge, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     url = f"{server.url}/v1"
     ask("judge", ["a"], url=url)
@@ -128,13 +101,13 @@ def test_key_is_sent_only_if_named(server: Server, monkeypatch) -> None:
     assert [key for _, key, _ in server.seen] == [None, "Bearer k"]
 
 
-def test_custom_template_and_pattern(server: Server) -> None:
+def test_custom_template_and_pattern(server: Judge) -> None:
     own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 4.0}
     assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [0.75]
     assert server.seen[0][2]["messages"][0]["content"] == "a/2 {x}"
 
 
-def test_reward_model_scores_whole_conversation(server: Server) -> None:
+def test_reward_model_scores_whole_conversation(server: Judge) -> None:
     scores = ask("reward_model", ["four", "busy"], url=server.url, index=1)
     assert [one.score for one in scores] == [2.0, 2.0]
     roles = [message["role"] for message in server.seen[0][2]["messages"]]

@@ -4,7 +4,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
+from tests.support.processes.fake_server import FakeServer, Reply, running
 from tests.support.tools import load_tool
 
 TOOL = load_tool("transform_dataset")
@@ -47,47 +47,28 @@ def reply(prompt: str) -> str:
     return "REFUSED: no" if rewrites else "Answer: 5"
 
 
-class Address:
+class Address(FakeServer):
     """A server of the protocol that counts its requests."""
 
     def __init__(self) -> None:
+        super().__init__(self.complete)
         self.asked: Counter[str] = Counter()
         self.failures: list[int] = []
         """Status codes of the next replies; 200 after them."""
-        self.keys: list[str | None] = []
-        self.url = ""
+
+    def complete(self, path: str, body: dict) -> Reply:
+        prompt = body["messages"][0]["content"]
+        self.asked[prompt] += 1
+        if self.failures:
+            return self.failures.pop(), {"error": "later"}
+        return 200, {"choices": [{"message": {"content": reply(prompt)}}]}
 
 
 @pytest.fixture
 def address() -> Iterator[Address]:
     address = Address()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            prompt = body["messages"][0]["content"]
-            address.asked[prompt] += 1
-            address.keys.append(self.headers["Authorization"])
-            status = address.failures.pop() if address.failures else 200
-            message = {"choices": [{"message": {"content": reply(prompt)}}]}
-            text = json.dumps(message if status == 200 else {"error": "later"}).encode()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            """Print no line per request."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    address.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with running(address):
         yield address
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def source(path: Path, problems: dict[str, str]) -> Path:
@@ -114,7 +95,14 @@ def run(folder: Path, address: Address, *words: str) -> int:
     )
     problems = source(folder / "problems.jsonl", PROBLEMS)
     return TOOL.main(
-        [str(problems), str(folder / "integers.jsonl"), "--address", address.url, "--model", "m"]
+        [
+            str(problems),
+            str(folder / "integers.jsonl"),
+            "--address",
+            f"{address.url}/v1",
+            "--model",
+            "m",
+        ]
         + ["--held-out", str(held_out), "--concurrency", "2", *words]
     )
 
@@ -173,7 +161,7 @@ def test_only_busy_addresses_are_retried(tmp_path, address, capsys, monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     address.failures = [429, 503]
     assert run(tmp_path, address) == 0
-    assert set(address.keys) == {"Bearer secret"}
+    assert {key for _, key, _ in address.seen} == {"Bearer secret"}
     (tmp_path / "integers.jsonl").unlink()
     address.failures = [401] * 50
     assert run(tmp_path, address) == ConfigError.exit_code
@@ -225,7 +213,7 @@ def test_template_of_a_source_is_removed(tmp_path, address):
     texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
     problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})
     held_out = source(tmp_path / "h.jsonl", {"Find: " + texts[3]: "6"})
-    words = ["--address", address.url, "--model", "m", "--held-out", str(held_out)]
+    words = ["--address", f"{address.url}/v1", "--model", "m", "--held-out", str(held_out)]
     assert TOOL.main([str(problems), str(tmp_path / "integers.jsonl"), *words]) == 0
     asked = {row["prompt"][0]["content"] for row in lines(tmp_path / "integers.jsonl")}
     assert asked == {TOOL.SOLVE.format(problem=text) for text in texts if text != texts[3]}
