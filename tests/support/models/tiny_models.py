@@ -1,6 +1,7 @@
 """Tiny random models of every family as Hugging Face folders; the seed decides their weights."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 FAMILY_NAMES = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe")
@@ -145,6 +146,20 @@ def make_trained_models(folder: Path) -> None:
             make_model(
                 folder / name, family, sizes=sizes, std=None, vector_noise=0.2, seed=None, **changes
             )
+
+
+def copy_model(
+    source: Path, folder: Path, change: Callable[..., object] = dict, **changes: object
+) -> Path:
+    """Copy a model; `change` alters its tensors in place, `changes` are of its configuration."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -10,16 +10,8 @@ from megadapo.errors import WeightError
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from tests.support.models.tiny_models import FAMILY_NAMES, make_model
+from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
 from tests.support.runs.commands import convert
-
-
-def copy_model(source, folder, change=dict, **changes):
-    """Copy a model's folder; `change` returns new tensors, `changes` are of its configuration."""
-    config = json.loads((source / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(change(load_file(source / "model.safetensors")), folder / "model.safetensors")
-    return folder
 
 
 def all_tensors(folder):
@@ -107,10 +99,9 @@ def test_old_and_new_rope_keys_are_equal(model_folders, tmp_path):
 
 def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
     source = model_folders["Mistral"]
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"][3, 3] *= 1 + 2**-20
-    copy_model(source, tmp_path, lambda _: tensors)
-    with pytest.raises(WeightError, match="1 tensors differ: model.layers.2.mlp.up_proj.weight"):
+    name = "model.layers.2.mlp.up_proj.weight"
+    copy_model(source, tmp_path, lambda tensors: tensors[name][3, 3].mul_(1 + 2**-20))
+    with pytest.raises(WeightError, match=f"1 tensors differ: {name}"):
         convert("verify", source, tmp_path)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
@@ -12,23 +12,13 @@ from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
-from tests.support.models.tiny_models import FAMILY_NAMES, make_model
-
-
-def rank_params(layout, position):
-    """Return a trainer rank's parameters, filled with NaN to expose gaps."""
-    return {
-        shard.name: torch.full(shard.shape, torch.nan) for shard in layout.megatron_shards(position)
-    }
+from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
+from tests.support.weights.connection import rank_params
 
 
 def imported_ranks(folder, layout, **sizes):
-    ranks = []
-    for position in replica_positions(layout, **sizes):
-        params = rank_params(layout, position)
-        import_weights(folder, params, layout, position)
-        ranks.append((position, params))
-    return ranks
+    positions = replica_positions(layout, **sizes)
+    return [(position, rank_params(folder, layout, position)) for position in positions]
 
 
 def test_vocabulary_is_padded_with_zeros(model_folders):
@@ -93,24 +83,12 @@ def test_attention_bias_follows_config(tmp_path, family, bias):
 def test_fused_norm_names_are_known(model_folders):
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
-    (position,) = replica_positions(layout)
-    params = rank_params(layout, position)
-    name = "decoder.layers.0.input_layernorm.weight"
-    fused = params["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] = params.pop(
-        name
-    )
+    ((position, params),) = imported_ranks(folder, layout)
+    fused = params.pop("decoder.layers.0.input_layernorm.weight").zero_()
+    params["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] = fused
     import_weights(folder, params, layout, position)
     hf = load_file(folder / "model.safetensors")
     assert torch.equal(fused, hf["model.layers.0.input_layernorm.weight"])
-
-
-def damage(folder, tmp_path, change):
-    """Copy a model folder and apply `change` to its tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    return tmp_path
 
 
 @pytest.mark.parametrize("change,message", [
@@ -119,30 +97,28 @@ def damage(folder, tmp_path, change):
     (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight has shape \[3\]"),
 ])  # fmt: skip
 def test_mismatched_checkpoint_is_rejected_by_name(model_folders, tmp_path, change, message):
-    folder = damage(model_folders["Qwen2"], tmp_path, change)
-    layout = open_layout(folder)
-    (position,) = replica_positions(layout)
+    folder = copy_model(model_folders["Qwen2"], tmp_path, change)
     with pytest.raises(WeightError, match=message):
-        import_weights(folder, rank_params(layout, position), layout, position)
+        imported_ranks(folder, open_layout(folder))
 
 
 def test_mismatched_model_is_rejected_by_name(model_folders):
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
-    (position,) = replica_positions(layout)
-    params = rank_params(layout, position) | {"decoder.layers.0.adapter.weight": torch.zeros(2)}
+    ((position, params),) = imported_ranks(folder, layout)
+    params["decoder.layers.0.adapter.weight"] = torch.zeros(2)
     with pytest.raises(WeightError, match="adapter.weight of the model is not in the layout"):
         import_weights(folder, params, layout, position)
 
 
 def test_stored_tied_head_must_equal_embedding(tmp_path):
     folder = make_model(tmp_path / "tied", "Qwen2", tie_word_embeddings=True)
-    same = damage(folder, tmp_path, lambda t: t.update(
+    same = copy_model(folder, tmp_path, lambda t: t.update(
         {"lm_head.weight": t["model.embed_tokens.weight"].clone()}
     ))  # fmt: skip
     layout = open_layout(same)
     imported_ranks(same, layout)
-    other = damage(folder, tmp_path, lambda t: t.update(
+    other = copy_model(folder, tmp_path, lambda t: t.update(
         {"lm_head.weight": t["model.embed_tokens.weight"] + 1}
     ))  # fmt: skip
     with pytest.raises(WeightError, match="lm_head.weight != model.embed_tokens.weight"):

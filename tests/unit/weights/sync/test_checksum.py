@@ -25,6 +25,8 @@ def test_checksum_equals_definition(monkeypatch, dtype, num_words, chunk):
     torch.manual_seed(num_words)
     tensor = torch.randn(num_words * 2 // dtype.itemsize).to(dtype)
     assert checksum(tensor) == definition(tensor)
+    strided = torch.randn(num_words, 3).to(dtype).T
+    assert checksum(strided) == definition(strided)
     if len(tensor):
         changed = tensor.clone()
         changed[-1] = -changed[-1]

@@ -26,9 +26,8 @@ class Files(Connection):
     """Trainer ranks that write into a folder, and engine ranks that read it."""
 
     def __init__(self, folder, files, dtype=torch.bfloat16):
-        super().__init__(
-            folder, TRAINER, EngineShape(tp_size=2), dtype, deltas=True, files=files
-        )  # fmt: skip
+        engine = EngineShape(tp_size=2)
+        super().__init__(folder, TRAINER, engine, dtype, deltas=True, files=files)
         self.files = files
         self.inboxes = [FolderInbox([{"folder": str(files)}], CPU) for _ in self.receivers]
         self.targets = [Live(receiver.shapes, dtype) for receiver in self.receivers]
@@ -75,12 +74,10 @@ def test_engines_read_full_updates_and_deltas(files):
         prune(files.files, version)
     assert [path.name for path in files.files.iterdir()] == ["v7"]
     assert folder_bytes(files.files / "v7") < 0.6 * size
-    expected = [
-        {name: one.clone() for name, one in target.done.items()} for target in files.targets
-    ]
+    expected = [one.clone() for target in files.targets for one in target.done.values()]
     files.update(8)
-    for target, before in zip(files.targets, expected, strict=True):
-        assert all(torch.equal(target.done[name], before[name]) for name in before)
+    found = [one for target in files.targets for one in target.done.values()]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def folder_bytes(folder):

@@ -12,10 +12,8 @@ import torch
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
-from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.transports import in_place
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
@@ -170,10 +168,7 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
     assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
 
 
-@pytest.mark.parametrize(
-    ("transport", "opener"), [("shared_memory", "_map"), ("cuda_ipc", "_open_cuda")]
-)
-def test_receiver_opens_only_buckets_it_reads(transport, opener, model_folders, monkeypatch):
+def test_receiver_opens_only_buckets_it_reads(model_folders):
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, num_dp=3)
     engine = EngineShape(nodes=("engine 0", "engine 1"))
@@ -182,30 +177,17 @@ def test_receiver_opens_only_buckets_it_reads(transport, opener, model_folders, 
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
     receiver = receiver_of(plan, layout, engine=1)
-    opened = []
-    monkeypatch.setattr(in_place, opener, lambda first, *_: opened.append(first))
-    offers = [{"path": f"/nowhere/{rank}", "num_bytes": BUCKET} for rank in range(3)]
-    receiver.open_inbox(transport, offers, torch.device("cpu"))
-    assert opened == ([Path("/nowhere/1")] if transport == "shared_memory" else offers[1:2])
+    elsewhere = {"path": "/nowhere", "num_bytes": BUCKET}
+    offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer(), elsewhere]
+    receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
+    with pytest.raises(InfraError, match="is not there"):
+        receiver.open_inbox("shared_memory", [elsewhere] * 3, torch.device("cpu"))
 
 
 def test_buckets_beyond_shared_memory_are_refused():
     """Catches a process that dies at the first page that cannot be allocated."""
     with pytest.raises(InfraError, match="lower weights.bucket_mib"):
         SharedMemoryOutbox(1 << 55)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checksum_sees_flips_and_swaps(dtype):
-    torch.manual_seed(0)
-    tensor = torch.randn(700, 3001).to(dtype)
-    value = checksum(tensor)
-    assert checksum(tensor.clone()) == value
-    swapped = tensor.clone()
-    swapped[[1, 2]] = tensor[[2, 1]]
-    flipped = tensor.clone()
-    flipped.view(torch.int16)[-1, -1] ^= 1
-    assert len({value, checksum(swapped), checksum(flipped), checksum(tensor.T)}) == 4
 
 
 def test_store_listens_on_node_address_only():
