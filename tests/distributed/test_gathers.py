@@ -1,8 +1,7 @@
 """Gathers beside the compute: torch's coalesced ones corrupt memory at times on Gloo."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,24 +10,14 @@ from tests.support.trainer.ranks import settings_for
 NUM_ROUNDS = 100
 
 
-@contextmanager
-def _without_coalesced_gathers() -> Iterator[None]:
+def _without_coalesced_gathers() -> Any:
     import torch
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("gathers were coalesced")
 
     kind = torch.distributed.ProcessGroup
     names = [name for name in dir(kind) if "gather" in name and "coalesced" in name]
     assert names
-    methods = {name: getattr(kind, name) for name in names}
-    for name in methods:
-        setattr(kind, name, refuse)
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(kind, name, method)
+    refuse = mock.Mock(side_effect=AssertionError("gathers were coalesced"))
+    return mock.patch.multiple(kind, **dict.fromkeys(names, refuse))
 
 
 def _gather_beside_compute(rendezvous: Any, settings: Any, async_ops: bool) -> bool:

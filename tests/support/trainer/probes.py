@@ -297,8 +297,8 @@ def export(rank: TrainerRank, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def initial_weights(rendezvous, settings) -> dict[str, np.ndarray]:
-    return gathered(build(rendezvous, settings))
+def initial_weights(rendezvous, settings, load: Path | None = None) -> dict[str, np.ndarray]:
+    return gathered(build(rendezvous, settings, load))
 
 
 def traffic(rendezvous, settings, batch) -> tuple[int, int, bool]:

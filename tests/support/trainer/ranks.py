@@ -162,8 +162,8 @@ def expected_megatron() -> str:
     return os.environ.get(MEGATRON_VARIABLE) or importlib.metadata.version("megatron-core")
 
 
-def megatron_version() -> str:
-    """Version of megatron-core that this process has imported."""
+def megatron_version(rank: object) -> str:
+    """Version of megatron-core that the rank's process has imported."""
     import megatron.core
 
     # later versions append the commit of the git repository that they lie in, here ours

@@ -42,6 +42,7 @@ def test_contradictory_objectives_are_rejected(objective, problem):
 
 
 IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
+RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
 
 
 @pytest.mark.parametrize(
@@ -86,21 +87,14 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
         ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
         ({"objective": IN_REWARD, "advantage": "grpo-process"}, "taken off whole responses"),
         ({"advantage": "grpo-process", "gae_lambda": 0.9}, "algorithm.gae_lambda: read only"),
+        ({"discount": 0.5}, "algorithm.discount: read only"),
+        ({"shared_prefix": "hard", "advantage": "gae"}, "algorithm.shared_prefix"),
         (
-            {
-                "objective": IN_REWARD,
-                "advantage": "rloo",
-                "overlong_filtering": True,
-                "overlong_buffer": 0,
-            },
+            RLOO_WITH_KL | {"overlong_filtering": True, "overlong_buffer": 0},
             "algorithm.overlong_filtering = true truncated responses",
         ),
         (
-            {
-                "objective": IN_REWARD,
-                "advantage": "rloo",
-                "importance": {"stale_logprobs": "none"},
-            },
+            RLOO_WITH_KL | {"importance": {"stale_logprobs": "none"}},
             "stale tokens is not computed",
         ),
     ],
@@ -111,29 +105,21 @@ def test_conflicting_sections_are_rejected(algorithm, problem):
 
 
 @pytest.mark.parametrize(
-    "objective",
-    [
-        {"ratio": "none", "gate": "none", "entropy_coef": 0.01},
-        {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
-        {"ratio": "sequence", "gate": "soft", "tau_neg": 1.0},
-        {"gate": "bapo", "dual_clip": 3.0},
-        {"gate": "weight", "weight_max": 5.0},
-        {"kl_coef": 0.1, "kl_value": "k3", "kl_gradient": "k2"},
-        {"ratio": "none", "gate": "none", "kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"},
-    ],
-)
-def test_compositions_that_make_sense(objective):
-    PolicyObjective(**objective)
-
-
-@pytest.mark.parametrize(
     "algorithm",
     [
         {"overlong_filtering": True, "overlong_buffer": 0},
         {"overlong_filtering": False, "overlong_buffer": 1},
-        {"objective": IN_REWARD, "advantage": "rloo"},
+        RLOO_WITH_KL,
         {"objective": IN_REWARD, "normalize_by_std": False},
         {"objective": IN_REWARD, "advantage": "gae"},
+        {"objective": {"ratio": "none", "gate": "none", "entropy_coef": 0.01}},
+        {"objective": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}},
+        {"objective": {"ratio": "sequence", "gate": "soft", "tau_neg": 1.0}},
+        {"objective": {"gate": "bapo", "dual_clip": 3.0}},
+        {"objective": {"gate": "weight", "weight_max": 5.0}},
+        {"objective": {"kl_coef": 0.1, "kl_value": "k3", "kl_gradient": "k2"}},
+        {"objective": IN_REWARD | {"ratio": "none", "gate": "none"}, "advantage": "rloo"},
+        {"advantage": "gae", "discount": 0.99, "gae_lambda": 0.95},
     ],
 )
 def test_sections_that_fit_each_other(algorithm):

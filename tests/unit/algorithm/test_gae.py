@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
 from megadapo.algorithm.reference import generalized_advantages as definition
-from megadapo.errors import ConfigError
 
 LENGTHS = [1, 7, 2, 1, 113, 30]
 
@@ -79,10 +77,3 @@ def test_value_loss_matches_plain_cases(clip):
     assert values.grad is not None
     np.testing.assert_allclose(values.grad.numpy(), [slope for _, slope in expected], rtol=1e-14)
     assert bool(is_clipped.any()) == (clip is not None)
-
-
-def test_gae_keys_need_gae():
-    for key in ("discount", "gae_lambda"):
-        with pytest.raises(ConfigError, match=rf"algorithm\.{key}.*gae"):
-            AlgorithmConfig(**{key: 0.5})
-    assert AlgorithmConfig(advantage="gae", discount=0.99, gae_lambda=0.95).discount == 0.99

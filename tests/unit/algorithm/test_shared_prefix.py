@@ -6,7 +6,6 @@ import pytest
 from megadapo.algorithm.advantages import advantages, group_advantages, hard_advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch
-from megadapo.errors import ConfigError
 from tests.support.trainer.batches import scored_group
 
 
@@ -79,8 +78,3 @@ def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering, shared)
     first, second, cut = (own.tolist() for own in found)
     assert (first, second) == ([shared, shared, 2.0], [shared, shared, 0.0])
     assert cut == ([-2.0] * 4 if filtering else [0.0, 0.0, -2.0, -2.0])
-
-
-def test_hard_shared_prefix_excludes_gae():
-    with pytest.raises(ConfigError, match="algorithm.shared_prefix"):
-        AlgorithmConfig(shared_prefix="hard", advantage="gae")

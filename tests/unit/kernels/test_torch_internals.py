@@ -13,25 +13,13 @@ from megadapo.kernels.policy_head import products
 from megadapo.kernels.policy_head.rows_cpu import ROW_GRADS, ROW_STATS
 from tests.support.trainer.head_cases import make_case
 
-
-def lose_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_internals, "BRGEMM_SYMBOLS", ("_ZN2at4goneEv", "_ZN2at4goneEb"))
-
-
-def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
-
-
-def lose_onednn_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
-
-
-def lose_processor_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-
-
-def lose_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+LOST = {
+    "symbols": (torch_internals, "BRGEMM_SYMBOLS", ("_ZN2at4goneEv", "_ZN2at4goneEb")),
+    "library": (torch, "__file__", "/nowhere/torch/__init__.py"),
+    "question for oneDNN": (torch.ops, "mkldnn", types.SimpleNamespace()),
+    "question for the processor": (torch, "cpu", types.SimpleNamespace()),
+    "oneDNN": (torch.backends.mkldnn, "is_available", lambda: False),
+}
 
 
 @pytest.fixture
@@ -41,15 +29,12 @@ def fresh_product() -> Iterator[None]:
     products.load_product.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [lose_symbols, lose_library, lose_onednn_question, lose_processor_question, lose_onednn],
-)
-def test_head_without_torchs_inner_product(lose, monkeypatch, fresh_product):
+@pytest.mark.parametrize("lost", LOST)
+def test_head_without_torchs_inner_product(lost, monkeypatch, fresh_product):
     case = make_case(70, 64, 1000, padded=1024, dtype=torch.bfloat16)
     usual = case.run(chunk_tokens=64)
     products.load_product.cache_clear()
-    lose(monkeypatch)
+    monkeypatch.setattr(*LOST[lost])
     assert torch_internals.find_brgemm() is None
     assert not products.has_fp32_product(case.hidden, case.weight)
     got, expected = case.run(chunk_tokens=64), case.definition()

@@ -72,12 +72,35 @@ def test_impossible_trainer_values_name_their_key(changes, key):
         TrainerConfig(**changes)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2), (4, 7), (1, 28)])
-def test_layouts_that_divide_the_model_pass(tensor, pipeline):
-    """With a window that is turned off, as published Qwen2.5 files have it."""
-    trainer = TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
-    config = QWEN_7B | {"sliding_window": 131072, "use_sliding_window": False}
-    validate_model_layout(describe_model(config), trainer)
+NO_WINDOW = {"sliding_window": 131072, "use_sliding_window": False}
+"""A window that is turned off, as published Qwen2.5 files have it."""
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        *(
+            (QWEN_7B | NO_WINDOW, {"tensor_parallel": tensor, "pipeline_parallel": pipeline})
+            for tensor, pipeline in [(1, 1), (2, 1), (4, 2), (4, 7), (1, 28)]
+        ),
+        (QWEN_30B_A3B, {"data_parallel": 8, "expert_parallel": 8}),
+        (
+            QWEN_30B_A3B,
+            {
+                "tensor_parallel": 4,
+                "sequence_parallel": True,
+                "data_parallel": 4,
+                "expert_parallel": 16,
+            },
+        ),
+        (
+            QWEN_30B_A3B,
+            {"data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4},
+        ),
+    ],
+)
+def test_layouts_that_divide_the_model_pass(model, split):
+    validate_model_layout(describe_model(model), TrainerConfig(**split))
 
 
 def test_impossible_layout_names_every_key_and_sizes_that_fit():
@@ -137,23 +160,6 @@ def test_driver_side_modules_load_neither_torch_nor_megatron():
 def test_unsupported_models_are_refused(changes, key):
     with pytest.raises(ConfigError, match=key):
         validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"data_parallel": 8, "expert_parallel": 8},
-        {
-            "tensor_parallel": 4,
-            "sequence_parallel": True,
-            "data_parallel": 4,
-            "expert_parallel": 16,
-        },
-        {"data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4},
-    ],
-)
-def test_experts_are_spread_over_the_ranks_of_a_stage(split):
-    validate_model_layout(describe_model(QWEN_30B_A3B), TrainerConfig(**split))
 
 
 @pytest.mark.parametrize(

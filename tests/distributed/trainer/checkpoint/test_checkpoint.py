@@ -10,7 +10,15 @@ import pytest
 from megadapo.errors import CorruptCheckpointError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.probes import build, gathered, load_refusal, save_at, train, update
+from tests.support.trainer.probes import (
+    build,
+    gathered,
+    initial_weights,
+    load_refusal,
+    save_at,
+    train,
+    update,
+)
 
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
@@ -20,14 +28,6 @@ VPP2 = {"pipeline": 2, "virtual": 2}
 UNEVEN = {"pipeline": 2, "last": 1}
 VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
 """Every chunk has its own buffers, the first one several buckets, the tied embedding its own."""
-
-
-def _train_and_save(rendezvous, settings, batch, folder):
-    train(rendezvous, settings, batch, 3, save=folder)
-
-
-def _load_and_train(rendezvous, settings, batch, folder):
-    return train(rendezvous, settings, batch, 1, load=folder, first_step=4)
 
 
 ORIGINS = {
@@ -59,10 +59,11 @@ def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin
     """Without its moments an update moves a weight by another amount of about 1e-3."""
     model, saving, others = ORIGINS[origin]
     batch = random_batch(RAGGED, num_mini_batches=2)
-    ranks.on(model, _train_and_save, batch, tmp_path / "saved", **saving)
+    ranks.on(model, partial(train, save=tmp_path / "saved"), batch, 3, **saving)
+    go_on = partial(train, load=tmp_path / "saved", first_step=4)
     _, expected = ranks.on(model, train, batch, 4, **saving)[0]
     for layout in (*others, saving):
-        _, found = ranks.on(model, _load_and_train, batch, tmp_path / "saved", **layout)[0]
+        _, found = ranks.on(model, go_on, batch, 1, **layout)[0]
         for name, weight in expected.items():
             if layout is saving:
                 assert found[name].tobytes() == weight.tobytes(), name
@@ -73,13 +74,14 @@ def test_bf16_weights_continue_from_their_fp32_masters(ranks, tmp_path):
     """Masters rebuilt from bf16 weights would lose every update smaller than a rounding step."""
     run = partial(ranks.on, "qwen2-tied", dtype="bfloat16", lr=1e-4)
     batch = random_batch(RAGGED)
-    run(_train_and_save, batch, tmp_path / "saved", **TP2)
+    run(partial(train, save=tmp_path / "saved"), batch, 3, **TP2)
+    go_on = partial(train, load=tmp_path / "saved", first_step=4)
     results, expected = run(train, batch, 4, **TP2)[0]
-    again, found = run(_load_and_train, batch, tmp_path / "saved", **TP2)[0]
+    again, found = run(go_on, batch, 1, **TP2)[0]
     assert results[0]["policy/ratio_first_max_error"] == 0.0
     assert again[0] == results[3]
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-    _, moved = run(_load_and_train, batch, tmp_path / "saved", **PP2)[0]
+    _, moved = run(go_on, batch, 1, **PP2)[0]
     for name, weight in expected.items():
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
 
@@ -88,9 +90,8 @@ def test_damage_of_any_file_is_named(ranks, tmp_path):
     """torch reads a flipped byte, and another step's file, without an error."""
     files = ranks.on("qwen2-tied", _save_twice, tmp_path, tensor=2, data=2)[0]
     saved, elsewhere = tmp_path / "1", tmp_path / "0"
-    assert {".metadata", "optimizer.json", *(f"__{rank}_0.distcp" for rank in range(4))} == set(
-        files
-    )
+    parts = (f"__{rank}_0.distcp" for rank in range(4))
+    assert set(files) == {".metadata", "optimizer.json", *parts}
     check_files(saved, files)
     for name in files:
         victim, content = saved / name, (saved / name).read_bytes()
@@ -136,7 +137,7 @@ def _save_twice(rendezvous, settings, folder):
     batch = random_batch(RAGGED)
     files = []
     for number in range(2):
-        update(rank, batch, policy_version=0, step=number + 1)
+        update(rank, batch, step=number + 1)
         files.append(save_at(rank, folder / str(number)))
     return files[1]
 
@@ -153,7 +154,7 @@ def _check(rendezvous, settings, folder, files):
 def test_checkpoint_that_does_not_fit_names_the_tensor(ranks, tmp_path):
     """Loading what is there and going on with the rest would train a half-random model."""
     saved = tmp_path / "saved"
-    ranks.on("qwen2-tied", _train_and_save, random_batch(RAGGED), saved, **TP2)
+    ranks.on("qwen2-tied", partial(train, save=saved), random_batch(RAGGED), 1, **TP2)
     assert str(saved) in ranks.on("qwen3", load_refusal, saved)[0]
     part = saved / "__0_0.distcp"
     content = part.read_bytes()
@@ -174,7 +175,7 @@ def test_ranks_write_equal_parts_while_training_continues(ranks, tmp_path):
     expected, num_bytes = answers[0][0], [answer[1] for answer in answers]
     assert max(num_bytes) <= 1.2 * sum(num_bytes) / len(num_bytes)
     for number in (1, 2):
-        found = ranks.on("qwen2-untied", _loaded, tmp_path / str(number), **TP2)[0]
+        found = ranks.on("qwen2-untied", initial_weights, tmp_path / str(number), **TP2)[0]
         for name, weight in expected[number].items():
             assert found[name].tobytes() == weight.tobytes(), (number, name)
 
@@ -183,17 +184,7 @@ def _save_while_training(rendezvous, settings, folder):
     rank = build(rendezvous, settings)
     batch, expected = random_batch(RAGGED), []
     for number in range(3):
-        update(rank, batch, policy_version=0, step=number + 1)
+        update(rank, batch, step=number + 1)
         expected.append(gathered(rank))
-        files = save_at(
-            rank,
-            folder / str(number),
-            meanwhile=lambda: update(rank, batch, policy_version=0, step=9),
-        )
+        files = save_at(rank, folder / str(number), meanwhile=lambda: update(rank, batch, step=9))
     return expected, files[f"__{rendezvous.rank}_0.distcp"].bytes
-
-
-def _loaded(rendezvous, settings, folder):
-    rank = build(rendezvous, settings)
-    rank.load(folder)
-    return gathered(rank)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megadapo.cluster.watch.heartbeat import read_heartbeat
-from megadapo.data.batch import PackedBatch
 from megadapo.errors import ConfigError, DataError, ProcessDiedError, ProcessHungError
 from megadapo.trainer.trainer import Trainer, rank_environment
 from megadapo.trainer.types import UpdateRequest
+from tests.support.processes.running import wait_until
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.ranks import expected_megatron, megatron_version, settings_for
 
@@ -45,10 +45,6 @@ def start(settings, log_folder: Path) -> Trainer:
     return Trainer.start(settings, cluster, log_folder=log_folder)
 
 
-def request(batch: PackedBatch, **fields: Any) -> UpdateRequest:
-    return UpdateRequest(batch=batch, **fields)
-
-
 def pid_of(trainer) -> int:
     return os.getpid()
 
@@ -66,18 +62,14 @@ def stop_the_second_in_an_update(trainer, path: Path) -> None:
         trainer.chunks[0].register_forward_pre_hook(stop)
 
 
-def version_in(trainer) -> str:
-    return megatron_version()
-
-
 def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
     group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
     pids = group.call_all("apply", pid_of)
-    assert group.call_all("apply", version_in) == [expected_megatron()] * 2
+    assert group.call_all("apply", megatron_version) == [expected_megatron()] * 2
 
-    first = group.update(request(batch, policy_version=4, step=1))
+    first = group.update(UpdateRequest(batch=batch, policy_version=4, step=1))
     assert first.metrics["policy/ratio_first_max_error"] == 0.0
     assert first.metrics["tokens/trained"] == np.isfinite(batch.logprobs_rollout).sum()
     logprobs = group.logprobs(batch)
@@ -90,7 +82,7 @@ def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     saved.mkdir()
     begun = group.begin_save(saved)
     recorded = replace(batch, recorded=[3, 10])
-    second = group.update(request(recorded, policy_version=4, step=2))
+    second = group.update(UpdateRequest(batch=recorded, policy_version=4, step=2))
     places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
     places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
     asked = logprobs[places]
@@ -101,13 +93,13 @@ def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     assert sum(file.bytes for file in files.values()) > group.checkpoint_bytes() > 0
     group.load(saved, files)
     assert np.array_equal(group.logprobs(batch), logprobs, equal_nan=True)
-    again = group.update(request(batch, policy_version=4, step=2))
+    again = group.update(UpdateRequest(batch=batch, policy_version=4, step=2))
     assert again == second
 
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(ProcessDiedError, match="trainer rank 1 died .*trainer-rank-1.log"):
-        group.update(request(batch, policy_version=4, step=3))
+        group.update(UpdateRequest(batch=batch, policy_version=4, step=3))
     assert time.monotonic() - started < 30
     assert group.ranks == [], "the surviving rank waits for a dead one: it must be ended too"
     group.shutdown()
@@ -115,10 +107,11 @@ def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a rank outlived its group"
-        time.sleep(0.1)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        timeout_s=20,
+        message="a rank outlived its group",
+    )
 
 
 def test_errors_of_a_rank_keep_their_type_and_message(ray_started, tmp_path):
@@ -144,7 +137,7 @@ def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path
     batch = random_batch(RAGGED * 4, num_mini_batches=8)
     with pytest.raises(ProcessHungError) as caught:
         for step in range(1, 200):
-            group.update(request(batch, policy_version=0, step=step))
+            group.update(UpdateRequest(batch=batch, policy_version=0, step=step))
     assert time.monotonic() - began < 30
     message = str(caught.value)
     assert message.startswith("trainer rank 1 sent no heartbeat for 4 s in update")

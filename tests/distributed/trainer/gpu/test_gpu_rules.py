@@ -34,17 +34,13 @@ def test_every_rank_enters_a_group_before_messages(ranks):
 
 
 def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]:
-    import torch
-
     from megadapo.trainer.checkpoint.save import complete_save
     from megadapo.trainer.types import UpdateRequest
     from megadapo.trainer.worker import TrainerWorker
 
     seen = []
     folder.mkdir()
-    empty_cache = torch.cuda.empty_cache
-    torch.cuda.empty_cache = lambda: seen.append(call)
-    try:
+    with mock.patch("torch.cuda.empty_cache", lambda: seen.append(call)):
         worker = TrainerWorker(rendezvous.rank)
         call = "start"
         worker.start(settings, rendezvous, uses_cuda=False)
@@ -58,8 +54,6 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
                 while (report := worker.save_report()) is None:
                     time.sleep(0.01)
                 complete_save(folder, [report])
-    finally:
-        torch.cuda.empty_cache = empty_cache
     return seen
 
 
@@ -152,11 +146,8 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
             seen.extend(output.loss.grad_fn is not None for output in outputs)
         return outputs
 
-    step.run_schedule = watch
-    try:
-        update(build(rendezvous, settings), batch, policy_version=0, step=1)
-    finally:
-        step.run_schedule = run_schedule
+    with mock.patch.object(step, "run_schedule", watch):
+        update(build(rendezvous, settings), batch, step=1)
     assert seen or rendezvous.rank == 0
     return sum(seen)
 

@@ -180,6 +180,7 @@ def test_receiver_opens_only_buckets_it_reads(model_folders):
     elsewhere = {"path": "/nowhere", "num_bytes": BUCKET}
     offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer(), elsewhere]
     receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
+    receiver.open_inbox("cuda_ipc", [elsewhere, None, elsewhere], torch.device("cpu"))
     with pytest.raises(InfraError, match="is not there"):
         receiver.open_inbox("shared_memory", [elsewhere] * 3, torch.device("cpu"))
 
