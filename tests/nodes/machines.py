@@ -161,7 +161,7 @@ class Machine:
 
     def unplug(self) -> None:
         """Take its link down; its processes continue."""
-        self._network.unplug(self._number)
+        self._network.in_switch("link", "set", f"port{self._number}", "down")
 
 
 class Network:
@@ -172,8 +172,8 @@ class Network:
         self._switch = _hold(["--net", "--fork"], ["echo up; read -r _"])
         (holder,) = psutil.Process(self._switch.pid).children()
         self._holder = holder.pid
-        self._in_switch("link", "add", "switch", "type", "bridge")
-        self._in_switch("link", "set", "switch", "up")
+        self.in_switch("link", "add", "switch", "type", "bridge")
+        self.in_switch("link", "set", "switch", "up")
 
     def boot(self, number: int, folders: Sequence[Path]) -> Machine:
         """A machine with an address of its own; again, when the one before it has died."""
@@ -186,20 +186,16 @@ class Network:
         """Give the network namespace of a process a link to the switch."""
         port = f"port{number}"
         # the kernel takes its time to remove the link of a machine that has died
-        self._in_switch("link", "delete", port, check=False)
-        self._in_switch(
+        self.in_switch("link", "delete", port, check=False)
+        self.in_switch(
             *("link", "add", port, "type", "veth"),
             *("peer", "name", "eth0", "netns", str(process)),
         )
-        self._in_switch("link", "set", port, "master", "switch", "up")
+        self.in_switch("link", "set", port, "master", "switch", "up")
         _ip(process, "address", "add", f"{address}/24", "dev", "eth0")
         _ip(process, "link", "set", "eth0", "up")
         # as machines have one: libraries ask which address leads outside
         _ip(process, "route", "add", "default", "dev", "eth0")
-
-    def unplug(self, number: int) -> None:
-        """Take a machine's link down."""
-        self._in_switch("link", "set", f"port{number}", "down")
 
     def close(self) -> None:
         for shell in [*(machine._shell for machine in self.machines), self._switch]:
@@ -207,7 +203,7 @@ class Network:
             shell.stdin.close()
             shell.wait(timeout=30)
 
-    def _in_switch(self, *words: str, check: bool = True) -> None:
+    def in_switch(self, *words: str, check: bool = True) -> None:
         _ip(self._holder, *words, check=check)
 
 

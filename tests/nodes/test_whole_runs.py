@@ -25,7 +25,6 @@ def test_run_over_two_nodes_completes(lan, shared, layout):
 
 
 def test_node_without_run_folder_is_named(lan, shared):
-    """A checkpoint would have a part on that node's own disk."""
     third = lan.boot(3, [])
     try:
         third.start_ray(lan.machines[0], num_cpus=1)

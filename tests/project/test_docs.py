@@ -225,6 +225,11 @@ def test_every_error_and_oracle_is_explained():
     assert "`oracles.max_skipped_steps`" in page
 
 
+def run_in(folder: Path, command: list[str], environment: dict[str, str], **options: object):
+    keys = {"cwd": folder, "env": os.environ | environment, "capture_output": True, "text": True}
+    return subprocess.run(command, **keys, **options)
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the sources with every diff of docs/extending.md applied."""
@@ -233,16 +238,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     (folder / "tests" / "__init__.py").touch()
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    environment = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for diff in blocks(ROOT / "docs" / "extending.md", "diff"):
-        done = subprocess.run(
-            ["git", "apply", "-"],
-            input=diff,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = run_in(folder, ["git", "apply", "-"], environment, input=diff)
         assert done.returncode == 0, f"{done.stderr}\n{diff}"
     return folder
 
@@ -250,15 +248,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_examples_of_extending_work(extended):
     examples = blocks(ROOT / "docs" / "extending.md", "python")
     assert len(examples) == 4
-    environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(examples)],
-        cwd=extended,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "\n".join(examples)]
+    done = run_in(extended, command, environment, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -63,13 +63,11 @@ def test_what_engines_call_by_name_is_vllms():
 
 
 def test_engines_start_with_arguments_that_vllm_has():
-    """Those of a GPU are given as a dict, and only GPUs meet them."""
     names = set(vllm_argument_names())
     assert engine_spec(gpus=("0",)).engine_arguments().keys() | OWN_ARGUMENTS.keys() <= names
 
 
 def test_arguments_that_are_set_already_cannot_be_given():
-    """rollout.vllm would replace them, or the engine would not start."""
     start = ast.parse((ROOT / "megadapo" / "rollout" / "engine" / "start_vllm.py").read_text())
     (call,) = (
         node
@@ -93,14 +91,9 @@ def test_memory_is_offered_as_torch_shares_it():
 
 
 def methods_of(file: str, name: str) -> dict[str, str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    methods = [one for one in class_of(file, name).body if isinstance(one, functions)]
-    return {one.name: TOOL["written"](one.args) for one in methods}
-
-
-def class_of(file: str, name: str) -> ast.ClassDef:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations is not None
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+    """Return the parameters of the methods of one of vLLM's classes, without importing it."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    tree = ast.parse((Path(folder) / file).read_text())
     (found,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
-    return found
+    methods = [one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {one.name: TOOL["written"](one.args) for one in methods}

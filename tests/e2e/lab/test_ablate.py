@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import RunInterruptedError
-from tests.support import REPOSITORY
-from tests.support.runs.whole_runs import SMALL, descendants, marked, metrics, wait_for_step
+from tests.support.runs.whole_runs import (
+    SMALL,
+    descendants,
+    marked,
+    metrics,
+    start_command,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -33,14 +39,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     rows.write_text(ROWS)
     words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--seeds", "2"]
     words += ["--jobs", "2", "--folder", str(folder / "runs"), *SMALL]
-    return subprocess.Popen(
-        [sys.executable, "-m", "megadapo.cli", *words],
-        cwd=REPOSITORY,
-        env=marked(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start_command([sys.executable, "-m", "megadapo.cli", *words], marked(folder))
 
 
 def test_stopped_ablation_continues_and_reports_all_runs(tmp_path):

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore
+from tests.support.processes.running import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -56,7 +55,8 @@ def served(model: Path, log: Path, *options: str) -> Iterator[str]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait(server, url, log)
+            wait_until(lambda: server.poll() is not None or _is_up(url), timeout_s=START_TIMEOUT_S)
+            assert server.poll() is None, log.read_text()[-3000:]
             yield url
         finally:
             # the group outlives a server that has failed
@@ -65,16 +65,12 @@ def served(model: Path, log: Path, *options: str) -> Iterator[str]:
             server.wait(timeout=60)
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        except (OSError, urllib.error.URLError):
-            time.sleep(1.0)
-        else:
-            return
-    raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
+def _is_up(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def score(function: str, texts: list[str], **options: object) -> list[FunctionScore]:

@@ -37,3 +37,13 @@ def written_by(write: Callable[[Path], object]) -> WriteTrainer:
 
 write_shard = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
 """Writes one file, named shard."""
+
+
+def saved_store(
+    folder: Path, *steps: int, keep: int = 9, write: WriteTrainer = write_shard, **state: object
+) -> CheckpointStore:
+    """Return a store of the checkpoints of some steps, all with one state."""
+    store = CheckpointStore(folder, keep=keep)
+    for step in steps:
+        save_checkpoint(store, step, write, state)
+    return store

@@ -99,8 +99,13 @@ def start(folder: Path, *overrides: str, points: Path | None = None) -> subproce
             "KILL_AT": str(points),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
+    return start_command(command(folder, *overrides), environment)
+
+
+def start_command(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a command in the repository, with its output and errors in one pipe."""
     return subprocess.Popen(
-        command(folder, *overrides),
+        words,
         cwd=REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,

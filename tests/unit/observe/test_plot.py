@@ -48,7 +48,6 @@ def test_more_runs_than_colours(tmp_path):
 
 
 def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_path):
-    """A logarithmic axis has no place for 0, and a run that blew up is the one to look at."""
     with MetricsLog(tmp_path) as log:
         for step, value in enumerate([0.0, math.nan, None, math.inf, 0.0], start=1):
             log.record(

@@ -106,7 +106,6 @@ def test_what_the_rooms_log_reaches_the_log_and_warnings_the_console(tmp_path):
 
 
 def test_time_to_go_follows_the_recent_steps(tmp_path):
-    """Steps get longer as responses do; the average of the whole run would be too hopeful."""
     display = RunDisplay(tmp_path, num_steps=40, console=console(terminal=False)[0])
     for step in range(1, 31):
         display.step(record(**{"step": step, "time/step_s": 1.0 if step <= 20 else 9.0}))

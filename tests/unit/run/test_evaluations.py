@@ -89,7 +89,6 @@ def record_of(step: int) -> EvaluationRecord:
 
 @pytest.mark.parametrize(("placement", "step"), [("alone", 2), ("interleaved", 5)])
 def test_evaluation_without_rollouts_ends_at_once(placement, step):
-    """After the last step there are no rollouts to run beside."""
     evaluations = make(placement, ScriptedEngines())
     evaluations.begin(step)
     assert evaluations.sampling_engines.evaluation is None

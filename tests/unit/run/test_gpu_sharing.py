@@ -13,8 +13,6 @@ STARTED = ["engines.on_update_start", "reserved.on_update_start"]
 
 
 class Calls:
-    """A stand-in that appends each call of a method to one list."""
-
     def __init__(self, name: str, seen: list[str], *, shares_gpus: bool = True) -> None:
         self._name, self._seen = name, seen
         self.shares_gpus = shares_gpus

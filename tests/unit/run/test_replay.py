@@ -18,27 +18,20 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.rollouts import saved_groups
+from tests.support.models.tiny_models import TRAINED
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is sampled by ScriptedEngines' policy."""
-SIZES = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
 
 
 def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SIZES))
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen2ForCausalLM"], **TRAINED})
+    )
     table = {
         "run": {"folder": str(folder / "replay"), "num_steps": STEPS[-1]},
         "model": {"path": str(model)},
@@ -169,7 +162,6 @@ def damage(folder: Path, group: SavedGroup, **values: object) -> None:
 
 
 def test_groups_that_do_not_fit_the_run_are_rejected(tmp_path, source):
-    """Unknown tokens would otherwise be an index error in a trainer rank."""
     saved = list(read_rollouts(rollouts_path(tmp_path, STEPS[0])))
     group = next(g for g in saved if g.disposition == "trained")
     first, *others = group.responses
@@ -180,7 +172,7 @@ def test_groups_that_do_not_fit_the_run_are_rejected(tmp_path, source):
         "has 0 responses": {"responses": ()},
         "a prompt of 0 tokens": {"prompt_ids": ()},
         "a prompt of 65 tokens": {"prompt_ids": (1,) * 65},
-        "vocabulary of 128": {"prompt_ids": (128,)},
+        "vocabulary of 150": {"prompt_ids": (150,)},
         "tokens outside": {"responses": (replace(first, response=negative), *others)},
         "no group that was trained on|has no group": {"disposition": "all_wrong"},
     }

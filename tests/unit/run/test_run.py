@@ -64,20 +64,16 @@ def test_resume_from_path_abandons_later_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("start", "evaluated"), [(0, [0, 2, 4, 5]), (2, [4, 5]), (3, [4, 5]), (5, [])]
+    ("start", "every", "evaluated"),
+    [(0, 2, [0, 2, 4, 5]), (2, 2, [4, 5]), (3, 2, [4, 5]), (5, 2, []), (0, 0, [])],
 )
-def test_each_due_step_is_evaluated_once(tmp_path, start, evaluated):
-    with Run.open(config_of(tmp_path)) as run:
+def test_each_due_step_is_evaluated_once(tmp_path, start, every, evaluated):
+    with Run.open(config_of(tmp_path, {"evaluation.every": every})) as run:
         run.step = start
         if start:
             run.log.record_evaluation(evaluation_record(start))
         steps = [start, *range(start + 1, 6)]
         assert [step for step in steps if run.evaluates(step)] == evaluated
-
-
-def test_evaluation_can_be_off(tmp_path):
-    with Run.open(config_of(tmp_path, {"evaluation.every": 0})) as run:
-        assert not any(run.evaluates(step) for step in range(6))
 
 
 def test_impossible_folder_is_one_message(tmp_path):

@@ -124,7 +124,6 @@ def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(tmp_path
 
 
 def test_job_has_the_drivers_exit_code_and_keeps_the_token(tmp_path):
-    """Slurm must see errors, and other clusters of the user have the same token."""
     token = tmp_path / "home" / ".ray" / "auth_token"
     token.parent.mkdir(parents=True)
     token.write_text("mine")
@@ -213,10 +212,7 @@ def test_pods_share_a_token_a_folder_and_memory(manifest):
 
 
 def test_terminated_pod_lets_its_driver_save(manifest):
-    """Kubernetes signals only the container's first process, Ray's, so a hook does the rest.
-
-    The image must have the programs of the hook and of KubeRay's probes.
-    """
+    """Kubernetes signals only the container's first process, Ray's, so a hook does the rest."""
     pod = manifest["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]
     hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["bash", "-c"]
@@ -226,6 +222,7 @@ def test_terminated_pod_lets_its_driver_save(manifest):
     assert re.search(pattern, "/opt/venv/bin/python /opt/venv/bin/megadapo train a.toml")
     assert not re.search(pattern, " ".join(hook)), "the hook must not find itself"
     assert pod["terminationGracePeriodSeconds"] >= 600
+    # the programs of the hook and of KubeRay's probes
     (installed,) = re.findall(r"--no-install-recommends(.*?)&&", DOCKERFILE, re.DOTALL)
     assert {"procps", "wget"} <= set(installed.split())
     assert "WORKDIR /opt/megadapo" in DOCKERFILE and "COPY . ." in DOCKERFILE

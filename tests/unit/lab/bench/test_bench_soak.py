@@ -59,7 +59,6 @@ def test_steps_slowed_by_saves_fail(memory):
 
 
 def test_processes_that_start_or_end_are_left_out(memory, monkeypatch):
-    """A restarted reward worker would look like one that grows or shrinks."""
     found = Soak(num_steps=12, save_every=10)
     for step in range(1, 13):
         if step == 10:

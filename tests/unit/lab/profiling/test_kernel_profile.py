@@ -59,7 +59,6 @@ ON_CPU = ("--step=configs/quickstart.toml", "--cluster.device=cpu")
     ],
 )
 def test_unusable_options_are_refused(options, message):
-    """The refusal precedes the start of the trainer, which takes minutes for a large model."""
     with pytest.raises(ConfigError, match=message):
         run_command(["profile", *options])
 

@@ -14,10 +14,9 @@ SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)
 
 def request(key: int, begun: tuple[Response, ...] = ()) -> OpenGroup:
     seeds = tuple(1000 * key + index for index in range(4))
-    prompt_ids = (key, 0, 0, 0, 0)
     return OpenGroup(
         key=key,
-        prompt_ids=prompt_ids,
+        prompt_ids=(key, 0, 0, 0, 0),
         seeds=seeds,
         responses=begun,
         settings=SETTINGS,

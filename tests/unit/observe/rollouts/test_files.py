@@ -82,7 +82,6 @@ def test_impossible_branch_is_rejected(branch):
 
 
 def test_float32_survives_as_decimal_text(tmp_path):
-    """Missing digits would make a replayed ratio differ from 1."""
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)
     values = values[np.isfinite(values)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megadapo.run.state import checkpoint as checkpoint_module
 from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
 from megadapo.weights.disk.files import Files, check_files
-from tests.support.runs.checkpoints import save_checkpoint, written_by
+from tests.support.runs.checkpoints import save_checkpoint, saved_store, written_by
 
 STATE = {"step": 3, "policy_version": 3, "reserve": []}
 
@@ -28,11 +29,7 @@ def write_shards(folder: Path) -> None:
     (folder / "nested" / "metadata").write_bytes(b"meta")
 
 
-def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
-    store = CheckpointStore(folder, keep=keep)
-    for step in steps:
-        save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
-    return store
+saved = partial(saved_store, write=written_by(write_shards), **STATE)
 
 
 def why_skipped(store, *, hashes=True):

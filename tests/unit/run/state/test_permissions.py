@@ -11,25 +11,18 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import CheckpointError, WeightError
-from megadapo.run.state.checkpoint import CheckpointStore, load
+from megadapo.run.state.checkpoint import load
 from megadapo.weights.disk.export import copy_other_files, new_folder
 from megadapo.weights.disk.files import files_within
-from tests.support.runs.checkpoints import save_checkpoint, write_shard
+from tests.support.runs.checkpoints import saved_store
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
 
 
-def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
-    store = CheckpointStore(folder, keep=keep)
-    for step in steps:
-        save_checkpoint(store, step, write_trainer=write_shard, state={"step": step})
-    return store
-
-
 @pytest.mark.parametrize("part", [".", "trainer", "trainer/shard", "state.json", "manifest.json"])
 def test_world_writable_parts_are_refused(tmp_path, part):
-    saved(tmp_path, 1)
+    saved_store(tmp_path, 1)
     path = tmp_path / "step-1" / part
     path.chmod(path.stat().st_mode | 0o002)
     with pytest.raises(CheckpointError, match=r"is writable by everyone.*chmod o-w"):
@@ -38,7 +31,7 @@ def test_world_writable_parts_are_refused(tmp_path, part):
 
 @as_root
 def test_foreign_files_are_read_and_foreign_folders_refused(tmp_path):
-    saved(tmp_path, 1)
+    saved_store(tmp_path, 1)
     folder = tmp_path / "step-1"
     os.chown(folder / "trainer" / "shard", NOBODY, NOBODY)
     assert load(folder).step == 1
@@ -59,7 +52,7 @@ print(load(Path(sys.argv[1])).step)
 
 @as_root
 def test_root_squashed_files_are_own(tmp_path):
-    saved(tmp_path, 1)
+    saved_store(tmp_path, 1)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     # the way there must be open to nobody
@@ -75,7 +68,7 @@ def test_root_squashed_files_are_own(tmp_path):
 
 @pytest.mark.parametrize("part", ["trainer", "trainer/shard", "state.json", "manifest.json"])
 def test_links_are_refused(tmp_path, part):
-    saved(tmp_path / "run", 1)
+    saved_store(tmp_path / "run", 1)
     path = tmp_path / "run" / "step-1" / part
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -84,7 +77,7 @@ def test_links_are_refused(tmp_path, part):
 
 
 def test_pipe_is_refused(tmp_path):
-    saved(tmp_path, 1)
+    saved_store(tmp_path, 1)
     os.mkfifo(tmp_path / "step-1" / "trainer" / "pipe")
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
         load(tmp_path / "step-1")
@@ -92,7 +85,7 @@ def test_pipe_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "trainer/../../outside"])
 def test_manifest_names_stay_in_the_folder(tmp_path, name):
-    saved(tmp_path / "run", 1)
+    saved_store(tmp_path / "run", 1)
     (tmp_path / "run" / "outside").write_bytes(b"")
     path = tmp_path / "run" / "step-1" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -107,9 +100,9 @@ def test_manifest_names_stay_in_the_folder(tmp_path, name):
 
 def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
     outside = tmp_path / "other"
-    saved(outside, 7)
+    saved_store(outside, 7)
     before = sorted(outside.rglob("*"))
-    store = saved(tmp_path / "run", 1, 2, keep=2)
+    store = saved_store(tmp_path / "run", 1, 2, keep=2)
     for name in ("step-0", "step-9", "tmp-step-3-deadbeef", "damaged-step-8-deadbeef"):
         (store.folder / name).symlink_to(outside / "step-7")
     (store.folder / "step-1" / "inside").symlink_to(outside)
@@ -117,7 +110,7 @@ def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
     assert checkpoint is not None and checkpoint.step == 2 and "step-9 is a link" in notes[0]
     store.remove_unfinished()
     store.set_aside_after(2, damaged=True)
-    saved(store.folder, 3, 4, keep=2)
+    saved_store(store.folder, 3, 4, keep=2)
     assert sorted(path.name for path in store.folder.iterdir()) == ["step-3", "step-4"]
     assert sorted(outside.rglob("*")) == before and load(outside / "step-7").step == 7
 
