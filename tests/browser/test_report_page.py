@@ -65,11 +65,6 @@ def assert_quiet(page: Page) -> None:
     assert all(url.startswith("file://") for url in requests), requests
 
 
-def listed(page: Page) -> list[str]:
-    """Return the order numbers of the groups in the list."""
-    return [text.removeprefix("#") for text in page.texts(f"{ITEMS} .item-head .muted")]
-
-
 def wait_for_list(page: Page, *orders: int) -> None:
     wanted = ",".join(f"#{order}" for order in orders)
     found = f"[...document.querySelectorAll('{ITEMS} .item-head .muted')]"

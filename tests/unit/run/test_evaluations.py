@@ -100,14 +100,12 @@ def test_evaluation_without_rollouts_ends_at_once(placement, step):
 def test_interleaved_evaluation_keeps_its_weights():
     engines = ScriptedEngines()
     engines.policy_version = 2
-    alone = make("alone", engines)
-    alone.begin(2)
     evaluations = make("interleaved", engines)
     evaluations.begin(2)
     assert evaluations.take_finished() == []
     assert evaluations.sampling_engines.evaluation is not None
     evaluations.finish()
-    assert evaluations.take_finished() == alone.take_finished()
+    assert evaluations.take_finished() == [record_of(2)]
     assert evaluations.sampling_engines.evaluation is None and engines.num_in_flight == 0
     evaluations.finish()
     assert evaluations.take_finished() == []

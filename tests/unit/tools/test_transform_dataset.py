@@ -208,7 +208,6 @@ def test_finished_problems_are_written_although_another_one_failed(tmp_path):
 
 
 def test_template_of_a_source_is_removed(tmp_path, address):
-    """Otherwise rows would have two nested templates."""
     template = "Solve this:\n{}\n\nEnd with Answer: and the integer."
     texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
     problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})

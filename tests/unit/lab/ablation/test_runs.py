@@ -93,7 +93,6 @@ def test_folder_with_another_configuration_is_refused(tmp_path):
 
 
 def test_failed_run_is_named_and_ends_no_other(tmp_path):
-    """Real processes, which fail at their recipe; the finished run is not started."""
     finished, *others = ablation_of(tmp_path).runs
     finish(finished)
     broken = tmp_path / "broken.toml"

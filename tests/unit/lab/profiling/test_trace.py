@@ -70,7 +70,6 @@ def test_clock_offset_uses_the_quickest_answer_and_is_zero_on_one_machine(monkey
     monkeypatch.setattr(this_node.time, "time_ns", lambda: now[0])
 
     def ask() -> ClockReading:
-        """An answer that takes all of its time on the way there."""
         now[0] += next(delays)
         return ClockReading(machine="elsewhere", time_ns=now[0] + 1_000)
 

@@ -96,10 +96,6 @@ def test_damage_inside_the_file_is_an_error_that_names_the_line(tmp_path, line):
         read_metrics(tmp_path)
 
 
-def test_folder_without_metrics_reads_as_empty(tmp_path):
-    assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
-
-
 @pytest.mark.parametrize(("to", "left"), [(2, [1, 2]), (0, []), (9, [1, 2, 3, 4]), (-1, [])])
 def test_rewind_keeps_the_steps_up_to_the_resume_point(tmp_path, to, left):
     log = MetricsLog(tmp_path)

@@ -41,7 +41,6 @@ def is_times(folder: Path, model: Path, factor: float) -> bool:
 
 
 def test_newest_checkpoint_is_exported_for_servers(finished, tiny_model, tmp_path, capsys):
-    """It must have neither moments nor padded rows, and have the tokenizer."""
     destination = tmp_path / "out"
     assert main(["export", str(finished), str(destination)]) == 0
     said = capsys.readouterr().out
