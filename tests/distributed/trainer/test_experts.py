@@ -1,9 +1,4 @@
-"""Models with experts: the split does not matter either, and the gradients are the definition's.
-
-Catches tokens that reach another expert than their own, gradients of experts that are added up
-over too many or too few ranks, and a gradient norm that counts an expert twice or never; of the
-load-balancing loss one that counts padding, or whose shares are those of a micro-batch or a rank.
-"""
+"""Models with experts: gradients and balance loss of every split are the definition's."""
 
 from pathlib import Path
 

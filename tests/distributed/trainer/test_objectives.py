@@ -1,9 +1,4 @@
-"""Every objective under every split: the same loss and gradient, and those of the definition.
-
-The batch has ragged responses of both signs of the advantage, one of them masked as a whole and one
-in part, as what a tool put out, which must stay out of the sums that reach over tokens: a
-sequence's ratio, BAPO's shares.
-"""
+"""Every objective under every split, with responses that are masked as a whole or in part."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,9 +1,4 @@
-"""Router replay: the experts of a batch are used, and the split does not matter.
-
-Catches choices that reach another token, layer or micro-batch than their own, above all if a
-layer is recomputed for the backward pass; routers that still choose; a reference policy that
-replays too; and batches with the choices of another model.
-"""
+"""Router replay: tokens use their batch's experts, also recomputed, under every split."""
 
 import inspect
 from dataclasses import replace

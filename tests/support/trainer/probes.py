@@ -80,10 +80,7 @@ def split_of(rank: TrainerRank, batch: PackedBatch, policy_version: int = 0) -> 
 
 
 def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig] | None):
-    """Return gradients of the first mini-batch for several ways to weight stale tokens, on rank 0.
-
-    All are of one and the same trainer. Without cases they are those of its configuration, as "".
-    """
+    """Return rank 0's gradients by way to weight stale tokens; '' is that of the settings."""
     cases = cases or {"": settings.algorithm.importance}
     rank = build(rendezvous, settings)
     found = {}
@@ -239,10 +236,7 @@ def train(
 def save_at(
     rank: TrainerRank, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
 ) -> Files:
-    """Save and wait for it, as the driver does; the files are the same on every rank.
-
-    `meanwhile`: is called while the files are being written, or before.
-    """
+    """Save as the driver does; `meanwhile` is called while files are written, or before."""
     import torch
 
     from megadapo.trainer.checkpoint.save import RankReport, complete_save

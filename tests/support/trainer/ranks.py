@@ -74,11 +74,9 @@ class Ranks:
     def on(
         self, model: str | Path, function: Callable[..., Any], *args: Any, **layout: Any
     ) -> list[Any]:
-        """Run `function(rendezvous, settings, *args)` on each rank of a tiny model's trainer.
+        """Run `function(rendezvous, settings, *args)` on each rank of a model's trainer.
 
-        Args:
-            model: A name of `make_trained_models`, or another folder.
-            layout: Arguments of `settings_for`.
+        The model is one of `make_trained_models` or a folder; `layout` goes to `settings_for`.
         """
         settings = settings_for(self.models / model, **layout)
         return self.run(settings.trainer.num_ranks, function, settings, *args)

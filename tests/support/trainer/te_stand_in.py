@@ -238,12 +238,6 @@ def moe_permute_with_probs(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return call.inp[tokens], call.probs[tokens, experts], tokens
 
 
-@called_as("moe_permute")
-def moe_permute(call: Any) -> tuple[Tensor, Tensor]:
-    _, tokens = call.routing_map.bool().T.nonzero(as_tuple=True)
-    return call.inp[tokens], tokens
-
-
 @called_as("moe_unpermute")
 def moe_unpermute(call: Any) -> Tensor:
     merging = getattr(call, "merging_probs", None)
@@ -287,7 +281,7 @@ _MODULES: dict[str, tuple[object, ...]] = {
         "fused_topk_with_score_function",
     ),
     "pytorch.permutation": (
-        moe_permute,
+        *_unused("moe_permute"),
         moe_permute_with_probs,
         moe_sort_chunks_by_index,
         moe_sort_chunks_by_index_with_probs,

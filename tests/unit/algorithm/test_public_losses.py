@@ -1,8 +1,6 @@
 """The rules beside TRL 1.16.0 and verl 0.9.1 on fixed inputs, where they define the same thing.
 
-`tools/public_losses.py` wrote their numbers. A sign, a normaliser or a side of a
-clip that all of this project's forms had wrong alike would show here. What is defined differently
-is in docs/algorithms.md; where only an epsilon or a constant differs, the test says which.
+`tools/public_losses.py` wrote their numbers; docs/algorithms.md says what is defined differently.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""A checkpoint on disk has the weights of the trainer's ranks under Hugging Face names.
-
-Catches layers and experts under another number (stages, chunks), heads of q, k and v in another
-order, gate and up exchanged, padded vocabulary rows, a head that is tied over stages, masters in
-place of weights.
-"""
+"""A checkpoint has the ranks' weights: numbers of layers and experts, heads, padding, ties."""
 
 import subprocess
 import sys

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
-from tests.support.trainer.head_cases import HeadCase, make_case, relative_error
+from tests.support.trainer.head_cases import make_case, relative_error
 
 
 def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
@@ -14,13 +14,6 @@ def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
     parameter.main_grad = torch.zeros(weight.shape)
     parameter.grad_added_to_main_grad = False
     return parameter
-
-
-def run_into(case: HeadCase, weight: Tensor, scale: float = 1.0, **options) -> Tensor:
-    hidden = case.hidden.clone().requires_grad_()
-    output = policy_head_loss(hidden, weight, case.targets, **case.kwargs, **options)
-    (output.loss * scale).backward()
-    return hidden.grad
 
 
 @pytest.mark.parametrize(
@@ -67,7 +60,7 @@ def test_hook_fires_with_a_gradient():
         seen = []
         weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad))
         case.kwargs["loss_weights"] = loss_weights
-        run_into(case, weight)
+        policy_head_loss(case.hidden, weight, case.targets, **case.kwargs).loss.backward()
         assert len(seen) == 1 and seen[0] is not None and seen[0].shape == weight.shape
 
 
