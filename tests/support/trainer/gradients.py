@@ -28,8 +28,7 @@ def assert_same(found: Gradients, expected: Gradients) -> None:
 def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None:
     """Compare the gradients of each decoder layer, the embedding, the final norm and the head.
 
-    The error is relative to the layer's size, not the tensor's: the gradient of a key bias or a
-    norm is a difference of nearly equal terms, with large rounding.
+    Errors are relative to the layer: a key bias's gradient is a difference of near equal terms.
     """
     assert found.keys() == expected.keys()
     squares: dict[str, list[float]] = {}

@@ -104,9 +104,8 @@ def make_case(
 ) -> HeadCase:
     """Return a case whose targets are drawn from its own softmax, with some tokens clipped.
 
-    `kind`: random logits of std about 2; peaked, std 12; negative, all logits near -100. The
-    latter two are multiples of 1/512, so that fp32 holds them exactly: a logit of 100 rounded to
-    fp32 would already be wrong by 4e-6, more than the tolerances of what is tested here.
+    `kind`: random logits of std about 2; peaked, std 12; negative, near -100. The latter two are
+    multiples of 1/512, which fp32 holds exactly: a rounded logit of 100 is wrong by 4e-6.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -80,7 +80,7 @@ def split_of(rank: TrainerRank, batch: PackedBatch, policy_version: int = 0) -> 
 
 
 def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig] | None):
-    """Return rank 0's gradients by way to weight stale tokens; '' is that of the settings."""
+    """Return rank 0's gradients by way to weight stale tokens; '' means the configured way."""
     cases = cases or {"": settings.algorithm.importance}
     rank = build(rendezvous, settings)
     found = {}
@@ -98,11 +98,9 @@ def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceCo
 def gradients_by_objective(
     rendezvous, settings, batch, cases: dict[str, PolicyObjective], pretraining=None
 ):
-    """Return gradients under several objectives, on one and the same trainer; with a reference
-    policy where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
+    """Return gradients by objective, with a reference policy for KL and searched bounds for `bapo`.
 
-    With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
-    them beside the default objective.
+    With texts also `texts`: of these alone, and `ptx`: of them beside the default objective.
     """
     rank = build(rendezvous, settings)
     split, *_ = split_of(rank, batch)

@@ -10,8 +10,7 @@ Message = tuple[int, bool, int]
 def stuck_ranks(batches: Mapping[int, Sequence[Sequence[Message]]]) -> dict[int, list[Message]]:
     """Return the ranks that never finish their batches, with the messages that they wait for.
 
-    Like NCCL, a rank issues the messages of a batch together and starts the next batch when all
-    have been matched. Messages of a pair are matched in order and must have equal sizes.
+    As in NCCL, a batch starts when the last one has been matched, in order and in equal sizes.
     """
     offered: dict[tuple[int, int, bool], deque[tuple[int, int]]] = defaultdict(deque)
     position = dict.fromkeys(batches, -1)

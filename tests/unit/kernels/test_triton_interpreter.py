@@ -1,8 +1,7 @@
 """The kernels' tests again, with Triton kernels run by Triton's interpreter.
 
-The interpreter is chosen when a kernel is defined, hence a process of its own. It takes a
-millisecond a row, so the tests that show what the kernels compute are run and the rest is not;
-among those, bounds on bf16 gradients, because it cuts a bf16's lower bits off where a GPU rounds.
+The interpreter is chosen when a kernel is defined, hence a process of its own. It is slow, so only
+some tests run; none on bf16 gradients, as it cuts off bits where a GPU rounds.
 """
 
 import os

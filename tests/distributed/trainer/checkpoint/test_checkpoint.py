@@ -166,11 +166,7 @@ def test_checkpoint_that_does_not_fit_names_the_tensor(ranks, tmp_path):
 
 
 def test_ranks_write_equal_parts_while_training_continues(ranks, tmp_path):
-    """One rank that gathers and writes all would take as long as one disk, and as much memory.
-
-    The third save starts before an update and written after it, so a save that kept the first
-    one's tensors, or looked at the live ones, would come back as another step.
-    """
+    """A save that kept an earlier one's tensors, or live ones, would come back as another step."""
     answers = ranks.on("qwen2-untied", _save_while_training, tmp_path, data=4)
     expected, num_bytes = answers[0][0], [answer[1] for answer in answers]
     assert max(num_bytes) <= 1.2 * sum(num_bytes) / len(num_bytes)

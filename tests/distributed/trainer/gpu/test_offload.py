@@ -108,12 +108,8 @@ def sent(rank: TrainerRank) -> list[int]:
     plan = make_plan(rank.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=size)
     sender = rank.weight_sender
     sender.prepare(plan, bucket_bytes=size, dtype=dtype, transport="shared_memory")
-    sums = [
-        one
-        for number in range(pack(plan, size).num_rounds)
-        for one in sender.fill(number, with_checksums=True)
-    ]
-    return sums
+    rounds = range(pack(plan, size).num_rounds)
+    return [one for number in rounds for one in sender.fill(number, with_checksums=True)]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Every gate with every ratio where ratios are 0 or infinite and sequences are masked or empty.
 
-exp(200) is infinite in fp32 and exp(-200) is 0: without a clamp the product of such a ratio with a
-gate that has closed is NaN, and one such token would be in every weight. In torch and in C here, in
-Triton when test_triton_interpreter.py runs this file again.
+exp(200) is infinite in fp32: times a gate that has closed it would be NaN, and reach every weight.
+Triton's form runs in test_triton_interpreter.py.
 """
 
 import pytest

@@ -50,11 +50,7 @@ def test_all_product_shapes_match_fp64(route, rows, columns, inner):
 
 
 def test_product_bits_do_not_depend_on_tile_split_or_threads(route, set_threads):
-    """Old log-probs and the update may cut rows, and ranks the vocabulary, as they like.
-
-    Widened in multiples of 64 rows, which tiles are: another height may take another path of
-    oneDNN. The inner kernels do not care, nor for where the columns are cut.
-    """
+    """Widened only for multiples of 64 rows, as tiles are: oneDNN has another path for others."""
     a, b = operands(256, 512, 128)
     whole = product(a, b)
     for num_threads in (1, 2, 3):

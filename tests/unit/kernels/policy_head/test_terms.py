@@ -183,11 +183,7 @@ ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")
     ("value", "gradient"), zip(ESTIMATORS, (*ESTIMATORS[1:], ESTIMATORS[0]), strict=True)
 )
 def test_kl_and_entropy_terms(value, gradient):
-    """Each estimator once for its value and once for its derivative. The reference may be as far
-    away as the old policy; then the estimate is clamped and has no gradient.
-
-    Alone, as a policy term of the other sign would cancel its digits.
-    """
+    """Each estimator's value and derivative alone; a far reference is clamped, without gradient."""
     objective = PolicyObjective(
         kl_coef=0.1, kl_value=value, kl_gradient=gradient, entropy_coef=0.02
     )

@@ -197,10 +197,7 @@ def test_few_kv_heads_are_repeated(model_folders):
 
 
 def test_bytes_cross_to_each_node_once():
-    """Catches engines of one node that each get the same bytes over the network.
-
-    Each of 16 nodes has two engines, and half of the tensor-parallel ranks of two stages.
-    """
+    """Each of 16 nodes has two engines, and half of the tensor-parallel ranks of two stages."""
     layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
     positions = replica_positions(layout, tp_size=8, pp_size=2, num_dp=8)
     ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
