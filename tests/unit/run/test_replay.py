@@ -69,16 +69,8 @@ def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBa
 def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokenizerFast) -> None:
     for step, batch in zip(STEPS, batches, strict=True):
         values = np.zeros(sum(len(group.responses) for group in batch.groups))
-        groups = saved_groups(
-            step,
-            batch,
-            range(len(values)),
-            values,
-            None,
-            config_of(folder),
-            tokenizer,
-            lambda group: [None] * len(group.responses),
-        )
+        parts = (step, batch, range(len(values)), values, None, config_of(folder), tokenizer)
+        groups = saved_groups(*parts, lambda group: [None] * len(group.responses))
         write_rollouts(rollouts_path(folder, step), groups)
 
 

@@ -90,22 +90,15 @@ def test_foreign_manifests_are_refused(tmp_path, text):
         load(tmp_path / "step-1")
 
 
-@pytest.mark.parametrize("place", [60, 200, -200])
+@pytest.mark.parametrize("place", [60, 200, -200, "step"])
 def test_flipped_manifest_byte_is_found(tmp_path, place):
     store = saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / "manifest.json"
     content = bytearray(manifest.read_bytes())
-    content[place] ^= 1
+    content[content.index(b'"step": 2') + 8 if place == "step" else place] ^= 4
     manifest.write_bytes(content)
-    why_skipped(store, hashes=False)
-
-
-def test_changed_step_in_manifest_is_found(tmp_path):
-    store = saved(tmp_path, 1, 2)
-    manifest = tmp_path / "step-2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 6'))
-    reason = "step-2 has a damaged manifest.json: its SHA-256 differs"
-    assert reason in why_skipped(store, hashes=False)
+    reason = why_skipped(store, hashes=False)
+    assert place != "step" or "damaged manifest.json: its SHA-256 differs" in reason
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])

@@ -49,7 +49,6 @@ SAMPLED = SampledBatch(
             seconds=3.0,
             busy_seconds=2.5,
             mean_running=0.75,
-            max_waiting=0,
             num_preemptions=1,
             max_kv_use=0.25,
             private_bytes=1536 << 20,
