@@ -185,8 +185,5 @@ def test_overlong_punishment_and_filtering():
     assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
     hard = packed(truncated, overlong_filtering=True)
     assert (hard.loss_weights == 0).all()
-
-
-def test_filtering_and_punishment_together_are_rejected():
     with pytest.raises(ConfigError, match="overlong_filtering"):
         AlgorithmConfig(overlong_filtering=True, overlong_buffer=4096)

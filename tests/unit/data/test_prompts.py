@@ -227,13 +227,9 @@ def test_seed_and_shuffle() -> None:
     assert ids(PromptStream(PROMPTS, 0, shuffle=False), 14) == in_file * 2
 
 
-def test_order_is_recorded() -> None:
-    # another order after an upgrade would break the resume of every saved run
+def test_order_and_fingerprint_are_recorded() -> None:
+    """Others after an upgrade would break or block the resume of every saved run."""
     assert ids(PromptStream(PROMPTS, seed=0), 9) == RECORDED
-
-
-def test_fingerprint_is_recorded() -> None:
-    """Another fingerprint after an upgrade would block the resume of every saved run."""
     fingerprint = hashlib.sha256(b"00010203040506").hexdigest()
     assert PromptStream(PROMPTS, seed=0).state_dict()["fingerprint"] == fingerprint
 

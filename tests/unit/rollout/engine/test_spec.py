@@ -1,6 +1,7 @@
 """The environment and arguments of engines on CPU and GPUs, and the layouts a model allows."""
 
 import importlib
+from contextlib import nullcontext
 
 import pytest
 
@@ -70,22 +71,13 @@ def test_only_engines_on_shared_gpus_sleep():
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        (DENSE, {"tensor_parallel": 4}),
-        (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 3}),
-        (EXPERTS, {"tensor_parallel": 2}),
-        (EXPERTS, {"tensor_parallel": 6, "expert_parallel": True}),
-    ],
-)
-def test_valid_layouts_are_accepted(model, layout):
-    """Heads are repeated if there are fewer of them than ranks; whole experts are not split."""
-    validate_engine_layout(model_shape(model), RolloutConfig(**layout))
-
-
-@pytest.mark.parametrize(
     ("model", "layout", "problem"),
     [
+        # heads are repeated if there are fewer of them than ranks; whole experts are not split
+        (DENSE, {"tensor_parallel": 4}, None),
+        (DENSE, {"tensor_parallel": 2, "pipeline_parallel": 3}, None),
+        (EXPERTS, {"tensor_parallel": 2}, None),
+        (EXPERTS, {"tensor_parallel": 6, "expert_parallel": True}, None),
         (DENSE, {"tensor_parallel": 8}, "tensor_parallel = 8 .*num_attention_heads = 12"),
         (DENSE, {"tensor_parallel": 3}, "tensor_parallel = 3 .*num_key_value_heads = 2"),
         (DENSE, {"pipeline_parallel": 4}, "pipeline_parallel = 4 .*num_hidden_layers = 3"),
@@ -94,8 +86,8 @@ def test_valid_layouts_are_accepted(model, layout):
         (EXPERTS, {"tensor_parallel": 4, "expert_parallel": True}, "= 4 .*num_experts = 6"),
     ],
 )
-def test_invalid_layout_is_named(model, layout, problem):
-    with pytest.raises(ConfigError, match=problem):
+def test_only_invalid_layouts_are_refused(model, layout, problem):
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         validate_engine_layout(model_shape(model), RolloutConfig(**layout))
 
 

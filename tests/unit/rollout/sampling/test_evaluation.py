@@ -111,15 +111,9 @@ def test_groups_are_scored_in_parallel():
     assert found == run(make_prompts(12))
 
 
-def test_max_problems():
+def test_number_of_problems():
     assert run(make_prompts(12), max_problems=4) == run(make_prompts(4))
-
-
-def test_one_problem_has_no_standard_error():
     assert math.isnan(run(make_prompts(1)).standard_error)
-
-
-def test_no_problems_is_an_error():
     with pytest.raises(DataError, match="held-out"):
         run([])
 
