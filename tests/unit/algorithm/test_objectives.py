@@ -1,7 +1,6 @@
 """Rules against numbers worked out apart from this code, to nine digits, in fp64.
 
-Kernels are tested against the definition; a formula that is wrong there would hide itself. Rules
-that TRL or verl have too are in test_public_losses.py.
+Rules that TRL or verl have too are in test_public_losses.py.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""The definition of the policy loss against numbers made by hand, and what it refuses.
-
-Everything else is tested against this file's subject, so a wrong formula here would hide itself.
-"""
+"""The definition of the policy loss, which other tests trust, against numbers made by hand."""
 
 import math
 

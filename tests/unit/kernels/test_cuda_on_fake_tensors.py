@@ -1,8 +1,6 @@
-"""CUDA's branches of the kernels on tensors without memory: would catch a buffer made on another
-device, or a product in a type that torch has none for.
+"""CUDA's branches of the kernels on tensors without memory: devices of buffers, types of products.
 
-As far as a CPU's torch allows: it refuses to copy, to cut and to differentiate tensors of a device
-that it was not built for, so neither the policy head as a whole nor a layer can run like this.
+A CPU's torch refuses to copy or differentiate these, so neither the head nor a layer runs whole.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Megatron's hybrid optimizer, as far as it goes without a GPU: stand-ins for what is on one.
 
-It asks each tensor whether it is on a GPU and leaves it alone if not, so it cannot run on a CPU as
-it is. Would catch: options that it does not take, and updates that are not AdamW's.
+It leaves tensors alone that are not on a GPU, so it cannot run on a CPU as it is.
 """
 
 from contextlib import nullcontext
