@@ -38,8 +38,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def show(browser: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Open the report of some runs; afterwards nothing may have gone wrong in it."""
-
     def opened(*runs: Path, **how: Any) -> Page:
         browser.open(write_report(runs, tmp_path / "report.html", **how))
         return browser

@@ -28,7 +28,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lan(shared: Path) -> Iterator[Network]:
-    """The head of a Ray cluster and one more machine."""
     made = Network()
     try:
         head, other = (made.boot(number, [shared]) for number in (1, 2))

@@ -48,7 +48,6 @@ per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the fenced blocks of a page in a language."""
     return [text for name, text in _FENCE.findall(page.read_text()) if name == language]
 
 
@@ -114,7 +113,6 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
 
 
 def test_journey_counts_what_it_names():
-    """Every file on the way is in the table or named beside it, and the sums are right."""
     text = (ROOT / "docs" / "journey.md").read_text()
     way, _, rest = text.partition("## 7. ")
     _, files, types = re.split(r"^## (?=Files|Types)", rest, flags=re.M)

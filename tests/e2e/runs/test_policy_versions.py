@@ -34,7 +34,6 @@ class KeepingEngine(RolloutEngine):
 
 
 def test_token_logprobs_match_their_version(local_ray, tmp_path):
-    """A response must not continue with cached keys of earlier weights."""
     folders = [make_engine_model(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
     spec = engine_spec(
         model=str(folders[0]),

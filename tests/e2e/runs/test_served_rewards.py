@@ -34,7 +34,6 @@ START_TIMEOUT_S = 300.0
 
 @contextmanager
 def served(model: Path, log: Path, *options: str) -> Iterator[str]:
-    """Serve a model with vLLM during the block, and yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = os.environ | cpu_environment(1)

@@ -264,7 +264,6 @@ def test_run_without_engine_saves_its_last_step(uninterrupted, tmp_path):
 @pytest.mark.full
 @pytest.mark.fault
 def test_ranks_find_damaged_checkpoint(uninterrupted, tmp_path):
-    """The driver checks names and sizes only; the ranks find a flipped byte."""
     folder = tmp_path / "damaged"
     shutil.copytree(uninterrupted, folder)
     shard = folder / "checkpoints" / "step-4" / "trainer" / "__0_0.distcp"

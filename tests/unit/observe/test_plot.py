@@ -15,7 +15,6 @@ from tests.support.runs.recorded_runs import record_run
 
 
 def panels_with_colour(png: Path, colour: str) -> int:
-    """Count the twelve panels that hold pixels of a curve's colour."""
     pixels = imread(png)[..., :3]
     wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     near = np.abs(pixels - wanted).max(axis=-1) < 0.02

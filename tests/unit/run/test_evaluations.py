@@ -204,7 +204,6 @@ def test_run_resumes_evaluation_of_older_weights(tmp_path):
 
 @pytest.mark.parametrize(("state", "lost"), [({}, 0), ({EVALUATING: 3}, 0), ({EVALUATING: 1}, 1)])
 def test_no_evaluation_to_resume(tmp_path, state, lost):
-    """A deleted checkpoint is a warning and does not end the run."""
     config = config_of("engine", tmp_path)
     unfinished, notes = find_unfinished(config, saved_run(tmp_path, **state))
     assert unfinished is None and len(notes) == lost

@@ -48,7 +48,6 @@ def test_engines_sleep_from_update_to_publish(keeps_weights):
 
 @pytest.mark.parametrize("shares_gpus", [True, False])
 def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus):
-    """The save needs the memory, and unchanged weights are not published again."""
     seen: list[str] = []
     with gpu_sharing(seen, shares_gpus=shares_gpus).saving():
         seen.append("save")

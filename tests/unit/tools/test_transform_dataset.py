@@ -29,7 +29,6 @@ PROBLEMS = {
 
 
 def reply(prompt: str) -> str:
-    """Return the model's reply to one of these few problems."""
     rewrites = "Rewrite the problem" in prompt
     if "1/2 + 1/3" in prompt:
         if rewrites:

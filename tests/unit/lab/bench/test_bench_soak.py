@@ -10,7 +10,6 @@ from megadapo.lab.bench.soak import Soak
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """MiB of the only two processes, which tests change during a run."""
     mib = {os.getpid(): 400.0, os.getppid(): 1000.0}
     monkeypatch.setattr(soak, "descendants", lambda pid: [os.getppid()])
     monkeypatch.setattr(soak, "private_bytes", lambda pid: int(mib[pid] * 2**20))

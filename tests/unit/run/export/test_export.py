@@ -128,7 +128,6 @@ def test_impossible_export_is_one_message(
 
 
 def test_damaged_checkpoint_is_skipped_or_refused(run, tiny_model, tmp_path, capsys):
-    """torch reads a flipped bit without an error; a named step must not be replaced by another."""
     shard = next((run / "checkpoints" / "step-3" / "trainer").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -171,7 +170,6 @@ class _RunsACommand:
 
 
 def _with_metadata(run: Path, content: bytes) -> None:
-    """Put a foreign file into a checkpoint and its manifest."""
     folder = run / "checkpoints"
     trainer = folder / "step-3" / "trainer"
     (trainer / ".metadata").write_bytes(content)

@@ -117,7 +117,6 @@ def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """A model folder with one link to a foreign file."""
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "model"
     folder.mkdir()

@@ -42,7 +42,6 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path):
 
 
 def found_damaged(run: Run) -> None:
-    """Fall back as if ranks had found the current checkpoint damaged."""
     run.fall_back(CorruptCheckpointError(f"{run.checkpoints.current.path}: shard is damaged"))
 
 
