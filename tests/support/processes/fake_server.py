@@ -2,8 +2,6 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,11 +12,18 @@ Reply = tuple[int, object] | bytes
 class FakeServer(ThreadingHTTPServer):
     """A server that records each request: its path, its key and its body."""
 
-    def __init__(self, answer: Callable[[str, dict[str, Any]], Reply]) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer = answer
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.seen: list[tuple[str, str | None, dict[str, Any]]] = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}).start()
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Reply:
+        raise NotImplementedError
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -37,16 +42,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Suppress the access log."""
-
-
-@contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[None]:
-    """Serve until the end of the block."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()

@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from megadapo.data.config import DataConfig
 from megadapo.data.sources import read_rows
 from megadapo.errors import ConfigError, DataError
 from tests.support.parquet import write_parquet
-from tests.support.processes.fake_server import running
 from tests.support.processes.running import run_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -151,9 +151,10 @@ def hub(tmp_path) -> Iterator[str]:
         write_parquet(tmp_path / "file.parquet", generate("train", num, seed=0))
         files[name] = (tmp_path / "file.parquet").read_bytes()
     handler = type("HubWithFiles", (Hub,), {"files": files})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    with running(server):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def read_from_hub(endpoint: str, cache: Path, source: str) -> str:

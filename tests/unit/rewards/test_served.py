@@ -10,7 +10,7 @@ from megadapo.errors import ConfigError
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore
-from tests.support.processes.fake_server import FakeServer, Reply, running
+from tests.support.processes.fake_server import FakeServer, Reply
 
 BROKEN = {
     "no HTTP": b"garbage\r\n\r\n",
@@ -24,11 +24,11 @@ class Judge(FakeServer):
     """A server that behaves as the request's text says."""
 
     def __init__(self) -> None:
-        super().__init__(self.judge)
+        super().__init__()
         self.num_busy = 0
         self.said = "Score: 3?\n**Score: 8**"
 
-    def judge(self, path: str, body: dict) -> Reply:
+    def answer(self, path: str, body: dict) -> Reply:
         text = body["messages"][-1]["content"]
         if "cut off" in text or text in BROKEN:
             return BROKEN.get(text, b"")
@@ -46,8 +46,7 @@ class Judge(FakeServer):
 
 @pytest.fixture
 def server() -> Iterator[Judge]:
-    server = Judge()
-    with running(server):
+    with Judge() as server:
         yield server
 
 

@@ -145,6 +145,8 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
         assert "not compared symbolically" in note and "reward.symbolic = false" in note
     with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
         Verifier(RewardConfig(decide="symbolic"))
+    with pytest.raises(ConfigError, match="reward.decide"):
+        RewardConfig(decide="symbolic", symbolic=False)
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
@@ -193,8 +195,3 @@ def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
         verifier.finish_cross_check(SOON_S)
         assert verifier.cross_checks(texts, "42") == [None, True]
     assert "crashes: 1 for the last 2 answers" in caplog.text
-
-
-def test_deciding_comparison_cannot_be_off() -> None:
-    with pytest.raises(ConfigError, match="reward.decide"):
-        RewardConfig(decide="symbolic", symbolic=False)

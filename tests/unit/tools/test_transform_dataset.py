@@ -12,7 +12,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
-from tests.support.processes.fake_server import FakeServer, Reply, running
+from tests.support.processes.fake_server import FakeServer, Reply
 from tests.support.tools import load_tool
 
 TOOL = load_tool("transform_dataset")
@@ -50,12 +50,12 @@ class Address(FakeServer):
     """A server of the protocol that counts its requests."""
 
     def __init__(self) -> None:
-        super().__init__(self.complete)
+        super().__init__()
         self.asked: Counter[str] = Counter()
         self.failures: list[int] = []
         """Status codes of the next replies; 200 after them."""
 
-    def complete(self, path: str, body: dict) -> Reply:
+    def answer(self, path: str, body: dict) -> Reply:
         prompt = body["messages"][0]["content"]
         self.asked[prompt] += 1
         if self.failures:
@@ -65,8 +65,7 @@ class Address(FakeServer):
 
 @pytest.fixture
 def address() -> Iterator[Address]:
-    address = Address()
-    with running(address):
+    with Address() as address:
         yield address
 
 
