@@ -115,7 +115,6 @@ class Machine:
         )
 
     def check(self, *command: str) -> str:
-        """Run a command that must succeed within a minute, and return what it printed."""
         process = self.start(*command)
         try:
             output, _ = process.communicate(timeout=60)

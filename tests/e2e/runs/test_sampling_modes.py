@@ -57,7 +57,6 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
 
 
 def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.ndarray) -> None:
-    """Fresh tokens have the trainer's log-probs, stale ones those of older weights."""
     gaps = np.abs(np.concatenate([r.logprobs_old - r.response.logprobs for r in responses]))
     for name, chosen in (
         ("parity/logprob_abs_max", staleness == 0),

@@ -72,7 +72,6 @@ def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path):
 
 
 def test_every_style_variable_is_defined_once(tmp_path):
-    """A missing one is no error in a browser: a font or colour silently falls back."""
     page = render([record_run(tmp_path, num_steps=1)])
     defined = re.findall(r"^  (--[a-z0-9-]+):", page, re.MULTILINE)
     assert len(defined) == len(set(defined)) > 20

@@ -34,7 +34,6 @@ def results(
     steps: dict[str, int],
     seeds: Iterable[int] = (0,),
 ) -> dict[str, PolicyResult]:
-    """Simulate the policies named in `steps`, each for its number of steps with every seed."""
     tasks = [Task(replace(task, seed=seed)) for seed in seeds]
     settings = EngineSettings(num_engines=num_engines)
 

@@ -1,7 +1,5 @@
 """Writers are checked before anything starts; the packages themselves are not needed here."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +9,7 @@ from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.writers import missing_packages, open_writer
 from tests.support import REPOSITORY
+from tests.support.processes.running import run_python
 
 
 def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path, monkeypatch):
@@ -56,9 +55,6 @@ def test_impossible_values_are_config_errors(key, value):
 
 
 def test_importing_writers_imports_none_of_them():
-    code = (
-        "import sys, megadapo.observe.metrics.records\n"
-        "loaded = {'wandb', 'mlflow', 'tensorboard', 'torch'} & set(sys.modules)\n"
-        "assert not loaded, loaded\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+    program = "import megadapo.observe.metrics.records, sys\n"
+    program += "assert not {'wandb', 'mlflow', 'tensorboard', 'torch'} & set(sys.modules)"
+    run_python(program)

@@ -45,7 +45,6 @@ def later_verdicts(group: Group) -> list[bool | None]:
 
 
 def marks(group: Group, index: int) -> np.ndarray:
-    """Return log-probs that identify a response, one per token."""
     size = group.lengths[index]
     return (100 * group.prompt_index + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
 
