@@ -13,13 +13,7 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import EOS, Reference, start_engines
-from tests.support.weights.actors import (
-    GREEDY,
-    PROMPTS,
-    greedy,
-    start_actors,
-    start_senders,
-)
+from tests.support.weights.actors import GREEDY, PROMPTS, greedy, start_actors, start_senders
 
 LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")

@@ -5,13 +5,7 @@ import logging
 import pytest
 
 from megadapo.data.arithmetic import generate
-from megadapo.data.overlap import (
-    LINE,
-    normalised,
-    overlapping,
-    warn_of_overlap,
-    without_template,
-)
+from megadapo.data.overlap import LINE, normalised, overlapping, warn_of_overlap, without_template
 from megadapo.data.prompts import Prompt
 
 

@@ -5,12 +5,7 @@ import re
 import pytest
 
 from megadapo.errors import ConfigError
-from megadapo.rollout.config import (
-    BranchingConfig,
-    EvaluationConfig,
-    RolloutConfig,
-    SamplingConfig,
-)
+from megadapo.rollout.config import BranchingConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.rollout.tools import ToolsConfig
 
 BRANCHES = {"initial_rollouts": 2}

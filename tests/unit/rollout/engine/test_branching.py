@@ -9,10 +9,7 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, ToolCall
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
-from megadapo.rollout.engine.branching import (
-    choose_branches,
-    normalized_entropy,
-)
+from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 ON = BranchingConfig(initial_rollouts=2)

@@ -8,10 +8,7 @@ import pytest
 from megadapo.errors import CheckpointError, DataError, SamplingError
 from megadapo.rollout.sampling.sampler import SampledBatch
 from tests.support.rollout.samplers import RARE, contents, make_sampler, take
-from tests.support.rollout.scripted_engines import (
-    POLICY_VERSION,
-    ScriptedEngines,
-)
+from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
 
 
 def test_batch_has_mixed_groups():
