@@ -10,10 +10,7 @@ from megadapo.trainer.types import Rendezvous
 def parameters_of(
     rendezvous: Rendezvous, trainer: TrainerConfig, hf_config: dict[str, Any], ranks: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return the parameters of each rank, and the number of those of experts.
-
-    Runs inside a trainer process, with process groups that send nothing.
-    """
+    """Return counts of all and of experts' parameters by rank; runs inside a trainer process."""
     return [_parameters(trainer, hf_config, rank) for rank in ranks]
 
 

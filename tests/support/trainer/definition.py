@@ -51,8 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[str, np.ndarray]]:
-    """Load-balancing loss of the first mini-batch, mean over layers; the most tokens of an expert
-    against its layer's mean; and the gradients of the loss added up over the layers."""
+    """Load-balancing loss (mean over layers), largest load of an expert, and the loss's gradients."""
     model = load_wide(folder)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:

@@ -23,10 +23,7 @@ _PIN = next(pin for pin in _KEPT if pin.startswith("transformer-engine=="))
 
 
 def called_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Take exactly the calls that Transformer Engine's function takes.
-
-    The decorated function gets them as the attributes of one argument, which has no defaults.
-    """
+    """Take exactly Transformer Engine's calls; the function gets one object of their arguments."""
     signature = inspect.signature(eval(f"lambda {_KEPT[_PIN][name]}: None"))
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
