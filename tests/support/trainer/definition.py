@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[str, np.ndarray]]:
-    """Load-balancing loss (mean over layers), largest load of an expert, and the loss's gradients."""
+    """Mean load-balancing loss of the layers, an expert's largest load, and the loss's gradients."""
     model = load_wide(folder)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
