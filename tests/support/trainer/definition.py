@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[str, np.ndarray]]:
-    """Mean load-balancing loss of the layers, an expert's largest load, and the loss's gradients."""
+    """Mean load-balancing loss of a layer, an expert's largest load, and the gradients."""
     model = load_wide(folder)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
