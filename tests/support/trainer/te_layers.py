@@ -1,5 +1,7 @@
 """One model in layers of Transformer Engine and in our own; runs inside a process that has both."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,25 @@ def build(
     import_weights(folder, parameters, layout, position)
     by_shard = {shard.name: one for shard, one in match_params(parameters, layout, position)}
     return Built(chunk, pack_sequences(lengths, frequencies, context_part()), by_shard)
+
+
+@contextmanager
+def trainers_as_on_gpus() -> Iterator[None]:
+    """Let trainers that are built in the block have Transformer Engine's layers, on the CPU."""
+
+    def as_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with patch("torch.cuda.is_available", return_value=True):
+                return function(*args, **kwargs)
+
+        return call
+
+    functions = {one.__name__: as_on_gpu(one) for one in (build_chunks, transformer_config)}
+    with (
+        patch.multiple("megadapo.trainer.trained_model", **functions),
+        patch("megadapo.trainer.batch.mini_batch.rotary_of_own_layers", lambda model: None),
+    ):
+        yield
 
 
 def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) -> bool:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from tests.support.trainer.fused_gradients import Product, get_dummy_wgrad
+
 _KEPT = json.loads((Path(__file__).parents[3] / "requirements" / "signatures.json").read_text())
 _PIN = next(pin for pin in _KEPT if pin.startswith("transformer-engine=="))
 
@@ -51,6 +53,7 @@ class _Layer(torch.nn.Module):
         self.out_features = call.out_features // size if mode == "column" else call.out_features
         self.parallel_mode, self.tp_group, self.tp_size = mode, call.tp_group, size
         self.sequence_parallel = size > 1 and call.sequence_parallel
+        self.fuse_wgrad_accumulation = call.fuse_wgrad_accumulation
         dtype = call.params_dtype
         for name in names:
             weight = Parameter(torch.empty(self.out_features, self.in_features, dtype=dtype))
@@ -90,14 +93,14 @@ def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Linear(_Layer):
     @called_as("Linear.__init__")
     def __init__(self, call: Any) -> None:
-        assert not (call.return_bias or call.fuse_wgrad_accumulation), "not the way of our models"
+        assert not call.return_bias, "not the way of our models"
         self._build(call, ["weight"])
 
     @called_as("Linear.forward")
     def forward(self, call: Any) -> Tensor:
-        return self._product(call.inp)
+        return self._product(call.inp, call)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, call: Any) -> Tensor:
         from megatron.core import tensor_parallel as tp
 
         whole = not self.sequence_parallel
@@ -108,7 +111,8 @@ class Linear(_Layer):
                 else tp.gather_from_sequence_parallel_region
             )
             x = enter(x, group=self.tp_group)
-        output = functional.linear(x, self.weight)
+        is_first = bool(getattr(call, "is_first_microbatch", None))
+        output = Product.apply(x, self.weight, self.fuse_wgrad_accumulation, is_first)
         if self.parallel_mode == "row":
             leave = (
                 tp.reduce_from_tensor_model_parallel_region
@@ -124,7 +128,7 @@ class LayerNormLinear(Linear):
     def __init__(self, call: Any) -> None:
         assert call.normalization == "RMSNorm"
         assert not (call.zero_centered_gamma or call.return_layernorm_output)
-        assert not (call.return_bias or call.fuse_wgrad_accumulation), "not the way of our models"
+        assert not call.return_bias, "not the way of our models"
         self._build(call, ["weight"])
         self.eps = call.eps
         norm = torch.ones(call.in_features, dtype=call.params_dtype)
@@ -133,7 +137,7 @@ class LayerNormLinear(Linear):
 
     @called_as("LayerNormLinear.forward")
     def forward(self, call: Any) -> Tensor:
-        return self._product(_rmsnorm(call.inp, self.layer_norm_weight, self.eps))
+        return self._product(_rmsnorm(call.inp, self.layer_norm_weight, self.eps), call)
 
 
 class RMSNorm(torch.nn.Module):
@@ -214,7 +218,9 @@ class GroupedLinear(_Layer):
     def forward(self, call: Any) -> Tensor:
         parts = call.inp.split([int(count) for count in call.m_splits])
         weights = [getattr(self, name) for name in self.names]
-        return torch.cat([functional.linear(*pair) for pair in zip(parts, weights, strict=True)])
+        how = (self.fuse_wgrad_accumulation, bool(getattr(call, "is_first_microbatch", None)))
+        pairs = zip(parts, weights, strict=True)
+        return torch.cat([Product.apply(*pair, *how) for pair in pairs])
 
 
 @called_as("apply_rotary_pos_emb")
@@ -269,6 +275,8 @@ _MODULES: dict[str, tuple[object, ...]] = {
     "pytorch.distributed": _unused(
         "CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint"
     ),
+    "pytorch.module": (),
+    "pytorch.module.base": (get_dummy_wgrad,),
     "pytorch.fp8": _unused("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
     "pytorch.ops": _unused("FusibleOperation", "Sequential"),
     "pytorch.tensor": _unused("QuantizedTensor"),

@@ -1,0 +1,179 @@
+"""Weight gradients that go straight into main_grad, as on GPUs with apex, against sums by hooks."""
+
+import itertools
+import json
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.support.processes.forked import run_processes
+from tests.support.trainer.batches import RAGGED, random_batch
+
+if TYPE_CHECKING:
+    from megadapo.trainer.types import Rendezvous, TrainerSettings
+
+    Place = tuple[Rendezvous, socket.socket | None]
+
+TENSORS = {"tensor": 2, "sequence": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor, tied": ("deep-tied", TENSORS),
+    "data, overlap": ("qwen2-untied", {"data": 2, "overlap": True, "bucket": 3000}),
+    "recompute, tied": ("deep-tied", TENSORS | {"recompute": "full"}),
+    "experts": ("qwen3-moe", TENSORS | {"expert": 2}),
+}
+"""Model and layout; a rank has several micro-batches of each of two mini-batches."""
+KERNEL = "megadapo.trainer.model.model.has_apex_gradient_kernel"
+
+
+def _build(place: "Place", settings: "TrainerSettings", *, is_fused: bool) -> Any:
+    from megadapo.trainer.rank import TrainerRank
+    from tests.support.trainer.te_layers import trainers_as_on_gpus
+
+    with trainers_as_on_gpus(), mock.patch(KERNEL, lambda: is_fused):
+        rank = TrainerRank(settings, *place)
+    first = rank.chunks[0].module.decoder.layers[0].self_attention.linear_qkv
+    assert first.fuse_wgrad_accumulation == is_fused
+    return rank
+
+
+def _updates(place, settings, *, is_fused: bool) -> tuple[list[bytes], list[str]]:
+    """Return the rank's bits after two steps of two updates, and the metrics of each."""
+    from tests.support.trainer.probes import state_bits, update
+
+    rank = _build(place, settings, is_fused=is_fused)
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    metrics = []
+    for step in (1, 2):
+        metrics.append(repr(update(rank, batch, step=step).metrics))
+        rank.leave_to_engines()
+    rank.offload.load("parameters", "optimizer")
+    return state_bits(rank), metrics
+
+
+def _gradients(place, settings, *, is_fused: bool) -> dict[str, np.ndarray]:
+    """Return the full gradients of one mini-batch."""
+    from tests.support.trainer.probes import gradients_under, split_of, with_old_policy
+
+    rank = _build(place, settings, is_fused=is_fused)
+    split, *_ = split_of(rank, random_batch(RAGGED))
+    return gradients_under(rank, rank.head, with_old_policy(rank, split)).by_name
+
+
+def _output_layer(place, settings) -> list[float]:
+    """Return errors of a tied weight's gradient from megatron-core's own output layer.
+
+    Its other gradient, the embedding's, is added by the hook.
+    """
+    import torch
+
+    rank = _build(place, settings, is_fused=True)
+    (chunk,) = rank.chunks
+    model, weight = chunk.module, chunk.module.shared_embedding_or_output_weight()
+    chunk.zero_grad_buffer()
+    expected = torch.zeros_like(weight)
+    for number in range(2):
+        torch.manual_seed(number)
+        hidden = torch.randn(6, 1, weight.shape[1])
+        own = hidden[3 * place[0].rank :][:3].requires_grad_()
+        logits, _ = model.output_layer(own, weight=weight)
+        (logits.square().sum() + 3.0 * weight[number].sum()).backward()
+        with torch.no_grad():
+            expected += 2.0 * (hidden @ weight.t()).flatten(0, 1).t() @ hidden.flatten(0, 1)
+            expected[number] += 3.0
+    assert weight.zero_out_wgrad and weight.grad is None
+    return [float((weight.main_grad - expected).norm() / expected.norm())]
+
+
+def _meet(rank: int, folder: Path) -> "Place":
+    """Return where both ranks meet; rank 0 writes its open port for the other."""
+    from megadapo.trainer.types import Rendezvous
+
+    listener, file = None, folder / "port"
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        folder.mkdir()
+        (folder / "new").write_text(str(listener.getsockname()[1]))
+        (folder / "new").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    port = int(file.read_text())
+    return Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=2), listener
+
+
+def _compare(rank: int, models: str, answers: str) -> None:
+    from tests.support.trainer import fused_gradients, te_stand_in
+
+    te_stand_in.install()
+    fused_gradients.install_apex()
+    # megatron-core must find both
+    from megadapo.trainer.model.cpu_platform import install_cpu_platform
+
+    install_cpu_platform()
+    import torch
+
+    from megadapo.trainer.model.parallel import leave_groups
+    from tests.support.trainer.ranks import settings_for
+
+    torch.set_num_threads(1)
+    numbers = itertools.count()
+
+    def run(function: Any, model: str, layout: dict[str, Any], **how: Any) -> Any:
+        place = _meet(rank, Path(answers) / f"{next(numbers)}")
+        found = function(place, settings_for(Path(models) / model, **layout), **how)
+        leave_groups()
+        return found
+
+    found: dict[str, Any] = {}
+    for name, (model, layout) in LAYOUTS.items():
+        offload = {"offload": ("parameters", "gradients", "optimizer")}
+        plain = run(_updates, model, layout, is_fused=False)
+        fused = run(_updates, model, layout, is_fused=True)
+        moved = run(_updates, model, layout | offload, is_fused=True)
+        found[name] = [fused == plain, moved == plain, len(plain[0])]
+    half = TENSORS | {"dtype": "bfloat16"}
+    pair = [run(_gradients, "deep-tied", half, is_fused=is_fused) for is_fused in (False, True)]
+    found["bf16"] = {
+        name: float(np.linalg.norm(pair[1][name] - one) / np.linalg.norm(one))
+        for name, one in pair[0].items()
+    }
+    found["output layer"] = run(_output_layer, "deep-tied", TENSORS)
+    (Path(answers) / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of both ranks, by layout."""
+    folder = tmp_path_factory.mktemp("answers")
+    run_processes(_compare, (str(models), str(folder)), 2, fresh=True)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fused_updates_have_the_same_bits(answers, layout):
+    """Catches gradients that are added twice or never, also after the buffers were offloaded.
+
+    In fp32 both ways add the same products in the same order.
+    """
+    for answer in answers:
+        is_equal, is_equal_offloaded, num_tensors = answer[layout]
+        assert num_tensors > 20
+        assert is_equal and is_equal_offloaded
+
+
+def test_fused_bf16_gradients_skip_one_rounding(answers):
+    """Without fusion each micro-batch's gradient is rounded to bf16, by 2^-9 of it at most."""
+    for answer in answers:
+        errors = answer["bf16"]
+        assert max(errors.values()) <= 2**-8, errors
+        assert errors["model.layers.0.mlp.down_proj.weight"] > 0.0
+        assert errors["model.norm.weight"] == 0.0
+
+
+def test_output_layer_of_megatron_adds_to_a_tied_weight(answers):
+    for answer in answers:
+        assert max(answer["output layer"]) <= 2e-6
