@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megadapo.cluster.calls import gather
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
 from megadapo.cluster.ray_connection import connect_to_ray
@@ -89,7 +90,7 @@ class Cluster:
         )
         daemons = connect_to_ray(config, num_slots)
         group = _reserve(config, num_slots)
-        slots = sorted(_locate(group, num_slots, uses_cuda=config.uses_cuda), key=_sort_key)
+        slots = sorted(_locate(group, num_slots, config), key=_sort_key)
         offset = 0 if shared else num_trainer_ranks
         engines = [
             slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
@@ -180,22 +181,27 @@ def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
     return group
 
 
-def _locate(group: PlacementGroup, num_slots: int, *, uses_cuda: bool) -> list[Slot]:
-    """Return the slot of each bundle; only a task on the node can tell the GPU."""
+def _locate(group: PlacementGroup, num_slots: int, config: ClusterConfig) -> list[Slot]:
+    """Return the slot of each bundle; only a task on the node can tell the GPU.
+
+    Raises:
+        InfraError: a node did not run its task in time, as when it died after the reservation.
+    """
     import ray
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    if not uses_cuda:
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        nodes = placement_group_table(group)["bundles_to_node_id"]
-        return [Slot(bundle, addresses[nodes[bundle]], None) for bundle in range(num_slots)]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    places = [addresses[nodes[bundle]] for bundle in range(num_slots)]
+    if not config.uses_cuda:
+        return [Slot(bundle, node, None) for bundle, node in enumerate(places)]
 
     @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
     def locate() -> tuple[str, str]:
         return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
 
-    answers = ray.get(
+    answers = gather(
         [
             locate.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -203,7 +209,11 @@ def _locate(group: PlacementGroup, num_slots: int, *, uses_cuda: bool) -> list[S
                 )
             ).remote()
             for bundle in range(num_slots)
-        ]
+        ],
+        names=[f"slot {bundle} on {node}" for bundle, node in enumerate(places)],
+        doing="find its GPU",
+        timeout_s=config.start_timeout_s,
+        limit="cluster.start_timeout_s",
     )
     return [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
 

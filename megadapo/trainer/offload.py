@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 from torch.profiler import record_function
 
+from megadapo.errors import InfraError
 from megadapo.trainer.config import StateKind
 from megadapo.trainer.trained_model import TrainedModel
 
@@ -47,6 +48,8 @@ class Offload:
         }
         self._copies: dict[Tensor, Tensor] = {}
         """Parameter -> its weights in main memory, while it is evicted."""
+        self.engines_use_device = False
+        """Whether engines use the memory of the device, so that nothing may be loaded."""
 
     def evict(self, *kinds: StateKind) -> None:
         """Free the device memory of these kinds; megatron-core must not compute until `load`."""
@@ -58,7 +61,16 @@ class Offload:
                 self._copies |= {view: _like(view, copies[at]) for view, at in places if at}
 
     def prefetch(self, *kinds: StateKind) -> None:
-        """Start to copy these kinds back while the device computes."""
+        """Start to copy these kinds back while the device computes.
+
+        Raises:
+            InfraError: engines use the memory of the device.
+        """
+        if self.engines_use_device:
+            raise InfraError(
+                f"{' and '.join(kinds)} cannot be loaded while engines use this rank's GPU: let "
+                "them sleep first (run/gpu_sharing.py)"
+            )
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:
                 offloaded.prefetch()

@@ -110,6 +110,8 @@ class TrainerRank(TrainedModel):
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
         models = [self] if self.critic is None else [self, self.critic]
+        self.checkpoint_bytes = sum(num_bytes_written(one.chunks, one.optimizer) for one in models)
+        """Size of this rank's part of a checkpoint, without the reference's weights."""
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
@@ -268,14 +270,6 @@ class TrainerRank(TrainedModel):
         self.writer.begin(folder, snapshots, others)
         return num_bytes
 
-    def checkpoint_bytes(self) -> int:
-        """Return this rank's part of a checkpoint's size, without the reference's weights."""
-        with self.offload.resident("parameters", "optimizer"):
-            num_bytes = num_bytes_written(self.chunks, self.optimizer)
-            if self.critic is not None:
-                num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
-        return num_bytes
-
     def load(self, folder: Path) -> None:
         """Read a checkpoint of any split.
 
@@ -290,8 +284,13 @@ class TrainerRank(TrainedModel):
                 self.critic.load(folder)
 
     def leave_to_engines(self) -> None:
-        """Free GPU memory that engines on the same GPU use while they generate."""
+        """Free the memory of a shared GPU; until `take_gpu` nothing is loaded to it."""
         self.offload.evict("parameters", *BETWEEN_UPDATES)
+        self.offload.engines_use_device = True
+
+    def take_gpu(self) -> None:
+        """Allow this rank to load its state: the engines on its GPU sleep."""
+        self.offload.engines_use_device = False
 
     @property
     def has_results(self) -> bool:

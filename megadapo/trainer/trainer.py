@@ -78,6 +78,8 @@ class Trainer:
         self._pings: list[ObjectRef[Any]] = []
         self._heartbeats: HeartbeatWatch | None = None
         self._looking = threading.Lock()
+        self.checkpoint_bytes = 0
+        """Approximate size of a checkpoint's shards, known after the start."""
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
         self.ranks: list[ActorHandle[Any]] = [
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank, log)
@@ -128,12 +130,13 @@ class Trainer:
         ranks = trainer.ranks
         trainer._locations = start([rank.location.remote() for rank in ranks])
         (first,) = start([ranks[0].find_rendezvous.remote(len(ranks))])
-        start(
+        sizes = start(
             [
                 handle.start.remote(settings, replace(first, rank=rank), cluster.uses_cuda)
                 for rank, handle in enumerate(ranks)
             ]
         )
+        trainer.checkpoint_bytes = sum(sizes)
         trainer._heartbeats = trainer._watch_heartbeats()
         return trainer
 
@@ -156,10 +159,6 @@ class Trainer:
         for part in parts[1:]:
             np.copyto(merged, part, where=np.isfinite(part))
         return merged
-
-    def checkpoint_bytes(self) -> int:
-        """Return the approximate size of a checkpoint's shards."""
-        return sum(self.call_all("checkpoint_bytes"))
 
     def begin_save(self, folder: Path) -> Callable[[], Files]:
         """Copy weights and optimizer to the hosts and start to write them into an empty folder.
@@ -194,9 +193,12 @@ class Trainer:
         self.call_all("load", folder.absolute(), files, timeout_s=timeout_s)
 
     def leave_to_engines(self) -> None:
-        """Free the GPU memory that trainer.offload gives to engines while they generate."""
-        if self._config.offload:
-            self.call_all("leave_to_engines")
+        """Free the memory of shared GPUs; until `take_gpus` nothing may be loaded to them."""
+        self.call_all("leave_to_engines")
+
+    def take_gpus(self) -> None:
+        """Allow the ranks to load their state: the engines on their GPUs sleep."""
+        self.call_all("take_gpu")
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.

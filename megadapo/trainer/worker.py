@@ -93,8 +93,8 @@ class TrainerWorker:
         return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
 
     @_named_failures
-    def start(self, settings: TrainerSettings, rendezvous: Rendezvous, uses_cuda: bool) -> None:
-        """Build this rank's part of the trainer; collective."""
+    def start(self, settings: TrainerSettings, rendezvous: Rendezvous, uses_cuda: bool) -> int:
+        """Build this rank's part of the trainer, collectively; return its bytes in a checkpoint."""
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -109,6 +109,7 @@ class TrainerWorker:
         self._trainer = TrainerRank(settings, rendezvous, self._listener)
         if self.log is not None:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
+        return self._trainer.checkpoint_bytes
 
     @_named_failures
     def update(self, request: UpdateRequest) -> UpdateResult:
@@ -122,10 +123,6 @@ class TrainerWorker:
     @_named_failures
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         return self._started().logprobs(batch)
-
-    @_named_failures
-    def checkpoint_bytes(self) -> int:
-        return self._started().checkpoint_bytes()
 
     @_named_failures
     def begin_save(self, folder: Path) -> int:
@@ -151,6 +148,10 @@ class TrainerWorker:
     def leave_to_engines(self) -> None:
         self._started().leave_to_engines()
         release_cached_memory()
+
+    @_named_failures
+    def take_gpu(self) -> None:
+        self._started().take_gpu()
 
     @_named_failures
     def apply(self, function: Callable[..., R], *args: Any) -> R:

@@ -140,6 +140,36 @@ def test_quickstart_fits_a_single_gpu():
     assert answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES="0") == [["0", "0"], ["0"]]
 
 
+BUSY_SLOT = """
+import ray
+from megadapo.cluster.cluster import _locate, _reserve  # Cluster.start leaves no moment between
+from megadapo.cluster.config import ClusterConfig
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+config = ClusterConfig(device="cuda", start_timeout_s=3)
+group = _reserve(config, 1)
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class Holder:
+    def holds(self):
+        return True
+
+slot = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+holder = Holder.options(scheduling_strategy=slot).remote()
+ray.get(holder.holds.remote())
+_locate(group, 1, config)
+"""
+
+
+@pytest.mark.fault
+def test_slot_that_runs_no_task_ends_the_start():
+    """A node that dies after its reservation would be waited for without end."""
+    result = execute(BUSY_SLOT, CUDA_VISIBLE_DEVICES="0")
+    (last,) = result.stderr.strip().splitlines()[-1:]
+    assert "slot 0 on " in last and "within 3 s (cluster.start_timeout_s)" in last
+
+
 def test_zero_timeout_is_refused():
     with pytest.raises(ConfigError, match="cluster.start_timeout_s"):
         ClusterConfig(start_timeout_s=0)

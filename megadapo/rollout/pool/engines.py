@@ -118,6 +118,42 @@ class Engines(EnginePool):
             submitted += [self._remove(group.key) for group in complete]
         return _stop_report(submitted, complete, reports, keep=keep)
 
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Leave the memory of shared GPUs to the trainer until `wake_cache`.
+
+        An engine that is starting is waited for, since it measures the free memory. An ended one
+        starts after `wake_cache`.
+
+        Args:
+            keep_weights: keep the weights in main memory until `wake_weights`.
+
+        Raises:
+            InfraError: the last engine is dead.
+        """
+        if not self._spec.sleeps:
+            return
+        with self._lock:
+            self._trainer_has_gpus = True
+            self._finish_starts_and_ends()
+            self.call_all("sleep", self._spec.start_timeout_s, keep_weights)
+            for engine in self._present:
+                engine.asleep = True
+            # one that died instead has freed its memory after this
+            self._finish_starts_and_ends()
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights; without kept ones, they are undefined until a publish."""
+        self._wake("weights")
+
+    def wake_cache(self) -> None:
+        """Take memory for the key-value cache, after the weights are published; start ended
+        engines."""
+        self._wake("kv_cache")
+        for engine in self._present:
+            engine.asleep = False
+        self._trainer_has_gpus = False
+        self.check()
+
     def check(self) -> None:
         """Watch over the engines while no thread waits for groups; any thread may call it.
 
@@ -129,6 +165,17 @@ class Engines(EnginePool):
                 self._wait(0.0)
             finally:
                 self._lock.release()
+
+    def _finish_starts_and_ends(self) -> None:
+        """Wait until every engine answers calls or holds no memory."""
+        while any(engine.state in ("starting", "ending") for engine in self._handles.values()):
+            self._call_watch()
+            self._wait(WATCH_S)
+
+    def _wake(self, what: str) -> None:
+        asleep = [engine.spec.index for engine in self._present if engine.asleep]
+        refs = self.call("wake", {index: (what,) for index in asleep})
+        self.gather(refs, doing="wake", timeout_s=self._spec.start_timeout_s)
 
     def _assign(self) -> None:
         """Submit new groups and those of dead engines, each to the engine with the least load."""
@@ -163,7 +210,9 @@ class Engines(EnginePool):
         with self._lock:
             started = time.monotonic()
             owners = {ref: engine for engine in self._handles.values() for ref in engine.pending}
-            ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+            ready: list[ObjectRef[Any]] = []
+            if owners:
+                ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
             if ready:
                 ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
             # usually a few seconds have passed since the last call; if the driver was busy for
@@ -177,9 +226,11 @@ class Engines(EnginePool):
             ready.sort(key=lambda ref: ref not in owners[ref].submits)
             num_reports = sum([self._take(owners[ref], ref) for ref in ready])
             for engine in self._handles.values():
-                if engine.state != "gone" and engine.is_stuck:
+                if engine.is_stuck:
                     cause = engine.describe_silence()
                     self.mark_dead(engine, cause, hangs=engine.state != "ending")
+                if engine.state == "ended" and not self._trainer_has_gpus:
+                    engine.start()
             self._update_stale_engines()
             self._assign()
         return num_reports > 0

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-State = Literal["starting", "stale_weights", "serving", "ending", "gone"]
-"""An engine with stale weights answers calls but lacks the current weights."""
+State = Literal["starting", "stale_weights", "serving", "ending", "ended", "gone"]
+"""An engine with stale weights answers calls but lacks the current weights. An ended one can be
+started again, one that is gone is not."""
 
 EngineIncarnation = tuple[int, int]
 """An engine's number, and how many processes its handle had started with this one."""
@@ -134,6 +135,8 @@ class EngineHandle:
     def is_stuck(self) -> bool:
         """Whether the engine has made no progress for too long."""
         config = self.spec.config
+        if self.state in ("ended", "gone"):
+            return False
         if self.state in ("starting", "ending"):
             return self._stalled_s > self.spec.start_timeout_s
         return max(self._stalled_s, self._silent_s) > config.engine_progress_timeout_s
@@ -156,7 +159,7 @@ class EngineHandle:
     def advance(self, result: Any) -> Sequence[OpenGroup] | None:
         """Process the result of the awaited call; return the finished groups if it is a report."""
         if self.state == "ending":
-            self.start()
+            self.state, self.awaited = "ended", None
         elif self.state == "starting":
             self.started()
         else:

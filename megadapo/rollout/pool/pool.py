@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from megadapo.cluster.cluster import Cluster
 
+LEAVE_TIMEOUT_S = 5.0
+"""Seconds that an engine has to end its own processes before they are killed from outside."""
 SHUTDOWN_TIMEOUT_S = 30.0
 
 
@@ -43,6 +45,8 @@ class EnginePool:
         self._republish: Callable[[int], object] | None = None
         self._weights_are_current = False
         """Whether the trainer still has the weights that it published last."""
+        self._trainer_has_gpus = False
+        """Whether the trainer uses the memory of these engines' GPUs, so that none may start."""
         self._lock, self._republishing = threading.RLock(), threading.RLock()
 
     @classmethod
@@ -115,16 +119,23 @@ class EnginePool:
         import ray
         from ray.exceptions import RayError
 
-        engines = [engine for engine in self._handles.values() if engine.state != "gone"]
-        refs: list[ObjectRef[Any]] = [engine.actor.shutdown.remote() for engine in engines]
-        for ref in refs:
+        alive = ("starting", "stale_weights", "serving")
+        engines = [engine for engine in self._handles.values() if engine.state in alive]
+        calls: dict[ObjectRef[Any], EngineHandle] = {
+            engine.actor.shutdown.remote(): engine for engine in engines
+        }
+        if calls:
+            ray.wait(list(calls), num_returns=len(calls), timeout=LEAVE_TIMEOUT_S)
+        for call, engine in calls.items():
             try:
-                ray.get(ref, timeout=SHUTDOWN_TIMEOUT_S)
+                ray.get(call, timeout=0)
+                ray.kill(engine.actor)
+                engine.give_up()
             except RayError:
-                # dead or stuck: when the actor is killed, its guard ends its children
-                continue
-        for engine in engines:
-            ray.kill(engine.actor)
+                engine.end()  # dead or stuck
+        ending = [one.awaited for one in self._handles.values() if one.awaited is not None]
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=SHUTDOWN_TIMEOUT_S)
         self._handles = {}
 
     @property
@@ -144,8 +155,8 @@ class EnginePool:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the engines use the trainer's GPUs and must sleep while it works."""
-        return self._spec.sleeps
+        """Whether the engines use the trainer's GPUs, or a CPU's memory, in turns with it."""
+        return self._spec.shares_gpus
 
     def activity(self) -> list[EngineActivity]:
         """Return the activity of each engine since the last call, by number."""
@@ -222,21 +233,25 @@ class EnginePool:
     def mark_dead(self, engine: EngineHandle, cause: str, *, hangs: bool = False) -> None:
         """End an engine, and restart it unless the limit of restarts is reached.
 
+        A running engine that dies while the trainer has its GPU does not count towards the limit.
+
         `hangs`: its processes are still alive; write their stacks to its log.
 
         Raises:
             InfraError: it was the last engine.
         """
         limit = self._config.max_engine_restarts
-        restarts = self._num_restarts < limit
-        self._num_restarts += restarts
+        is_free = self._trainer_has_gpus and engine.state != "starting"
+        restarts = is_free or self._num_restarts < limit
+        self._num_restarts += restarts and not is_free
         engine.end(hangs=hangs)
         if hangs:
             cause = f"{cause}; stacks: {engine.spec.log_file}"
-        if not restarts:
-            engine.give_up()
         action = f"restart {self._num_restarts} of {limit} (rollout.max_engine_restarts)"
-        if not restarts:
+        if is_free:
+            action = "restarted when the trainer leaves its GPU"
+        elif not restarts:
+            engine.give_up()
             action = f"not restarted: the limit of rollout.max_engine_restarts = {limit} is reached"
         self._warnings.append(f"{cause}; {action}")
         if all(one.state == "gone" for one in self._handles.values()):
@@ -270,26 +285,6 @@ class EnginePool:
         self.policy_version, self._republish = policy_version, republish
         self.on_update_done()
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the memory of GPUs that the engines share with the trainer.
-
-        `keep_weights`: keep the weights in main memory until `wake_weights`.
-        """
-        if self.shares_gpus:
-            self.call_all("sleep", self._spec.start_timeout_s, keep_weights)
-            for engine in self._present:
-                engine.asleep = True
-
-    def wake_weights(self) -> None:
-        """Take memory for the weights; without kept ones, they are undefined until a publish."""
-        self._wake("weights")
-
-    def wake_cache(self) -> None:
-        """Take memory for the key-value cache, after the weights are published."""
-        self._wake("kv_cache")
-        for engine in self._present:
-            engine.asleep = False
-
     @property
     def _serving(self) -> list[EngineHandle]:
         """Engines that can generate."""
@@ -310,8 +305,3 @@ class EnginePool:
             for engine in stale:
                 if self._weights_are_current:
                     self._republish(engine.spec.index)
-
-    def _wake(self, what: str) -> None:
-        asleep = [engine.spec.index for engine in self._present if engine.asleep]
-        refs = self.call("wake", {index: (what,) for index in asleep})
-        self.gather(refs, doing="wake", timeout_s=self._spec.start_timeout_s)

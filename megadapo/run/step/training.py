@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +103,16 @@ class StepTrainer:
             state[PRETRAINING_STATE] = self._pretraining_data.state_dict()
         return state
 
-    @cached_property
-    def checkpoint_bytes(self) -> int:
-        """Approximate size of the trainer's part of a checkpoint."""
-        return self.ranks.checkpoint_bytes()
-
-    def begin_save(self, folder: Path) -> Callable[[], Files]:
+    def begin_save(self, folder: Path, *, last: bool = False) -> Callable[[], Files]:
         """Begin to write the trainer's part of a checkpoint while engines leave shared GPUs.
+
+        Args:
+            last: whether the run ends after the save; the engines on shared GPUs then end first.
 
         Returns:
             A function that waits for the files and returns them.
         """
-        with self.gpus.saving():
+        with self.gpus.saving(last=last):
             return self.ranks.begin_save(folder)
 
     def _next_pretraining_batch(self, num_mini_batches: int) -> PackedBatch | None:

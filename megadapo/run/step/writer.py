@@ -12,7 +12,6 @@ from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import (
-    InfraError,
     MegadapoError,
     OracleError,
     ProcessHungError,
@@ -122,7 +121,7 @@ class StepWriter:
         broken = check_oracles(run.log.records, config.oracles, repeats_bits=config.repeats_bits)
         run.log.show(*broken)
         if run.checkpoints.is_due(step):
-            run.save(self._trainer.begin_save, num_bytes=self._trainer.checkpoint_bytes)
+            run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)
         return record
 
     def _state_dict(self) -> dict[str, Any]:
@@ -142,10 +141,9 @@ class StepWriter:
         if isinstance(error, ProcessHungError) and not trainer.ranks.all_alive():
             run.log.show(f"step {run.step} cannot be saved: a rank of the trainer hangs")
             return
-        # after a failure engines may not answer a request to leave the GPUs, or are gone already
-        begin = trainer.ranks.begin_save if isinstance(error, InfraError) else trainer.begin_save
+        begin = partial(trainer.begin_save, last=True)
         try:
-            run.save(begin, num_bytes=trainer.checkpoint_bytes, wait=True)
+            run.save(begin, num_bytes=trainer.ranks.checkpoint_bytes, wait=True)
         except MegadapoError as failed:
             if isinstance(error, RunInterruptedError | OracleError):
                 raise

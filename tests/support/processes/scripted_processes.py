@@ -101,9 +101,18 @@ class ScriptedEngine(RolloutEngine):
 
 
 def start_scripted_engines(
-    num_engines: int, log_folder: Path, *, watch: Watch | None = None, **settings: Any
+    num_engines: int,
+    log_folder: Path,
+    *,
+    watch: Watch | None = None,
+    gpus: tuple[str, ...] = (),
+    actor_class: type[ScriptedEngine] = ScriptedEngine,
+    **settings: Any,
 ) -> Engines:
-    """Start engines with weights of version 1; restarted ones get the current version."""
+    """Start engines with weights of version 1; restarted ones get the current version.
+
+    `gpus`: makes them sleep as on these GPUs, which need not exist.
+    """
     limits = {"engine_progress_timeout_s": 6.0}
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
     engines = Engines(
@@ -112,11 +121,12 @@ def start_scripted_engines(
                 engine_spec(
                     index=index,
                     config=config,
+                    gpus=gpus,
                     log_file=log_folder / f"engine-{index}.log",
                     start_timeout_s=60.0,
                 ),
                 {"num_cpus": 0},
-                ScriptedEngine,
+                actor_class,
             )
             for index in range(num_engines)
         ],

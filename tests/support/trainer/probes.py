@@ -242,7 +242,7 @@ def save_at(
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    rank.begin_save(folder)
+    assert rank.begin_save(folder) == rank.checkpoint_bytes
     meanwhile()
     reports: list[RankReport] = [RankReport()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, rank.writer.report(wait=True))

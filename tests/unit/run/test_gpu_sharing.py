@@ -4,18 +4,19 @@ from typing import Any
 
 import pytest
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, InfraError
 from megadapo.run.gpu_sharing import GpuSharing
 
-AWAKE = ["engines.wake_weights", "engines.wake_cache"]
-DONE = ["engines.on_update_done", "reserved.on_update_done"]
 STARTED = ["engines.on_update_start", "reserved.on_update_start"]
+WAKE = ["engines.wake_weights", "trainer.leave_to_engines", "engines.wake_cache"]
+DONE = ["engines.on_update_done", "reserved.on_update_done"]
 
 
 class Calls:
     def __init__(self, name: str, seen: list[str], *, shares_gpus: bool = True) -> None:
         self._name, self._seen = name, seen
         self.shares_gpus = shares_gpus
+        self.ranks = ["rank 0"]
 
     def __getattr__(self, method: str) -> Any:
         def call(**keys: object) -> None:
@@ -29,37 +30,69 @@ def gpu_sharing(seen: list[str], *, shares_gpus: bool = True, keeps_weights: boo
     trainer: Any = Calls("trainer", seen)
     engines: Any = Calls("engines", seen, shares_gpus=shares_gpus)
     reserved: Any = Calls("reserved", seen, shares_gpus=False)
-    return GpuSharing(trainer, engines, reserved, keeps_weights=keeps_weights)
+    return trainer, GpuSharing(trainer, engines, reserved, keeps_weights=keeps_weights)
+
+
+def slept(*, keep_weights: bool) -> list[str]:
+    return [*STARTED, f"engines.sleep keep_weights={keep_weights}", "trainer.take_gpus"]
 
 
 @pytest.mark.parametrize("keeps_weights", [True, False])
 def test_engines_sleep_from_update_to_publish(keeps_weights):
     """The weights come before the trainer's memory is freed, the key-value cache after that."""
     seen: list[str] = []
-    sharing = gpu_sharing(seen, keeps_weights=keeps_weights)
+    _, sharing = gpu_sharing(seen, keeps_weights=keeps_weights)
     sharing.start_update()
     with sharing.publishing():
         seen.append("publish")
-    weights, cache = AWAKE
-    published = [weights, "publish", "trainer.leave_to_engines", cache]
-    slept = f"engines.sleep keep_weights={keeps_weights}"
-    assert seen == [*STARTED, slept, *published, *DONE]
+    weights, *rest = WAKE
+    assert seen == [*slept(keep_weights=keeps_weights), weights, "publish", *rest, *DONE]
 
 
 @pytest.mark.parametrize("shares_gpus", [True, False])
 def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus):
     seen: list[str] = []
-    with gpu_sharing(seen, shares_gpus=shares_gpus).saving():
+    _, sharing = gpu_sharing(seen, shares_gpus=shares_gpus)
+    with sharing.saving():
         seen.append("save")
-    around = [*STARTED, "engines.sleep keep_weights=True", "save", *AWAKE, *DONE]
+    around = [*slept(keep_weights=True), "save", *WAKE, *DONE]
     assert seen == (around if shares_gpus else ["save"])
+
+
+def test_engines_end_before_the_last_save():
+    """One that hangs, or survived the loss of another, would keep the memory the save needs."""
+    seen: list[str] = []
+    _, sharing = gpu_sharing(seen)
+    with sharing.saving(last=True):
+        seen.append("save")
+    assert seen == ["engines.shutdown", *slept(keep_weights=True), "save"]
 
 
 def test_engines_wake_after_a_save_that_fails():
     seen: list[str] = []
-    with pytest.raises(CheckpointError), gpu_sharing(seen).saving():
+    _, sharing = gpu_sharing(seen)
+    with pytest.raises(CheckpointError), sharing.saving():
         raise CheckpointError("disk full")
-    assert seen[-4:] == [*AWAKE, *DONE]
+    assert seen[-5:] == [*WAKE, *DONE]
+
+
+def test_loss_of_the_trainer_in_a_save_is_the_error_that_is_raised():
+    """Asking its ranks to leave the GPUs would raise another one over it."""
+    seen: list[str] = []
+    trainer, sharing = gpu_sharing(seen)
+    with pytest.raises(InfraError, match="rank 1 died"), sharing.saving():
+        trainer.ranks = []
+        raise InfraError("trainer rank 1 died")
+    assert seen == slept(keep_weights=True)
+
+
+def test_trainer_with_its_own_gpus_never_leaves_them():
+    seen: list[str] = []
+    _, sharing = gpu_sharing(seen, shares_gpus=False)
+    sharing.start_update()
+    with sharing.publishing():
+        pass
+    assert not [call for call in seen if call.startswith("trainer.")]
 
 
 def test_replay_has_no_engines_to_wait_for():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.errors import InfraError
 from megadapo.trainer.config import StateKind
-from megadapo.trainer.types import TrainerSettings
+from megadapo.trainer.types import TrainerSettings, UpdateRequest
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, state_bits, update
 from tests.support.trainer.ranks import settings_for
@@ -67,8 +69,11 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     sums = [rank.weight_sender.fingerprint(), sent(rank)]
     rank.leave_to_engines()
     sizes["left"] = held(rank)
-    # an engine that is started again while others generate, an evaluation, a checkpoint
+    # an engine that is started again while others generate
     sums += [rank.weight_sender.fingerprint(), sent(rank)]
+    refused = refused_calls(rank, folder)
+    sizes["refused"] = held(rank)
+    rank.take_gpu()
     logprobs = rank.logprobs(BATCH)
     save_at(rank, folder / "saved")
     sizes["saved"] = held(rank)
@@ -76,6 +81,7 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     rank.load(folder / "saved")
     results.append(update(rank, BATCH, policy_version=0, step=2))
     rank.leave_to_engines()
+    rank.take_gpu()
     rank.offload.load(*KINDS)
     sizes["brought"] = held(rank)
     zeros = all(
@@ -90,7 +96,26 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
         "sums": sums,
         "sizes": sizes,
         "zeros": zeros,
+        "refused": refused,
     }
+
+
+def refused_calls(rank: TrainerRank, folder: Path) -> list[str]:
+    """Names of the calls that are refused while engines use the rank's GPU."""
+    request = UpdateRequest(batch=BATCH, policy_version=0, step=2)
+    calls: dict[str, Callable[[], object]] = {
+        "update": partial(rank.update, request),
+        "logprobs": partial(rank.logprobs, BATCH),
+        "begin_save": partial(rank.begin_save, folder),
+        "load": partial(rank.load, folder),
+    }
+    refused = []
+    for name, call in calls.items():
+        try:
+            call()
+        except InfraError:
+            refused.append(name)
+    return refused
 
 
 def sent(rank: TrainerRank) -> list[int]:
@@ -122,11 +147,12 @@ def test_offload_changes_no_bit_and_frees_memory(ranks, models, tmp_path, layout
     moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
     for before, after in zip(stayed, moved, strict=True):
         sizes, free = before.pop("sizes"), after.pop("sizes")
+        assert after["refused"] == ["update", "logprobs", "begin_save", "load"]
         whole = sizes["built"]
         assert all(whole.values()) and all(size == whole for size in sizes.values())
         only = dict.fromkeys(KINDS, 0) | {"parameters": whole["parameters"]}
         assert free["built"] == free["updated"] == only
-        assert free["left"] == free["saved"] == dict.fromkeys(KINDS, 0)
+        assert free["left"] == free["refused"] == free["saved"] == dict.fromkeys(KINDS, 0)
         assert free["brought"] == whole
         assert not before.pop("zeros") and after.pop("zeros")
         assert before == after
