@@ -50,6 +50,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": found.num_cores,
         "gpus": [gpu.name for gpu in found.gpus],
+        "driver": found.driver,
         "system": found.system,
         "python": found.python,
         "versions": {

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from megadapo.errors import ConfigError
-from megadapo.lab.bench.head_baselines import BASELINES, OURS, PRODUCTS, AbsentError, Loss
+from megadapo.lab.bench.head_baselines import (
+    BASELINES,
+    OTHER_LOSSES,
+    OURS,
+    PRODUCTS,
+    AbsentError,
+    Loss,
+)
 from megadapo.lab.bench.head_inputs import HeadInputs, HeadShape, compute_exact, make_inputs
 from megadapo.lab.bench.measure import Clock, peak_extra_mib, time_together
 from megadapo.lab.record import write_record
@@ -85,10 +92,12 @@ def bench_head(
         if name != OURS and only and not any(text in name for text in only):
             continue
         try:
-            errors[name] = _errors(loss, inputs, exact)
-        except (AbsentError, torch.OutOfMemoryError) as error:
-            reason = str(error) if isinstance(error, AbsentError) else "out of memory"
-            absent.append(HeadResult(name=name, shape=str(shape), absent=reason))
+            errors[name] = {} if name in OTHER_LOSSES else _errors(loss, inputs, exact)
+            _step(loss, inputs)
+        except Exception as error:  # a boundary: the others run if one does not work here
+            if name == OURS:
+                raise
+            absent.append(HeadResult(name=name, shape=str(shape), absent=_reason(error)))
         else:
             calls[name] = partial(_step, loss, inputs)
     del exact
@@ -112,6 +121,15 @@ def bench_head(
         )
         for name, ms in samples.items()
     ] + absent
+
+
+def _reason(error: Exception) -> str:
+    """Return why a baseline did not run, in one line."""
+    if isinstance(error, AbsentError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:

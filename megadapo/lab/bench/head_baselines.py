@@ -191,6 +191,40 @@ def cut_cross_entropy_loss(inputs: HeadInputs) -> Tensor:
     return policy_loss(-nll, inputs)
 
 
+def quack_loss(inputs: HeadInputs) -> Tensor:
+    """Compute the loss with quack's cross entropy over all logits.
+
+    Its chunked heads reduce the tokens to a sum or mean, so they have no place for DAPO's loss.
+    """
+    _require("quack-kernels")
+    _require_cuda(inputs)
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    _require_temperature_one(inputs)
+    nll = linear_cross_entropy_func(
+        inputs.hidden,
+        inputs.weight,
+        None,
+        inputs.targets,
+        reduction="none",
+        inplace_backward=True,
+    )
+    return policy_loss(-nll, inputs)
+
+
+def quack_sum(inputs: HeadInputs) -> Tensor:
+    """Compute the sum of log-probs with quack's fastest head, which is less than DAPO's loss."""
+    _require("quack-kernels")
+    _require_cuda(inputs)
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    _require_temperature_one(inputs)
+    value: Tensor = chunked_linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.targets, reduction="sum"
+    )
+    return value
+
+
 BASELINES: dict[str, Loss] = {
     OURS: ours,
     "eager torch": eager_loss,
@@ -203,7 +237,11 @@ BASELINES: dict[str, Loss] = {
     "verl FusedLinearForPPO": verl_torch_loss,
     "verl Triton linear_cross_entropy": verl_triton_loss,
     "CCE exact": cut_cross_entropy_loss,
+    "quack linear_cross_entropy": quack_loss,
+    "quack chunked, log-probs only": quack_sum,
 }
+OTHER_LOSSES = ("quack chunked, log-probs only",)
+"""Baselines with an easier loss than DAPO's; their errors are not measured."""
 
 
 @cache

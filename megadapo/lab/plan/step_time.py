@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megadapo.config import RunConfig
@@ -74,6 +75,15 @@ def mean_response(config: RunConfig) -> float:
 def mean_context(config: RunConfig) -> float:
     """Return the mean number of tokens in context while a mean response is generated."""
     return PROMPT_TOKENS + mean_response(config) / 2
+
+
+def update_flops(model: ModelDescription, lengths: Sequence[int]) -> float:
+    """Return the FLOPs of old log-probs and one update of these sequences, without recomputation.
+
+    The model FLOPs utilization counts the same.
+    """
+    passes = 2 + BACKWARD_PASSES
+    return sum(passes * length * _forward_flops(model, length) for length in lengths)
 
 
 def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> tuple[float, float]:

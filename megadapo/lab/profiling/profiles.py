@@ -16,6 +16,8 @@ import torch
 from megadapo.data.batch import PackedBatch, pack_responses
 from megadapo.data.group import Response
 from megadapo.data.group_codec import expert_dtype
+from megadapo.lab.plan.cards import card_of
+from megadapo.lab.plan.step_time import update_flops
 from megadapo.lab.profiling.time_table import (
     bytes_moved,
     format_profile,
@@ -164,9 +166,14 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
         f"{name} {ms / num_steps:.1f}" for name, ms in phase_table(profile, "megadapo::").items()
     )
     num_tokens = len(batch.tokens)
+    flops = update_flops(rank.model, np.diff(batch.cu_seqlens).tolist())
+    rate = flops / seconds / config.trainer.num_ranks
+    card = card_of(torch.cuda.get_device_name()) if rank.device.type == "cuda" else None
+    share = f" (MFU {rate / card.flops:.1%} of {card.name})" if card else ""
     return (
         f"one update of {num_tokens} tokens on {config.trainer.num_ranks} ranks: {seconds:.3f} s, "
-        f"{num_tokens / seconds:.0f} tokens/s; below, {num_steps} of them on rank "
+        f"{num_tokens / seconds:.0f} tokens/s, {rate * 1e-12:.3f} model TFLOP/s per rank{share}; "
+        f"below, {num_steps} of them on rank "
         f"{torch.distributed.get_rank()}\nms per update: {phases}\n{kernels}"
     )
 

@@ -19,6 +19,7 @@ def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
         timeout=300,
     )
     assert "tokens on 2 ranks" in result.stdout
+    assert "model TFLOP/s per rank" in result.stdout
     for row in (
         "gradients ",
         "backward attention ",

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 TENSORS = {"tensor": 2, "sequence": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, tied": ("deep-tied", TENSORS),
-    "data, overlap": ("qwen2-untied", {"data": 2, "overlap": True, "bucket": 3000}),
+    "data, overlap": (
+        "qwen2-untied",
+        {"data": 2, "overlap": True, "bucket": 3000, "tokens_per_micro_batch": 96},
+    ),
     "recompute, tied": ("deep-tied", TENSORS | {"recompute": "full"}),
     "experts": ("qwen3-moe", TENSORS | {"expert": 2}),
 }

@@ -10,7 +10,13 @@ from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.lab.bench import head
 from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
-from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, AbsentError, eager_loss
+from megadapo.lab.bench.head_baselines import (
+    OTHER_LOSSES,
+    OURS,
+    PRODUCTS,
+    AbsentError,
+    eager_loss,
+)
 from megadapo.lab.bench.head_inputs import HeadInputs, make_inputs
 from megadapo.lab.bench.measure import peak_extra_mib, time_together
 
@@ -48,6 +54,30 @@ def test_absent_baseline_is_listed_with_its_reason(monkeypatch):
     results = bench_head(SHAPE, CPU, only=["lunar"], warmup=0, repeats=1)
     assert results[-1].absent == "needs a moon"
     assert "needs a moon" in format_table(results)
+
+
+def test_broken_baseline_is_listed_and_the_others_run(monkeypatch):
+    """A rival that does not compile on a new GPU would end the benchmark before ours is timed."""
+
+    def broken(inputs: HeadInputs) -> torch.Tensor:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(head, "BASELINES", head.BASELINES | {"broken": broken})
+    results = bench_head(SHAPE, CPU, only=["broken"], warmup=0, repeats=1)
+    assert [one.name for one in results] == [PRODUCTS, OURS, "broken"]
+    assert results[-1].absent == "failed: RuntimeError: no kernel image is available"
+    monkeypatch.setattr(head, "BASELINES", {OURS: broken})
+    with pytest.raises(RuntimeError):
+        bench_head(SHAPE, CPU, warmup=0, repeats=1)
+
+
+def test_heads_with_another_loss_have_no_errors(monkeypatch):
+    name = OTHER_LOSSES[0]
+    other = {name: lambda inputs: inputs.hidden.sum() + inputs.weight.sum()}
+    monkeypatch.setattr(head, "BASELINES", head.BASELINES | other)
+    result = bench_head(SHAPE, CPU, only=[name], warmup=0, repeats=1)[-1]
+    assert result.name == name and result.loss_error is None
+    assert result.best_ms is not None
 
 
 def test_targets_come_from_the_model():

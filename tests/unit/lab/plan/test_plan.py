@@ -19,6 +19,7 @@ from megadapo.lab.plan.phases import (
     replayed_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
+from megadapo.lab.plan.step_time import update_flops
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, published_models
 from megadapo.weights.layout.layout import ModelLayout
@@ -249,3 +250,17 @@ def test_dry_run_on_gpus_checks_memory(capsys):
     captured = capsys.readouterr()
     assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
     assert main([*argv, "--rollout.gpu_memory_utilization=0.93", "--gpu", "H200"]) == 0
+
+
+def test_flops_of_an_update_are_two_per_weight_and_token_for_each_pass():
+    """Old log-probs and forward pass once, backward pass twice; the embedding multiplies nothing.
+
+    Attention adds 4 x query width x keys for each layer and pass, with half of the tokens as keys.
+    """
+    model = describe_model(find_hf_config("/nowhere/Qwen2.5-7B"))
+    lengths, shape = [1000, 3000], model.shape
+    weights = SIZES["Qwen2.5-7B"] - shape.vocab_size * shape.hidden_size
+    pairs = sum(length * length / 2 for length in lengths)
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    expected = 4 * (2 * weights * sum(lengths) + attention)
+    assert update_flops(model, lengths) == pytest.approx(expected, rel=1e-4)
