@@ -1,8 +1,8 @@
 """Causal attention within packed sequences, fp32 on a CPU.
 
-Source: Dao et al., "FlashAttention" (arXiv 2205.14135) for the backward pass from the log of each
-row's sum. torch's own kernel needs sequences of one length, at tens of microseconds per sequence
-and head. This one pads nothing, and a sequence has the same bits in every batch.
+torch's own kernel needs sequences of one length, and takes tens of microseconds for each sequence
+and head. This one pads nothing, and a sequence has the same bits in every batch. As in Dao et al.,
+"FlashAttention" (arXiv 2205.14135), the backward pass needs only each row's log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megadapo.kernels.cpu.native import address, load_native
-from megadapo.kernels.launch import moved, uses_triton
+from megadapo.kernels.launch import count_bytes, uses_triton
 from megadapo.kernels.torch_internals import profiled_range
 
 SOURCE = Path(__file__).parent / "cpu" / "attention.c"
@@ -45,7 +45,7 @@ def packed_attention_definition(
     return torch.cat(outputs)
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, longest: int) -> bool:
+def should_use_packed_attention(query: Tensor, key: Tensor, value: Tensor, longest: int) -> bool:
     """Return whether `packed_attention` supports these tensors and is faster than torch."""
     is_fp32 = all(x.dtype == torch.float32 for x in (query, key, value))
     fits = is_fp32 and not uses_triton(query) and query.device.type == "cpu" and longest <= LONGEST
@@ -85,8 +85,8 @@ def _problem(
 
 def _call(name: str, function: str, problem: _Problem, *tensors: Tensor) -> None:
     library = load_native(SOURCE)
-    assert library is not None, "call takes() first"
-    moved(name, *tensors)
+    assert library is not None, "call should_use_packed_attention() first"
+    count_bytes(name, *tensors)
     with profiled_range(name):
         failed = getattr(library, function)(ctypes.byref(problem), *map(address, tensors))
     if failed:

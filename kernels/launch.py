@@ -15,11 +15,11 @@ from torch import Tensor
 
 # triton.jit reads the same flag when it defines a kernel
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-_meters: list[Counter[str]] = []
+_counters: list[Counter[str]] = []
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Return True on CUDA, and elsewhere under Triton's interpreter, as in its tests."""
+    """Return whether Triton kernels run on a tensor: on CUDA, and in Triton's interpreter."""
     return _IS_INTERPRETED or tensor.device.type == "cuda"
 
 
@@ -35,16 +35,16 @@ def warps_for(block: int, *, largest: int = 8) -> int:
 
 
 @contextmanager
-def metered(meter: Counter[str]) -> Iterator[None]:
-    """Add the bytes that every kernel moves to `meter`, by the kernel's name in a profile."""
-    _meters.append(meter)
+def counting_bytes(meter: Counter[str]) -> Iterator[None]:
+    """Add the bytes of `count_bytes` in this block to `meter`, by the kernel's name."""
+    _counters.append(meter)
     try:
         yield
     finally:
-        _meters.remove(meter)
+        _counters.remove(meter)
 
 
-def moved(kernel: str, *tensors: Tensor | None) -> None:
-    """Record at a launch the tensors that the kernel reads or writes once."""
-    for meter in _meters:
+def count_bytes(kernel: str, *tensors: Tensor | None) -> None:
+    """Count the bytes of tensors that a launch reads or writes once, for a profile."""
+    for meter in _counters:
         meter[kernel] += sum(tensor.nbytes for tensor in tensors if tensor is not None)

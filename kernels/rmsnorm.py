@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.cpu.layers import implementation, rmsnorm_c, rmsnorm_grads_c
-from megadapo.kernels.launch import block_size, moved, uses_triton, warps_for
+from megadapo.kernels.launch import block_size, count_bytes, uses_triton, warps_for
 
 _NUM_PARTIAL_SUMS = 256
 """Rows of partial weight gradients: enough programs to fill a GPU, few enough to sum cheaply."""
@@ -100,7 +100,7 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
-        moved(rmsnorm_fwd_kernel.__name__, x, y)
+        count_bytes(rmsnorm_fwd_kernel.__name__, x, y)
     return y, inverse_rms
 
 
@@ -125,7 +125,7 @@ def _backward_triton(
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
-        moved(rmsnorm_bwd_kernel.__name__, x, d_y, d_x, partial)
+        count_bytes(rmsnorm_bwd_kernel.__name__, x, d_y, d_x, partial)
     return d_x, partial.sum(0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.cpu.layers import implementation, rotate_c
-from megadapo.kernels.launch import moved
+from megadapo.kernels.launch import count_bytes
 
 
 def rotary_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
             BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
             num_warps=4,
         )
-        moved(rotary_kernel.__name__, x, y)
+        count_bytes(rotary_kernel.__name__, x, y)
     return y
 
 

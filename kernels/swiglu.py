@@ -17,7 +17,7 @@ from torch.nn import functional
 from triton.runtime.jit import JITFunction
 
 from megadapo.kernels.cpu.layers import implementation, swiglu_c, swiglu_grads_c
-from megadapo.kernels.launch import block_size, moved, warps_for
+from megadapo.kernels.launch import block_size, count_bytes, warps_for
 
 
 def swiglu_definition(gate_up: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def _launch(kernel: JITFunction[Any], num_rows: int, size: int, **tensors: Tenso
     if num_rows:
         grid = (num_rows, triton.cdiv(size, block))
         kernel[grid](**tensors, size=size, BLOCK=block, num_warps=warps_for(block))
-        moved(kernel.__name__, *tensors.values())
+        count_bytes(kernel.__name__, *tensors.values())
 
 
 def _forward_triton(gate_up: Tensor) -> Tensor:

@@ -28,17 +28,17 @@ struct problem {
 /* Memory of one thread for its current task. width and depth are the length of the sequence and the
  * size of a head, rounded up to LANES; the padding is 0. */
 struct scratch {
-    float *keys_turned;   /* [size, width] */
-    float *values_turned; /* [size, width] */
-    float *keys;          /* [width, depth] */
-    float *values;        /* [width, depth] */
-    float *d_keys;        /* [width, depth] */
-    float *d_values;      /* [width, depth] */
-    float *queries;       /* [QUERIES, depth] */
-    float *d_outs;        /* [QUERIES, depth] */
-    float *scores;        /* [QUERIES, width] */
-    float *d_scores;      /* [QUERIES, width] */
-    float *memory;        /* one allocation for all of the above */
+    float *keys_t;   /* [size, width], the transpose of keys */
+    float *values_t; /* [size, width], the transpose of values */
+    float *keys;     /* [width, depth] */
+    float *values;   /* [width, depth] */
+    float *d_keys;   /* [width, depth] */
+    float *d_values; /* [width, depth] */
+    float *queries;  /* [QUERIES, depth] */
+    float *d_outs;   /* [QUERIES, depth] */
+    float *scores;   /* [QUERIES, width] */
+    float *d_scores; /* [QUERIES, width] */
+    float *memory;   /* one allocation for all of the above */
     int64_t width, depth;
 };
 
@@ -62,8 +62,8 @@ static inline const float *row_of(struct tensor x, int64_t token, int64_t head) 
 
 static int reserve(struct scratch *s, int64_t longest, int64_t size) {
     int64_t width = padded(longest), depth = padded(size), total = 0;
-    float **parts[] = {&s->keys_turned, &s->values_turned, &s->keys,   &s->values, &s->d_keys,
-                       &s->d_values,    &s->queries,       &s->d_outs, &s->scores, &s->d_scores};
+    float **parts[] = {&s->keys_t,   &s->values_t, &s->keys,   &s->values, &s->d_keys,
+                       &s->d_values, &s->queries,  &s->d_outs, &s->scores, &s->d_scores};
     int64_t sizes[] = {size * width,    size * width,    width * depth,   width * depth,
                        width * depth,   width * depth,   QUERIES * depth, QUERIES * depth,
                        QUERIES * width, QUERIES * width};
@@ -82,8 +82,8 @@ static void copy_rows(const float *from, int64_t stride, int64_t n, int64_t size
         memcpy(to + row * depth, from + row * stride, (size_t)size * sizeof(float));
 }
 
-static void turn_rows(const float *from, int64_t stride, int64_t n, int64_t size, float *to,
-                      int64_t width) {
+static void transpose_rows(const float *from, int64_t stride, int64_t n, int64_t size, float *to,
+                           int64_t width) {
     memset(to, 0, (size_t)(size * width) * sizeof(float));
     for (int64_t row = 0; row < n; row++)
         for (int64_t i = 0; i < size; i++) to[i * width + row] = from[row * stride + i];
@@ -98,7 +98,7 @@ static inline void narrow_product(const float *a, int64_t a_stride, const float 
     for (int64_t i = 0; i < terms; i++) {
         vf row = load(b + i * b_stride);
         for (int q = 0; q < QUERIES; q++)
-            sums[q] = fused(all(a[q * a_stride + i]), row, sums[q]);
+            sums[q] = fused(broadcast(a[q * a_stride + i]), row, sums[q]);
     }
     for (int q = 0; q < QUERIES; q++) store(c + q * c_stride, sums[q]);
 }
@@ -112,7 +112,7 @@ static inline void product(const float *a, int64_t a_stride, const float *b, int
         for (int64_t i = 0; i < terms; i++) {
             vf one = load(b + i * b_stride + at), two = load(b + i * b_stride + at + LANES);
             for (int q = 0; q < QUERIES; q++) {
-                vf factor = all(a[q * a_stride + i]);
+                vf factor = broadcast(a[q * a_stride + i]);
                 left[q] = fused(factor, one, left[q]);
                 right[q] = fused(factor, two, right[q]);
             }
@@ -133,22 +133,23 @@ static inline void add_outer(const float *a, int64_t a_stride, const float *b, i
         vf b2 = load(b + 2 * b_stride + at), b3 = load(b + 3 * b_stride + at);
         for (int64_t j = 0; j < n; j++) {
             vf sum = load(c + j * b_stride + at);
-            sum = fused(all(a[j]), b0, sum);
-            sum = fused(all(a[a_stride + j]), b1, sum);
-            sum = fused(all(a[2 * a_stride + j]), b2, sum);
-            store(c + j * b_stride + at, fused(all(a[3 * a_stride + j]), b3, sum));
+            sum = fused(broadcast(a[j]), b0, sum);
+            sum = fused(broadcast(a[a_stride + j]), b1, sum);
+            sum = fused(broadcast(a[2 * a_stride + j]), b2, sum);
+            store(c + j * b_stride + at, fused(broadcast(a[3 * a_stride + j]), b3, sum));
         }
     }
 }
 
 /* Replace the first n of scores [width] by e^(score scale - shift), the rest by 0; return the sum. */
-static inline float powers(float *scores, int64_t n, int64_t width, float scale, float shift) {
+static inline float exponentiate(float *scores, int64_t n, int64_t width, float scale,
+                                 float shift) {
     for (int64_t j = n; j < width; j++) scores[j] = MASKED_LOGIT;
     vf sum = {0};
     for (int64_t j = 0; j < width; j += LANES) {
-        vf power = exponential(load(scores + j) * scale - shift);
-        store(scores + j, power);
-        sum += power;
+        vf e = exponential(load(scores + j) * scale - shift);
+        store(scores + j, e);
+        sum += e;
     }
     return sum_of(sum);
 }
@@ -181,12 +182,12 @@ static void attend(const struct problem *p, struct scratch *s, const struct bloc
     float sums[QUERIES];
     copy_rows(row_of(p->query, b->token, b->head), p->query.token_stride, b->num, p->size,
               s->queries, QUERIES, s->depth);
-    product(s->queries, s->depth, s->keys_turned, s->width, p->size, b->width, s->scores, s->width);
+    product(s->queries, s->depth, s->keys_t, s->width, p->size, b->width, s->scores, s->width);
     for (int64_t q = 0; q < QUERIES; q++) {
         int64_t num_keys = b->begin + (q < b->num ? q + 1 : b->num);
         float *row = s->scores + q * s->width;
         float best = largest(row, num_keys, b->width) * p->scale;
-        sums[q] = powers(row, num_keys, b->width, p->scale, best);
+        sums[q] = exponentiate(row, num_keys, b->width, p->scale, best);
         if (q < b->num) log_sums[(b->token + q) * p->num_heads + b->head] = best + logf(sums[q]);
     }
     product(s->scores, s->width, s->values, s->depth, b->num_keys, s->depth, s->queries, s->depth);
@@ -198,8 +199,8 @@ static void attend(const struct problem *p, struct scratch *s, const struct bloc
 
 static void attend_all(const struct problem *p, struct scratch *s, const struct task *t, float *out,
                        float *log_sums) {
-    turn_rows(row_of(p->key, t->first, t->group), p->key.token_stride, t->length, p->size,
-              s->keys_turned, s->width);
+    transpose_rows(row_of(p->key, t->first, t->group), p->key.token_stride, t->length, p->size,
+                   s->keys_t, s->width);
     copy_rows(row_of(p->value, t->first, t->group), p->value.token_stride, t->length, p->size,
               s->values, s->width, s->depth);
     FOR_BLOCKS(p, t, b, attend(p, s, &b, out, log_sums))
@@ -216,8 +217,8 @@ static void differentiate(const struct problem *p, struct scratch *s, const stru
     copy_rows(row_of(p->query, b->token, b->head), p->query.token_stride, b->num, p->size,
               s->queries, QUERIES, s->depth);
     copy_rows(r->d_out + at, stride, b->num, p->size, s->d_outs, QUERIES, s->depth);
-    product(s->queries, s->depth, s->keys_turned, s->width, p->size, b->width, s->scores, s->width);
-    product(s->d_outs, s->depth, s->values_turned, s->width, p->size, b->width, s->d_scores,
+    product(s->queries, s->depth, s->keys_t, s->width, p->size, b->width, s->scores, s->width);
+    product(s->d_outs, s->depth, s->values_t, s->width, p->size, b->width, s->d_scores,
             s->width);
     for (int64_t q = 0; q < QUERIES; q++) {
         float *row = s->scores + q * s->width, *d_row = s->d_scores + q * s->width;
@@ -227,7 +228,7 @@ static void differentiate(const struct problem *p, struct scratch *s, const stru
             continue;
         }
         float log_sum = r->log_sums[(b->token + q) * p->num_heads + b->head], through_sum = 0.0f;
-        powers(row, b->begin + q + 1, b->width, p->scale, log_sum);
+        exponentiate(row, b->begin + q + 1, b->width, p->scale, log_sum);
         for (int64_t i = 0; i < p->size; i++)
             through_sum += r->d_out[at + q * stride + i] * r->out[at + q * stride + i];
         for (int64_t j = 0; j < b->width; j++)
@@ -245,9 +246,9 @@ static void differentiate_all(const struct problem *p, struct scratch *s, const 
                               const struct results *r) {
     const float *keys = row_of(p->key, t->first, t->group);
     size_t row_bytes = (size_t)p->size * sizeof(float);
-    turn_rows(keys, p->key.token_stride, t->length, p->size, s->keys_turned, s->width);
-    turn_rows(row_of(p->value, t->first, t->group), p->value.token_stride, t->length, p->size,
-              s->values_turned, s->width);
+    transpose_rows(keys, p->key.token_stride, t->length, p->size, s->keys_t, s->width);
+    transpose_rows(row_of(p->value, t->first, t->group), p->value.token_stride, t->length, p->size,
+                   s->values_t, s->width);
     copy_rows(keys, p->key.token_stride, t->length, p->size, s->keys, s->width, s->depth);
     memset(s->d_keys, 0, (size_t)(s->width * s->depth) * sizeof(float));
     memset(s->d_values, 0, (size_t)(s->width * s->depth) * sizeof(float));
@@ -284,7 +285,7 @@ static inline struct task task_of(const struct problem *p, struct scratch *s, in
     }                                                                                              \
     return failures ? -1 : 0;
 
-/* Write out [tokens, heads, size], and the log of the sum of each query's powers [tokens, heads]. */
+/* Write out [tokens, heads, size], and the log-sum-exp of each query's scores [tokens, heads]. */
 int megadapo_attention(const struct problem *p, float *out, float *log_sums) {
     FOR_TASKS(p, s, t, attend_all(p, &s, &t, out, log_sums))
 }

@@ -110,7 +110,7 @@ static inline vf chosen(vi condition, vf yes, vf no) {
 
 /* 1 / (1 + e^-x), and 1 minus it without cancellation */
 static inline vf sigmoid_of(vf x, vf *rest) {
-    vi is_negative = x < all(0.0f);
+    vi is_negative = x < broadcast(0.0f);
     vf small = exponential(chosen(is_negative, x, -x)), large = 1.0f / (1.0f + small);
     small *= large;
     *rest = chosen(is_negative, large, small);
@@ -140,7 +140,7 @@ static inline void swiglu_grads_piece(in gates, in ups, in d_y, out d_gates, out
     vf gate = get(gates, count), rest, sigmoid = sigmoid_of(gate, &rest);
     vf d = get(d_y, count) * sigmoid;
     put(d_ups, d * gate, count);
-    put(d_gates, d * get(ups, count) * fused(gate, rest, all(1.0f)), count);
+    put(d_gates, d * get(ups, count) * fused(gate, rest, broadcast(1.0f)), count);
 }
 
 void megadapo_swiglu_grads(const float *gate_up, const float *d_y, int64_t num_rows, int64_t size,

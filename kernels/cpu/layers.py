@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
-from megadapo.kernels.launch import moved, uses_triton
+from megadapo.kernels.launch import count_bytes, uses_triton
 from megadapo.kernels.torch_internals import profiled_range
 
 SOURCE = Path(__file__).with_name("layers.c")
@@ -84,6 +84,6 @@ def _run(name: str, moves: tuple[Tensor, ...], *arguments: object) -> None:
     """Call a C pass on all threads; "megadapo::x" in a profile is `megadapo_x` in C."""
     library = load_native(SOURCE)
     assert library is not None, "call implementation() first"
-    moved(name, *moves)
+    count_bytes(name, *moves)
     with profiled_range(name):
         getattr(library, name.replace("::", "_"))(*arguments, torch.get_num_threads())

@@ -14,7 +14,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 static float maximum_of(const float *z, int64_t n, float scale) {
     vf best[UNROLL];
-    for (int u = 0; u < UNROLL; u++) best[u] = all(MASKED_LOGIT);
+    for (int u = 0; u < UNROLL; u++) best[u] = broadcast(MASKED_LOGIT);
     int64_t i = 0;
     for (; i + STEP <= n; i += STEP)
         for (int u = 0; u < UNROLL; u++) best[u] = larger(load(z + i + u * LANES), best[u]);
@@ -38,14 +38,14 @@ static void sums_of(const float *z, int64_t n, float scale, float m, float *tota
                 vf c = load(z + i + u * LANES) * scale - m;
                 vf e = exponential(c);
                 t[u] += e;
-                w[u] += e * larger(c, all(SMALLEST));
+                w[u] += e * larger(c, broadcast(SMALLEST));
             }
         for (; i < end; i += LANES) {
             int64_t left = end - i;
             vf c = (left < LANES ? load_some(z + i, left, -INFINITY) : load(z + i)) * scale - m;
             vf e = exponential(c);
             t[0] += e;
-            w[0] += e * larger(c, all(SMALLEST));
+            w[0] += e * larger(c, broadcast(SMALLEST));
         }
         totals += (t[0] + t[1]) + (t[2] + t[3]);
         products += (w[0] + w[1]) + (w[2] + w[3]);
@@ -93,7 +93,7 @@ struct row {
 static inline vf gradient(vf z, struct row row, int has_slope) {
     vf log_p = (z * row.scale - row.maximum) - row.log_total;
     vf p = exponential(log_p);
-    return has_slope ? p * (row.slope * larger(log_p, all(SMALLEST)) + row.constant)
+    return has_slope ? p * (row.slope * larger(log_p, broadcast(SMALLEST)) + row.constant)
                      : p * row.constant;
 }
 

@@ -24,7 +24,7 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
-static inline vf all(float x) { return x - (vf){0}; }
+static inline vf broadcast(float x) { return x - (vf){0}; }
 
 static inline vf load(const float *p) {
     vf x;
@@ -33,7 +33,7 @@ static inline vf load(const float *p) {
 }
 
 static inline vf load_some(const float *p, int64_t count, float filler) {
-    vf x = all(filler);
+    vf x = broadcast(filler);
     memcpy(&x, p, (size_t)count * sizeof(float));
     return x;
 }
@@ -59,17 +59,18 @@ static inline vf fused(vf a, vf b, vf c) {
 
 /* e^x to 1e-7 relative for x <= 0; 0 below e^-87; NaN stays NaN. */
 static inline vf exponential(vf x) {
-    vf shifted = fused(x, all(1.44269504088896341f), all(12582912.0f)); /* integer in low bits */
+    /* the low bits of shifted are the nearest integer to x / log 2 */
+    vf shifted = fused(x, broadcast(1.44269504088896341f), broadcast(12582912.0f));
     vf whole = shifted - 12582912.0f;
-    vf rest = fused(whole, all(-0.693359375f), x);
-    rest = fused(whole, all(2.12194440e-4f), rest);
-    vf y = fused(rest, all(1.9875691500e-4f), all(1.3981999507e-3f));
-    y = fused(y, rest, all(8.3334519073e-3f));
-    y = fused(y, rest, all(4.1665795894e-2f));
-    y = fused(y, rest, all(1.6666665459e-1f));
-    y = fused(y, rest, all(5.0000001201e-1f));
+    vf rest = fused(whole, broadcast(-0.693359375f), x);
+    rest = fused(whole, broadcast(2.12194440e-4f), rest);
+    vf y = fused(rest, broadcast(1.9875691500e-4f), broadcast(1.3981999507e-3f));
+    y = fused(y, rest, broadcast(8.3334519073e-3f));
+    y = fused(y, rest, broadcast(4.1665795894e-2f));
+    y = fused(y, rest, broadcast(1.6666665459e-1f));
+    y = fused(y, rest, broadcast(5.0000001201e-1f));
     y = fused(y, rest * rest, rest) + 1.0f;
-    vu power = ((vu)shifted - (vu)all(12582912.0f) + 127) << 23; /* bits of 2^whole */
+    vu power = ((vu)shifted - (vu)broadcast(12582912.0f) + 127) << 23; /* bits of 2^whole */
     return (vf)((vi)(y * (vf)power) & ~(x < SMALLEST));
 }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head.exchange import Block, gather_stats
-from megadapo.kernels.policy_head.products import Fp32Sum, mm_fp32, mm_rows, widened_like
+from megadapo.kernels.policy_head.exchange import RowRange, gather_stats
+from megadapo.kernels.policy_head.products import Fp32Sum, mm_fp32, mm_fp32_scratch, mm_rows
 from megadapo.kernels.policy_head.rows import (
     logprob_grad_rows,
     logprob_rows,
@@ -54,7 +54,7 @@ class _Buffers:
         if not for_grad or like.dtype != torch.float32:
             self._logits = _aligned_rows(like, tile_rows, columns, torch.float32)
 
-    def logits(self, tile: Block) -> Tensor:
+    def logits(self, tile: RowRange) -> Tensor:
         if self._logits is not None:
             return self._logits[: tile[1] - tile[0]]
         return self.grads(tile)
@@ -63,7 +63,7 @@ class _Buffers:
         """Free the memory of the logits if the gradient does not use it too."""
         self._logits = None
 
-    def grads(self, rows: Block) -> Tensor:
+    def grads(self, rows: RowRange) -> Tensor:
         assert self._grads is not None
         return self._grads[rows[0] : rows[1]]
 
@@ -76,7 +76,7 @@ class _Projection:
             weight[shard * shards.size : (shard + 1) * shards.size]
             for shard in range(shards.num_local)
         ]
-        self._widened = widened_like(self._shards[0])
+        self._widened = mm_fp32_scratch(self._shards[0])
 
     def drop_scratch(self) -> None:
         """Free the memory of widened shards; there must be no later call."""
@@ -89,7 +89,7 @@ class _Projection:
             mm_fp32(hidden, shard, out=columns, scratch=self._widened)
 
 
-Step = Callable[[slice, Tile, Tensor | None], None]
+TilePass = Callable[[slice, Tile, Tensor | None], None]
 """Row pass over a tile: (the tile's rows among all rows, the tile, its d_logits if wanted)."""
 
 
@@ -115,7 +115,7 @@ class _Pass:
         self._project = _Projection(weight, call.shards)
         self._exchange = call.exchange(hidden)
 
-    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+    def run(self, step: TilePass) -> tuple[Tensor | None, Tensor | None]:
         """Call `step` on every tile; return d_hidden and d_weight, each None if not wanted."""
         for block in self._call.blocks():
             rows = self._exchange.fetch(block)
@@ -128,7 +128,7 @@ class _Pass:
             self._d_weight.result() if self._d_weight is not None else None,
         )
 
-    def _run_tile(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
+    def _run_tile(self, offset: int, tile: RowRange, rows: Tensor, step: TilePass) -> None:
         """Run one tile; its first row is row `offset` + tile[0] among all rows."""
         logits = self._buffers.logits(tile)
         with profiled_range("megadapo::head logits"):
@@ -138,7 +138,7 @@ class _Pass:
         with profiled_range("megadapo::head rows"):
             step(chosen, self._call.tile(logits, chosen), d_logits)
 
-    def _multiply_back(self, block: Block, rows: Tensor) -> None:
+    def _multiply_back(self, block: RowRange, rows: Tensor) -> None:
         """Run the two products of a block's gradient; d_hidden's reduction overlaps the second."""
         if block[1] == self._call.num_rows:
             # this memory is as large as the weight's gradient, which is allocated next

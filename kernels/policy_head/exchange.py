@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Block = tuple[int, int]
-"""Range (start, stop) of the selected rows."""
+RowRange = tuple[int, int]
+"""(start, stop) of a block among the selected rows, or of a tile among its block's rows."""
 
 
 def process_group_size(process_group: dist.ProcessGroup | None) -> int:
@@ -51,18 +51,18 @@ class ReplicatedRows:
         self._grad: Tensor | None = None
         self._pending: list[dist.Work] = []
 
-    def fetch(self, block: Block) -> Tensor:
+    def fetch(self, block: RowRange) -> Tensor:
         if self._rows is None:
             return self._hidden[block[0] : block[1]]
         return self._hidden.index_select(0, self._rows[block[0] : block[1]])
 
-    def slot(self, block: Block) -> Tensor:
+    def slot(self, block: RowRange) -> Tensor:
         if self._grad is None:
             num_rows = self._hidden.shape[0] if self._rows is None else self._rows.shape[0]
             self._grad = self._hidden.new_empty(num_rows, self._hidden.shape[1])
         return self._grad[block[0] : block[1]]
 
-    def send(self, block: Block) -> None:
+    def send(self, block: RowRange) -> None:
         if self._process_group is not None:
             work = dist.all_reduce(self.slot(block), group=self._process_group, async_op=True)
             self._pending.append(work)
@@ -94,7 +94,7 @@ class ShardedRows:
         hidden: Tensor,
         rows: Tensor | None,
         counts: Sequence[int],
-        blocks: Sequence[Block],
+        blocks: Sequence[RowRange],
         process_group: dist.ProcessGroup,
     ) -> None:
         self._hidden = hidden
@@ -110,11 +110,11 @@ class ShardedRows:
             own = rows[edges[self._rank] : edges[self._rank + 1]]
             self._own = own - self._rank * hidden.shape[0]
         self._num_started = 0
-        self._arriving: dict[Block, tuple[Tensor, list[dist.Work]]] = {}
-        self._leaving: dict[Block, tuple[Tensor, list[dist.Work]]] = {}
+        self._arriving: dict[RowRange, tuple[Tensor, list[dist.Work]]] = {}
+        self._leaving: dict[RowRange, tuple[Tensor, list[dist.Work]]] = {}
         self._grad: Tensor | None = None
 
-    def fetch(self, block: Block) -> Tensor:
+    def fetch(self, block: RowRange) -> Tensor:
         # the next block is on its way while this one is computed
         while self._num_started < min(len(self._blocks), self._blocks.index(block) + 2):
             self._start_broadcast(self._blocks[self._num_started])
@@ -124,13 +124,13 @@ class ShardedRows:
             work.wait()
         return tensor
 
-    def slot(self, block: Block) -> Tensor:
+    def slot(self, block: RowRange) -> Tensor:
         if block not in self._leaving:
             grad = self._hidden.new_empty(block[1] - block[0], self._hidden.shape[1])
             self._leaving[block] = (grad, [])
         return self._leaving[block][0]
 
-    def send(self, block: Block) -> None:
+    def send(self, block: RowRange) -> None:
         grad, works = self._leaving[block]
         for segment in self._segments(block):
             owner = dist.get_global_rank(self._process_group, segment.owner)
@@ -144,7 +144,7 @@ class ShardedRows:
             self._receive_grad(block)
         return _spread(self._grad, self._own, self._hidden)
 
-    def _segments(self, block: Block) -> list[_Segment]:
+    def _segments(self, block: RowRange) -> list[_Segment]:
         segments = []
         for owner, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
             start, stop = max(low, block[0]), min(high, block[1])
@@ -152,12 +152,12 @@ class ShardedRows:
                 segments.append(_Segment(owner, start - block[0], stop - block[0]))
         return segments
 
-    def _own_rows(self, block: Block, segment: _Segment) -> slice:
+    def _own_rows(self, block: RowRange, segment: _Segment) -> slice:
         """Return the segment's range among this rank's own selected rows."""
         first = block[0] - self._edges[self._rank]
         return slice(first + segment.start, first + segment.stop)
 
-    def _start_broadcast(self, block: Block) -> None:
+    def _start_broadcast(self, block: RowRange) -> None:
         tensor = self._hidden.new_empty(block[1] - block[0], self._hidden.shape[1])
         works = []
         for segment in self._segments(block):
@@ -172,7 +172,7 @@ class ShardedRows:
             works.append(dist.broadcast(part, owner, group=self._process_group, async_op=True))
         self._arriving[block] = (tensor, works)
 
-    def _receive_grad(self, block: Block) -> None:
+    def _receive_grad(self, block: RowRange) -> None:
         grad, works = self._leaving.pop(block)
         for work in works:
             work.wait()

@@ -24,9 +24,9 @@ from megadapo.kernels.torch_internals import Brgemm, find_brgemm
 SOURCE = Path(__file__).parents[1] / "cpu" / "policy_head_products.c"
 
 FEW_ROWS = 128
-"""Rows up to which the CPU's libraries may sum K without blocks, on any number of threads."""
+"""Rows of a product up to which a CPU library may add all K terms one by one."""
 K_PIECE = 4096
-"""Terms that fp32 adds one by one with an error below 1e-6."""
+"""Largest number of terms that fp32 can add one by one with an error below 1e-6."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def widened_like(b: Tensor) -> Tensor | None:
-    """Return scratch for `mm_fp32` if the device has no product of this dtype with fp32 result."""
+def mm_fp32_scratch(b: Tensor) -> Tensor | None:
+    """Return the scratch of `mm_fp32` for b; None if the device has a product with fp32 result."""
     if b.device.type == "cpu" and b.dtype != torch.float32 and not has_fp32_product(b, b):
         return torch.empty(b.shape, dtype=torch.float32)
     return None
@@ -54,7 +54,7 @@ def widened_like(b: Tensor) -> Tensor | None:
 def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> None:
     """Write out [M, N] fp32 = a [M, K] @ b^T for b [N, K], accumulated in fp32.
 
-    With `scratch` (see `widened_like`) b is widened into it, and a must already be widened. Such
+    With `scratch` (see `mm_fp32_scratch`) b is widened into it, and a must already be widened. Such
     fp32 values are exact, so oneDNN may still use its bf16 instructions; only the rounding of the
     result is gone.
     """
@@ -65,7 +65,7 @@ def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> Non
         torch.mm(a, b.t(), out=out)
     elif a.device.type == "cpu":
         product = load_product()
-        assert product is not None, "widened_like returns scratch without a product"
+        assert product is not None, "mm_fp32_scratch returns scratch without a product"
         product(a, b, out)
     else:
         torch.mm(a, b.t(), out_dtype=torch.float32, out=out)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
-from megadapo.kernels.launch import moved
+from megadapo.kernels.launch import count_bytes
 from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, NUM_STATS, Tile
 from megadapo.kernels.torch_internals import profiled_range
 
@@ -32,7 +32,7 @@ _SCRATCH_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """Terms of d_logits = d_logprob (onehot - p) - d_entropy p (log p + H), each [R]."""
+    """Terms of d_logits = d_logprob (onehot - p) - d_entropy p (log p + entropy), each [R]."""
 
     maximum: Tensor
     log_total: Tensor
@@ -50,7 +50,7 @@ def row_stats_cpu(tile: Tile) -> Tensor:
         return _row_stats_torch(tile)
     logits, shards = tile.logits, tile.shards
     stats = torch.empty(shards.num_local, NUM_STATS, tile.num_rows, dtype=torch.float32)
-    moved(ROW_STATS, logits)
+    count_bytes(ROW_STATS, logits)
     with profiled_range(ROW_STATS):
         native.megadapo_row_stats(
             address(logits),
@@ -81,7 +81,7 @@ def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
     out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
     values = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
     values = [None if value is None else value.contiguous() for value in values]
-    moved(ROW_GRADS, logits, out)
+    count_bytes(ROW_GRADS, logits, out)
     with profiled_range(ROW_GRADS):
         native.megadapo_row_grads(
             address(logits),

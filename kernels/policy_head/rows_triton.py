@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.launch import block_size, moved, warps_for
+from megadapo.kernels.launch import block_size, count_bytes, warps_for
 from megadapo.kernels.policy_head.terms import DROPPED, describe_terms, token_terms
 from megadapo.kernels.policy_head.tiles import (
     MASKED_LOGIT,
@@ -118,7 +118,10 @@ def _write_row_grad(
     HAS_ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write one row of (d_logprob (onehot - p) - d_entropy p (log p + H)) * inv_temperature."""
+    """Write one row of d_logits.
+
+    It is (d_logprob (onehot - p) - d_entropy p (log p + entropy)) * inv_temperature.
+    """
     offsets = tl.arange(0, BLOCK)
     source = LOGITS + row * logits_stride
     destination = D_LOGITS + row * d_logits_stride
@@ -287,7 +290,7 @@ def row_stats_triton(tile: Tile) -> Tensor:
         BLOCK=block,
         num_warps=warps_for(block),
     )
-    moved(row_stats_kernel.__name__, logits)
+    count_bytes(row_stats_kernel.__name__, logits)
     return stats
 
 
@@ -327,7 +330,7 @@ def policy_rows_triton(
         WRITES_GRAD=d_logits is not None,
     )
     if d_logits is not None:
-        moved(policy_rows_kernel.__name__, tile.logits, d_logits)
+        count_bytes(policy_rows_kernel.__name__, tile.logits, d_logits)
 
 
 def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor) -> None:
@@ -358,7 +361,7 @@ def logprob_grad_rows_triton(
         WRITES_GRAD=True,
         HAS_ENTROPY_GRAD=d_entropy is not None,
     )
-    moved(logprob_rows_kernel.__name__, tile.logits, d_logits)
+    count_bytes(logprob_rows_kernel.__name__, tile.logits, d_logits)
 
 
 def _row_arguments(

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadapo.kernels.policy_head.exchange import (
-    Block,
     ReplicatedRows,
     RowExchange,
+    RowRange,
     ShardedRows,
     process_group_rank,
     process_group_size,
@@ -74,16 +74,16 @@ class Tiling:
     block_rows: int
     tile_rows: int
 
-    def blocks(self, num_rows: int) -> list[Block]:
+    def blocks(self, num_rows: int) -> list[RowRange]:
         """Cut rows 0 to num_rows into blocks of equal size."""
         return _cut(num_rows, self.block_rows)
 
-    def tiles(self, num_rows: int) -> list[Block]:
+    def tiles(self, num_rows: int) -> list[RowRange]:
         """Cut one block's rows into tiles of equal size."""
         return _cut(num_rows, self.tile_rows)
 
 
-def _cut(num_rows: int, largest: int) -> list[Block]:
+def _cut(num_rows: int, largest: int) -> list[RowRange]:
     if num_rows == 0:
         return []
     count = -(-num_rows // largest)
@@ -128,7 +128,7 @@ class HeadCall:
             return values
         return values.new_zeros(self.num_tokens).index_copy_(0, self.selection.rows, values)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[RowRange]:
         """Return the rows of each block, in order."""
         return self.tiling.blocks(self.num_rows)
 

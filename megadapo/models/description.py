@@ -65,7 +65,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Everything that the trainer needs to know of a model, without any weight."""
+    """Everything that the trainer needs to know of a model except its weights."""
 
     family: Family
     shape: ModelShape
@@ -82,8 +82,8 @@ class ModelDescription:
     """Routing of a model with experts."""
 
     @property
-    def experts_per_token(self) -> int:
-        """Experts that a token visits in all layers together; 0 without experts."""
+    def expert_choices_per_token(self) -> int:
+        """Number of experts that all layers together choose for a token; 0 without experts."""
         return 0 if self.routing is None else self.shape.num_layers * self.routing.experts_per_token
 
 

@@ -31,15 +31,16 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def find_hf_config(path: str, *, key: str = "model.path") -> dict[str, Any]:
-    """Return a model's configuration without a download, also for some models that are not here.
+    """Return a model's configuration, without a download.
 
-    megadapo ships the size keys of a few published models' config.json files.
+    For a few published models that are not on this machine, it comes from megadapo, which ships the
+    size keys of their config.json files.
 
     Args:
         path: a folder, a name on the Hub, or the model's path on another machine.
 
     Raises:
-        DataError: the model is neither here nor a published one that megadapo ships.
+        DataError: the model is not on this machine, and megadapo does not ship its configuration.
     """
     folder = Path(path) if Path(path).is_dir() else None
     if folder is None and is_hub_name(path):

@@ -35,23 +35,23 @@ class Weight:
     """Hugging Face names, below `model.layers.N.` for a layer's weight, in fusion order."""
     vllm: str
     """Name in vLLM, below `model.layers.N.` for a layer's weight."""
-    rows: tuple[str, ...]
-    """Size symbol of axis 0 of each Hugging Face tensor."""
-    columns: str | None = None
-    """Size symbol of axis 1; None for a vector."""
+    row_sizes: tuple[str, ...]
+    """Symbol of the number of rows (axis 0) of each Hugging Face tensor."""
+    column_size: str | None = None
+    """Symbol of the number of columns (axis 1); None for a vector."""
     cut: Cut = Cut.REPLICATED
     only_if: str | None = None
     """`ModelShape` flag that the model must have set to have this weight."""
     expert: bool = False
-    """One per expert: `{e}` in a name is the expert's number (local in Megatron, global in HF);
-    vLLM stacks a rank's experts along a leading axis."""
+    """Whether each expert has one. `{e}` in a name is the expert's number, local in Megatron and
+    global in Hugging Face; vLLM stacks a rank's experts along a leading axis."""
     megatron_alias: str | None = None
     """Name in Megatron with Transformer Engine's fused layers."""
 
 
 def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidden") -> Weight:
     """Return the row of a norm's weight: replicated, with the same name in vLLM."""
-    return Weight(megatron=megatron, hf=(hf,), vllm=hf, rows=(size,), megatron_alias=alias)
+    return Weight(megatron=megatron, hf=(hf,), vllm=hf, row_sizes=(size,), megatron_alias=alias)
 
 
 def bias(matrix: Weight, *, only_if: str, cut: Cut | None = None) -> Weight:
@@ -61,7 +61,7 @@ def bias(matrix: Weight, *, only_if: str, cut: Cut | None = None) -> Weight:
         megatron=matrix.megatron.replace(".weight", ".bias"),
         hf=tuple(name.replace(".weight", ".bias") for name in matrix.hf),
         vllm=matrix.vllm.replace(".weight", ".bias"),
-        columns=None,
+        column_size=None,
         cut=cut or matrix.cut,
         only_if=only_if,
     )
@@ -71,8 +71,8 @@ EMBEDDING = Weight(
     megatron="embedding.word_embeddings.weight",
     hf=("model.embed_tokens.weight",),
     vllm="model.embed_tokens.weight",
-    rows=("vocab",),
-    columns="hidden",
+    row_sizes=("vocab",),
+    column_size="hidden",
     cut=Cut.VOCAB,
 )
 FINAL_NORM = norm("decoder.final_layernorm.weight", "model.norm.weight")
@@ -80,16 +80,16 @@ HEAD = Weight(
     megatron="output_layer.weight",
     hf=("lm_head.weight",),
     vllm="lm_head.weight",
-    rows=("vocab",),
-    columns="hidden",
+    row_sizes=("vocab",),
+    column_size="hidden",
     cut=Cut.VOCAB,
 )
 VALUE_HEAD = Weight(
     megatron="output_layer.weight",
     hf=("score.weight",),
     vllm="score.weight",
-    rows=("values",),
-    columns="hidden",
+    row_sizes=("values",),
+    column_size="hidden",
 )
 
 INPUT_NORM = norm(
@@ -101,8 +101,8 @@ QKV = Weight(
     megatron="self_attention.linear_qkv.weight",
     hf=("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     vllm="self_attn.qkv_proj.weight",
-    rows=("q", "kv", "kv"),
-    columns="hidden",
+    row_sizes=("q", "kv", "kv"),
+    column_size="hidden",
     cut=Cut.QKV,
 )
 QKV_BIAS = bias(QKV, only_if="attention_bias")
@@ -112,8 +112,8 @@ ATTENTION_OUT = Weight(
     megatron="self_attention.linear_proj.weight",
     hf=("self_attn.o_proj.weight",),
     vllm="self_attn.o_proj.weight",
-    rows=("hidden",),
-    columns="q",
+    row_sizes=("hidden",),
+    column_size="q",
     cut=Cut.COLUMNS,
 )
 ATTENTION_OUT_BIAS = bias(ATTENTION_OUT, only_if="attention_bias", cut=Cut.REPLICATED)
@@ -127,8 +127,8 @@ GATE_UP = Weight(
     megatron="mlp.linear_fc1.weight",
     hf=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     vllm="mlp.gate_up_proj.weight",
-    rows=("ffn", "ffn"),
-    columns="hidden",
+    row_sizes=("ffn", "ffn"),
+    column_size="hidden",
     cut=Cut.GATE_UP,
 )
 GATE_UP_BIAS = bias(GATE_UP, only_if="mlp_bias")
@@ -136,8 +136,8 @@ DOWN = Weight(
     megatron="mlp.linear_fc2.weight",
     hf=("mlp.down_proj.weight",),
     vllm="mlp.down_proj.weight",
-    rows=("hidden",),
-    columns="ffn",
+    row_sizes=("hidden",),
+    column_size="ffn",
     cut=Cut.COLUMNS,
 )
 DOWN_BIAS = bias(DOWN, only_if="mlp_bias", cut=Cut.REPLICATED)
@@ -146,16 +146,16 @@ ROUTER = Weight(
     megatron="mlp.router.weight",
     hf=("mlp.gate.weight",),
     vllm="mlp.gate.weight",
-    rows=("experts",),
-    columns="hidden",
+    row_sizes=("experts",),
+    column_size="hidden",
 )
 EXPERT_GATE_UP = Weight(
     megatron="mlp.experts.local_experts.{e}.linear_fc1.weight",
     megatron_alias="mlp.experts.linear_fc1.weight{e}",
     hf=("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
     vllm="mlp.experts.routed_experts.w13_weight",
-    rows=("expert_ffn", "expert_ffn"),
-    columns="hidden",
+    row_sizes=("expert_ffn", "expert_ffn"),
+    column_size="hidden",
     cut=Cut.GATE_UP,
     expert=True,
 )
@@ -164,8 +164,8 @@ EXPERT_DOWN = Weight(
     megatron_alias="mlp.experts.linear_fc2.weight{e}",
     hf=("mlp.experts.{e}.down_proj.weight",),
     vllm="mlp.experts.routed_experts.w2_weight",
-    rows=("hidden",),
-    columns="expert_ffn",
+    row_sizes=("hidden",),
+    column_size="expert_ffn",
     cut=Cut.COLUMNS,
     expert=True,
 )

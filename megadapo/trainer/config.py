@@ -73,7 +73,7 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
             )
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of rollout step `step` (the first is 1), the same for all its updates."""
+        """Return the learning rate of all updates of rollout step `step`, counted from 1."""
         assert step >= 1, step
         if step < self.warmup_steps:
             return self.lr * step / self.warmup_steps

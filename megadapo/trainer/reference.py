@@ -31,7 +31,7 @@ from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.weights.disk.export import copy_other_files
+from megadapo.weights.disk.export import copy_config_and_tokenizer
 from megadapo.weights.disk.files import Files, entry_of, sync_path
 from megadapo.weights.disk.load import import_weights, match_params
 from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name
@@ -78,8 +78,8 @@ class ReferencePolicy:
         )
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the policy's modules compute the reference in the block; collective, bit-exact."""
+    def swapped_in(self) -> Iterator[None]:
+        """Put the reference's weights into the policy's modules for the block; collective."""
         self._exchange()
         yield
         self._exchange()
@@ -94,14 +94,14 @@ class ReferencePolicy:
     ) -> list[MiniBatch]:
         """Return the mini-batches with the reference's log-probs; collective.
 
-        If rewards include the KL divergence, it also has the advantages that follow. The critic
-        makes its own.
+        If rewards include the KL divergence, they also get advantages of these rewards, unless a
+        critic computes the advantages.
 
         Args:
             trained: [tokens of the batch] bool, tokens that have a KL divergence.
             split: the rank's part of each mini-batch, with its old policy.
         """
-        with self.in_place():
+        with self.swapped_in():
             logprobs_ref = [self._score(mini_batch) for mini_batch in split]
         objective = self.settings.algorithm.objective
         found = [
@@ -274,7 +274,7 @@ def _write_copy(
             raise OSError(f"{target / own_name}: {error}") from error
         written.append(own_name)
     if base_folder is not None:
-        copy_other_files(base_folder, target, dtype)
+        copy_config_and_tokenizer(base_folder, target, dtype)
         manifest = manifest_of(positions)
         (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
         of_ranks = {rank_file_name(position) for position in positions}

@@ -77,7 +77,7 @@ class Trainer:
         self._locations: list[ProcessLocation] = []
         self._pings: list[ObjectRef[Any]] = []
         self._heartbeats: HeartbeatWatch | None = None
-        self._looking = threading.Lock()
+        self._heartbeat_lock = threading.Lock()
         self.checkpoint_bytes = 0
         """Approximate size of a checkpoint's shards, known after the start."""
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
@@ -176,7 +176,7 @@ class Trainer:
             self.logs,
             folder.absolute(),
             deadline=time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE,
-            # one for this thread: a watch serves one thread at a time
+            # a watch of its own: the function may run in another thread, and a watch is for one
             watch=self._watch_heartbeats().check,
         )
 
@@ -222,7 +222,7 @@ class Trainer:
         """
         import ray
 
-        self._look()
+        self._check_heartbeats()
         if not self._pings:
             self._pings = [rank.__ray_ready__.remote() for rank in self.ranks]
         answered, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
@@ -258,7 +258,7 @@ class Trainer:
         """Return results in order. The first failure ends all ranks, as others wait for it."""
 
         def look() -> None:
-            self._look()
+            self._check_heartbeats()
             self._watch.check(without=self.check)
 
         try:
@@ -286,15 +286,15 @@ class Trainer:
             limit="trainer.progress_timeout_s",
         )
 
-    def _look(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Raise ProcessHungError if a rank hangs; any thread may call it."""
         if self._heartbeats is None or not self.ranks:
             return
-        if self._looking.acquire(blocking=False):
+        if self._heartbeat_lock.acquire(blocking=False):
             try:
                 self._heartbeats.check()
             finally:
-                self._looking.release()
+                self._heartbeat_lock.release()
 
     def _kill(self, *, writes_stacks: bool) -> None:
         """End all processes; `writes_stacks` into their logs first."""

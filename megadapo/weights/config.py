@@ -11,7 +11,8 @@ from pydantic import Field, PositiveInt
 from megadapo.section import Section
 
 NCCL_TIMEOUT_S = 1800.0
-"""Timeout of the process group of weight updates, whose own error names no rank."""
+"""Timeout of the process group of weight updates. Its error names no rank, so
+`weights.deadline_s` may not exceed it."""
 
 
 class WeightsConfig(Section, title="weights"):

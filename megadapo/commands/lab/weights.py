@@ -65,7 +65,7 @@ def report(
     between = in_node = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
-        target = (transfer.engine, transfer.engine_rank)
+        target = (transfer.receiver, transfer.engine_rank)
         sent[transfer.sender] += size
         received[target] += size
         links[transfer.sender, target] += size
@@ -73,7 +73,7 @@ def report(
             between += size
         elif transfer.sender != transfer.owner:
             in_node += size
-        in_node += size * (plan.num_copies(transfer.engine) - 1)
+        in_node += size * (plan.num_members(transfer.receiver) - 1)
     schedule = pack(plan, bucket_bytes)
     bucket = max(schedule.capacity.buckets)
     wave = max(schedule.capacity.waves.values())
@@ -94,8 +94,8 @@ def report(
         f"memory, engine rank   {_size(wave)} at most, if buckets are not read in place",
         f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
     ]
-    for (source, (engine, rank)), size in links.most_common(num_links):
-        lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
+    for (source, (receiver, rank)), size in links.most_common(num_links):
+        lines.append(f"  {source:>4} -> {receiver}, {rank}   {_size(size)}")
     return lines
 
 
@@ -149,7 +149,7 @@ def plan_for(
             pp_size=rollout.pipeline_parallel,
             expert_parallel=rollout.expert_parallel,
             nodes=tuple(topology.receivers),
-            copies=topology.copies,
+            engines_per_receiver=topology.engines_per_receiver,
         ),
         itemsize=4 if config.model.dtype == "float32" else 2,
         max_bundle_bytes=max_bundle_bytes(int(config.weights.bucket_mib * MIB)),

@@ -238,7 +238,7 @@ def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
     if not config.trainer.router_replay:
         return 0
     responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
-    per_token = model.experts_per_token * expert_dtype(model.shape.num_experts).itemsize
+    per_token = model.expert_choices_per_token * expert_dtype(model.shape.num_experts).itemsize
     return responses * longest_sequence(config) * per_token
 
 

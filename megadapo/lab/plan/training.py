@@ -107,7 +107,7 @@ def _input_bytes(
         # cosine and sine of half of a head's angles each
         per_token += OWN_LAYER_BYTES + model.shape.head_dim * 4
     if trainer.router_replay:
-        per_token += model.experts_per_token * (1 if model.shape.num_experts <= 256 else 4)
+        per_token += model.expert_choices_per_token * (1 if model.shape.num_experts <= 256 else 4)
     num_tokens = load.num_micro_batches * load.tokens_per_micro_batch
     return num_tokens * per_token + load.num_step_tokens * LOGPROB_BYTES
 

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadapo.kernels.launch import metered
+from megadapo.kernels.launch import counting_bytes
 from megadapo.lab.bench.measure import time_once
 from megadapo.lab.plan.cards import card_of
 from megadapo.observe.tables import TextTable
@@ -187,7 +187,7 @@ def bytes_moved() -> Iterator[Counter[str]]:
     Views move nothing.
     """
     meter: Counter[str] = Counter()
-    with metered(meter), _OperatorMeter(meter):
+    with counting_bytes(meter), _OperatorMeter(meter):
         yield meter
 
 

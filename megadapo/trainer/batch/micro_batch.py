@@ -18,7 +18,7 @@ from megadapo.algorithm.importance import (
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
 from megadapo.trainer.batch.packing import (
-    ALL,
+    WHOLE_SEQUENCES,
     ContextPart,
     PackedSequences,
     pack_sequences,
@@ -32,8 +32,8 @@ class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
 
     Entry t of a [T] tensor belongs to hidden state t and describes the next token, which may be on
-    another context-parallel rank. Entries outside of `rows` are not used. The old policy, from
-    `proximal` on, is known before the step's first update, on the last pipeline stage only.
+    another context-parallel rank. Entries outside of `rows` are not used. Fields from `proximal` on
+    are set before the step's first update, on the last pipeline stage only.
     """
 
     tokens: Tensor  # [1, T] int64
@@ -53,14 +53,15 @@ class MicroBatch:
     num_tokens: int
     """T without padding."""
     whole_sequences: np.ndarray
-    """[N] int64: index among the S sequences of each of the N tokens that are predicted on all
-    context-parallel ranks, ascending."""
-    whole_is_current: np.ndarray  # [N] bool, of the same
+    """[N] int64, ascending: index among the S sequences of each predicted token. N counts the
+    predicted tokens of all context-parallel ranks."""
+    whole_is_current: np.ndarray  # [N] bool, sampled from the current weights
     own: np.ndarray  # [R] indices of this rank's predicted tokens among the N, ascending
     has_stale: bool
     """Whether a predicted token on any context-parallel rank was sampled from other weights."""
     experts: Tensor | None = None  # [T, layers, K], with router replay
-    """Experts of each token. A token that the engine never read takes those of the token before."""
+    """Experts of each token. The engine has none for the last tokens of a sequence, which it never
+    read; they get those of the last token that it read."""
     has_computed_advantages: bool = False
     """Whether the trainer computed the advantages; the batch's are finite, and these may be NaN."""
     proximal: Tensor | None = None
@@ -124,7 +125,7 @@ class MicroBatchBuilder:
     """[D / 2] of the rotary embedding, for our own layers."""
     token_multiple: int
     """T is padded to a multiple of it, for sequence parallelism."""
-    part: ContextPart = ALL
+    part: ContextPart = WHOLE_SEQUENCES
     """This rank's part of every sequence."""
     takes_experts: bool = False
     """Whether micro-batches get the experts of their tokens."""
@@ -202,7 +203,8 @@ class MicroBatchBuilder:
     def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
         """Return padded lengths, and each token's row on this rank (-1: on another rank).
 
-        Context parallelism can divide the lengths, and padding fills T up to the multiple.
+        Each length is padded so that context parallelism can divide it. A last sequence of padding
+        alone fills T up to the multiple.
         """
         chunks, ranks = self.part.chunks_per_sequence, self.part.size
         padded = (-(-lengths // chunks) * chunks).tolist()
@@ -250,7 +252,7 @@ def old_policy(
     """Return the micro-batch with its old policy, given the trainer's log-probs [T].
 
     It is collective over context-parallel ranks, each of which has some tokens of every sequence.
-    Without stale tokens, and if only they are weighted, it is just these log-probs.
+    If only stale tokens are weighted and no token is stale, these log-probs are the old policy.
     """
     logprobs, stale = proximal, micro_batch.is_stale
     if importance.stale_logprobs == "rollout" and micro_batch.num_stale > 0:

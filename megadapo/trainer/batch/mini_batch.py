@@ -28,9 +28,9 @@ from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import rotary_of_own_layers
 from megadapo.trainer.model.parallel import context_part
 
-LINEAR_FLOPS_PER_HIDDEN = 6
-"""Attention scores cost as much as a layer's matrices at about 6 x hidden size tokens of context:
-12 H^2 multiply-adds a token for the matrices, 2 H per token of (causally halved) context."""
+BREAK_EVEN_CONTEXT = 6
+"""Context of a token, in hidden sizes, at which its attention costs as much as a layer's matrices:
+12 H^2 multiply-adds for the matrices, 2 H for each of 6 H tokens of context."""
 
 
 class MiniBatch(Sequence[MicroBatch]):
@@ -82,7 +82,7 @@ class MicroBatchSplitter:
     def __init__(
         self, model: ModelDescription, trainer: TrainerConfig, device: torch.device
     ) -> None:
-        """`device`: computes the micro-batches."""
+        """`device`: it gets each micro-batch when the model reads it."""
         self._device = device
         self._builder = MicroBatchBuilder(
             inverse_frequencies=rotary_of_own_layers(model),
@@ -161,14 +161,15 @@ def partition(
     needed = max(1, *(len(bins) for bins in packed))
     num_micro_batches = -(-needed // multiple_of) * multiple_of
     return [
-        _spread(share, bins, lengths, costs, num_micro_batches, token_budget)
+        _even_if_they_fit(share, bins, lengths, costs, num_micro_batches, token_budget)
         for share, bins in zip(shares, packed, strict=True)
     ]
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:
     """Return the compute of a sequence, in units of one token's matrix products."""
-    return length * (1.0 + length / (2 * LINEAR_FLOPS_PER_HIDDEN * hidden_size))
+    mean_context = length / 2
+    return length * (1.0 + mean_context / (BREAK_EVEN_CONTEXT * hidden_size))
 
 
 def balance(items: Sequence[int], costs: Sequence[float], num_bins: int) -> list[list[int]]:
@@ -198,7 +199,7 @@ def first_fit(items: Sequence[int], lengths: Sequence[int], token_budget: int) -
     return [sorted(members) for members in bins]
 
 
-def _spread(
+def _even_if_they_fit(
     share: Sequence[int],
     bins: list[list[int]],
     lengths: Sequence[int],
@@ -206,7 +207,10 @@ def _spread(
     num_micro_batches: int,
     token_budget: int,
 ) -> list[list[int]]:
-    """Return micro-batches of even cost, so that pipeline stages wait less; else tight ones."""
+    """Return micro-batches of even cost, so that pipeline stages wait less.
+
+    If one of them exceeds the budget, return `bins` and empty micro-batches instead.
+    """
     even = balance(share, costs, num_micro_batches)
     if all(len(b) <= 1 or sum(lengths[i] for i in b) <= token_budget for b in even):
         return even

@@ -1,7 +1,8 @@
 """The layout of a packed micro-batch's sequences, for our own attention.
 
-Attention never sees a mask over the whole packed micro-batch: sequences of similar length are
-padded into one causal batch, so memory and work follow the sequences, not their sum squared.
+Sequences of similar length are padded to a causal batch of their own, so attention needs no mask
+over the whole micro-batch. Memory and work grow with the square of each sequence's length, not of
+their sum.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ class ContextPart:
         return np.concatenate(pieces)
 
 
-ALL = ContextPart(0, 1)
-"""Whole sequences, without context parallelism."""
+WHOLE_SEQUENCES = ContextPart(0, 1)
+"""The part of a rank without context parallelism: every sequence is whole."""
 
 
 SHORT_SEQUENCE = 32
 """Sequences up to this length share a bucket: the padding costs less than another call."""
-SHORTEST_OF_BUCKET = 0.75
-"""A sequence joins a bucket if it is at least this long against the bucket's longest."""
+MIN_LENGTH_SHARE = 0.75
+"""A longer sequence joins a bucket if its length is at least this share of the longest one's."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to one length, after the sequences of earlier buckets."""
+    """Sequences of similar length, padded to one length; a buffer has one bucket after another."""
 
     num_sequences: int
     length: int
@@ -99,7 +100,7 @@ def tensors_on(holder: Any, device: torch.device) -> dict[str, Any]:
 def pack_sequences(
     lengths: list[int],
     inverse_frequencies: Tensor | None,
-    part: ContextPart = ALL,
+    part: ContextPart = WHOLE_SEQUENCES,
 ) -> PackedSequences:
     """Lay out sequences of the given lengths (all positive), packed in this order, on the host.
 
@@ -154,7 +155,7 @@ def _buckets(lengths: list[int]) -> tuple[tuple[Bucket, ...], np.ndarray]:
     members: list[list[int]] = []
     for index in order:
         longest = lengths[members[-1][0]] if members else 0
-        joins = lengths[index] >= SHORTEST_OF_BUCKET * longest or longest <= SHORT_SEQUENCE
+        joins = lengths[index] >= MIN_LENGTH_SHARE * longest or longest <= SHORT_SEQUENCE
         if members and joins:
             members[-1].append(index)
         else:

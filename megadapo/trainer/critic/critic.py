@@ -39,7 +39,7 @@ class Critic(TrainedModel):
     def __init__(
         self, settings: TrainerSettings, *, policy: ModelDescription, device: torch.device
     ) -> None:
-        """`policy`: its micro-batches are the critic's input."""
+        """`policy`: the model whose micro-batches the critic reads."""
         assert settings.critic is not None, "a critic needs its section"
         self.device = device
         folder = resolve_model_folder(
@@ -134,7 +134,7 @@ class CriticSums(Sums):
     squared_errors: float = 0.0
 
     def add(self, values: Tensor, returns: Tensor) -> None:
-        """Count tokens; `values` [R] are from before the step's first update, as `returns` [R]."""
+        """Add tokens, given their values [R] and returns [R] before the step's first update."""
         values, returns = values.double(), returns.double()
         errors = returns - values
         self.num_tokens += len(values)

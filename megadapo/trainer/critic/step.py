@@ -79,7 +79,7 @@ class CriticStep:
         rows, sequences = micro_batch.rows, micro_batch.whole_sequences
         known = [micro_batch.advantages[rows], values[rows]]
         if self._kl_coef != 0.0:
-            assert micro_batch.kl is not None, "the reference comes first"
+            assert micro_batch.kl is not None, "ReferencePolicy.add_logprobs sets it"
             known.append(micro_batch.kl)
         scores, of_states, *kl = _of_whole_sequences(micro_batch, known)
         rewards = terminal_rewards(scores, sequences)

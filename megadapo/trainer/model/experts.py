@@ -61,12 +61,12 @@ def mark_experts(chunk: GPTModel) -> None:
             parameter.allreduce = False
 
 
-def forget_routing(chunk: GPTModel) -> None:
-    """Release each micro-batch's graph after its layer, not at the next micro-batch.
+def release_routing_graphs(chunk: GPTModel) -> None:
+    """Make each layer of experts drop its references to a micro-batch's autograd graph.
 
-    megatron-core's dispatcher keeps the dispatched probabilities and so the graph. Gradient hooks
-    in the graph refer to the model, and Python's collector does not see them. Otherwise the model
-    and the threads of its process groups would live as long as the process.
+    megatron-core's dispatcher keeps the dispatched probabilities and so the graph, whose gradient
+    hooks refer to the model. Python's collector does not see this cycle: the model and the threads
+    of its process groups would live as long as the process.
     """
 
     def forget(layer: MoELayer, inputs: object, output: object) -> None:
@@ -83,11 +83,10 @@ def forget_routing(chunk: GPTModel) -> None:
 class BalancedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's router, which can count its choices and has a load-balancing loss."""
 
-    counts: Tensor | None = (
-        None  # [2, E] fp64 choices and sums of probabilities; None does not count
-    )
-    pull: Tensor | None = None
-    """Weights [E] of a token's probabilities in the loss; None has no such loss."""
+    counts: Tensor | None = None
+    """Choices and sums of probabilities so far, [2, E] fp64; None: not counted."""
+    balance_weights: Tensor | None = None
+    """Weights [E] of a token's probabilities in the balancing loss; None: no such loss."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights and choices of experts, both [T, E].
@@ -98,16 +97,16 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no 
                 are routed like other tokens.
         """
         weights, chosen = super().routing(logits)
-        pull = self.pull if torch.is_grad_enabled() else None
-        if self.counts is None and pull is None:
+        balance_weights = self.balance_weights if torch.is_grad_enabled() else None
+        if self.counts is None and balance_weights is None:
             return weights, chosen
         counted = _counted(len(weights), padding_mask)
         probabilities = logits.flatten(0, 1).softmax(-1, dtype=torch.float32)[counted]
         if self.counts is not None:
             self.counts[0] += chosen[counted].sum(0)
             self.counts[1] += probabilities.detach().sum(0, dtype=torch.float64)
-        if pull is not None:
-            weights = MoEAuxLossAutoScaler.apply(weights, (probabilities * pull).sum())
+        if balance_weights is not None:
+            weights = MoEAuxLossAutoScaler.apply(weights, (probabilities * balance_weights).sum())
         return weights, chosen
 
 
@@ -122,7 +121,7 @@ def _counted(num_tokens: int, padding_mask: Tensor | None) -> Tensor | slice:
 
 
 class ExpertBalance:
-    """Load balancing of one rank's routers; it does nothing for a model without experts."""
+    """Load balancing of one rank's routers; without experts its methods do nothing."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], *, coef: float) -> None:
         """`coef`: weight of the loss, which is a sum over layers."""
@@ -166,8 +165,8 @@ class ExpertBalance:
         if self._coef == 0.0:
             return
         for layer, router in self._routers.items():
-            pull = self._shares[layer] * (self._coef * self._size[1] / num_tokens)
-            router.pull = pull.float()
+            balance_weights = self._shares[layer] * (self._coef * self._size[1] / num_tokens)
+            router.balance_weights = balance_weights.float()
 
     def result(self) -> Metrics:
         """Return the balance in the last counted block; empty for a model without experts."""

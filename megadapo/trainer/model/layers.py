@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megadapo.kernels.attention import packed_attention, takes
+from megadapo.kernels.attention import packed_attention, should_use_packed_attention
 from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
@@ -93,7 +93,7 @@ class PackedAttention(torch.nn.Module):
         assert packed.cos is not None and packed.sin is not None
         query, key = (rotary(x, packed.cos, packed.sin) for x in (query, key))
         longest = packed.max_seqlen_q
-        if self.cp_group is None and takes(query, key, value, longest):
+        if self.cp_group is None and should_use_packed_attention(query, key, value, longest):
             out = packed_attention(
                 query, key, value, packed.cu_seqlens_q, longest=longest, scale=self.scale
             )

@@ -18,8 +18,8 @@ from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.experts import (
     BalancedRouter,
     expert_options,
-    forget_routing,
     mark_experts,
+    release_routing_graphs,
 )
 from megadapo.trainer.model.layers import local_block_spec
 from megadapo.trainer.model.megatron_internals import HookedGPTModel, submodules_of
@@ -137,7 +137,7 @@ def _build_chunk(
     )
     if model.routing is not None:
         mark_experts(gpt)
-        forget_routing(gpt)
+        release_routing_graphs(gpt)
         if trainer.router_replay:
             replay_choices(gpt)
     if uses_te:

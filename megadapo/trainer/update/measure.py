@@ -1,4 +1,4 @@
-"""Measurements beside an update: recorded tokens, each rank's work, and the effect of shapes."""
+"""Measurements beside an update: log-probs of recorded tokens, and the effect of batch shapes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def probe_shape(
     predicted: np.ndarray,
     score: Callable[[Sequence[MicroBatch]], list[Tensor]],
 ) -> MiniBatchSums:
-    """Score some sequences of the first mini-batch alone as well; collective, as `score` is.
+    """Score some sequences of the first mini-batch again, in their own micro-batch; collective.
 
     Matrix products round differently at different shapes, so the trainer itself gives a token
     another log-prob in another micro-batch. That part of the trainer/engine gap is measured here.

@@ -2,8 +2,8 @@
 
 With `trainer.overlap_data_parallel`, a bucket of gradients is summed as soon as the last backward
 pass has filled it, and a bucket's updated weights arrive just before the forward pass that reads
-them. Between an optimizer step and that pass, only a rank's own shard is up to
-date. Any other reader calls `gather_weights_now` first.
+them. Between an optimizer step and that pass, only a rank's own shard is up to date. Any other
+reader calls `gather_weights_now` first.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def build_optimizer(
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if isinstance(part.optimizer, torch.optim.AdamW):
             _allocate_moments(part.optimizer)
-            take_one_pass(part.optimizer)
+            use_fused_adamw(part.optimizer)
     return optimizer
 
 
@@ -154,7 +154,7 @@ def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def take_one_pass(optimizer: torch.optim.AdamW) -> None:
+def use_fused_adamw(optimizer: torch.optim.AdamW) -> None:
     """Use the fused AdamW on the CPU: one pass over memory instead of one per operation."""
     for group in optimizer.param_groups:
         # a rank may own no parameter of a group

@@ -95,7 +95,13 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Return the result for each micro-batch on the last stage; every rank has as many."""
+    """Run the forward passes and, unless `forward_only`, the backward passes; collective.
+
+    Every rank passes the same number of micro-batches.
+
+    Returns:
+        The result for each micro-batch on the last stage, else an empty list.
+    """
     forward_backward = get_forward_backward_func()
     outputs: list[Any] = forward_backward(
         forward_step_func=_forward_step,
@@ -131,5 +137,5 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
     num_tokens = torch.zeros((), dtype=torch.int)
     if isinstance(output, Tensor):
         return output.sum(), num_tokens, output
-    # its graph would keep the other stages' activations until the mini-batch is done
+    # the loss's graph would keep the other stages' activations until the mini-batch is done
     return output.loss, num_tokens, replace(output, loss=output.loss.detach())

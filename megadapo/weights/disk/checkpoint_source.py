@@ -1,7 +1,7 @@
 """Full tensors of a trainer's checkpoint, one weight at a time; needs no ranks, model or GPU.
 
 A checkpoint of any split names every parameter once for the whole model: stacked over layers and
-experts, cut into chunks, the vocabulary padded. So it reads like the one rank of an unsplit model.
+experts, cut into chunks, the vocabulary padded. So it has the layout of one unsplit rank.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class TrainerCheckpoint:
         problems += [f"{name} is not in the layout" for name in sorted(unknown)]
         if problems:
             listed = "; ".join(dict.fromkeys(problems[:10]))
-            raise WeightError(f"{self.folder} is not of the model in model.path: {listed}.")
+            raise WeightError(
+                f"{self.folder} is a checkpoint of another model than model.path: {listed}."
+            )
         return pairs
 
     def _position(self) -> ShardPosition:

@@ -15,7 +15,7 @@ from megadapo.errors import WeightError
 from megadapo.models.description import config_differences
 from megadapo.weights.disk.export import (
     CARRIED,
-    copy_other_files,
+    copy_config_and_tokenizer,
     export_weights,
     full_tensors,
     new_folder,
@@ -53,7 +53,7 @@ def hf_to_megatron(
 ) -> None:
     """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
 
-    Memory: the shards of one rank and one slice. The folder gets its name when it is complete.
+    It needs memory for the shards of one rank. The folder gets its name when it is complete.
 
     Raises:
         WeightError: The folder does not hold exactly the model of its config.json, or the model
@@ -69,7 +69,7 @@ def hf_to_megatron(
         num_dp=ep_size,
     )
     partial = new_folder(destination)
-    copy_other_files(source, partial, dtype)
+    copy_config_and_tokenizer(source, partial, dtype)
     (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
     shards = [list(layout.megatron_shards(position)) for position in positions]
     with progress_bar("hf-to-megatron", sum(map(len, shards))) as advance:

@@ -63,7 +63,7 @@ def export_weights(
         WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
     """
     partial = new_folder(folder)
-    copy_other_files(base_folder, partial, dtype)
+    copy_config_and_tokenizer(base_folder, partial, dtype)
     writer = _FileWriter(partial, layout, dtype, max_file_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
@@ -90,8 +90,8 @@ def new_folder(folder: Path | str) -> Path:
     return partial
 
 
-def copy_other_files(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer, and set the weights' type in the configuration."""
+def copy_config_and_tokenizer(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
+    """Copy the files of `CARRIED`, and set the weights' type in the configuration."""
     for path in files_within(Path(base_folder), CARRIED):
         shutil.copyfile(path, folder / path.name)
     config = read_json(folder / "config.json")

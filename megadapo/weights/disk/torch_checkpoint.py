@@ -1,7 +1,7 @@
-"""A distributed checkpoint of torch: its `.metadata`, written and read without trust, and tensors.
+"""A distributed checkpoint of torch: write its `.metadata`, read that safely, and read tensors.
 
-The metadata is a pickle, which could name any function to call. This reader admits only the plain
-classes that such metadata consists of and refuses everything else.
+The metadata is a pickle, and a pickle can call any function when it is read. This reader admits
+only the plain classes that such metadata consists of and refuses everything else.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class StoredTensors:
         items = create_read_items_for_chunk_list(key, stored, boxes)
         within = sum(_num_within(box, stored.size) for box in boxes)
         if sum(prod(item.lengths) for item in items) != within:
-            raise CheckpointError(f"{self.folder}: the chunks of {key} do not add up to it")
+            raise CheckpointError(f"{self.folder}: the stored chunks of {key} do not cover it")
         return items
 
 
@@ -209,8 +209,8 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: It is missing or damaged, names a class that no checkpoint consists of
-            (which is not run), or points at files outside of the folder.
+        CheckpointError: It is missing or damaged, names a class that is not admitted (and is not
+            called), or points at files outside of the folder.
     """
     path = folder / METADATA_FILE
     try:

@@ -192,10 +192,10 @@ class ModelLayout:
     ) -> Shard:
         """Return part `rank` of `size` of a row; Megatron and vLLM cut all but QKV equally."""
         is_column_cut = row.cut is Cut.COLUMNS
-        symbols, across = row.rows, row.columns
+        symbols, across = row.row_sizes, row.column_size
         if is_column_cut:
-            assert row.columns is not None, "a vector has no columns to cut"
-            symbols, across = (row.columns,), row.rows[0]
+            assert row.column_size is not None, "a vector has no columns to cut"
+            symbols, across = (row.column_size,), row.row_sizes[0]
         sizes = [self.shape.size(symbol) for symbol in symbols]
         if row.cut is Cut.REPLICATED:
             runs = cuts.whole(tensors, sizes)
@@ -214,12 +214,12 @@ class ModelLayout:
         )
 
     def _row_axes(self, row: Weight, prefix: str) -> dict[str, tuple[str, ...]]:
-        tail = () if row.columns is None else (row.columns,)
+        tail = () if row.column_size is None else (row.column_size,)
         numbers = range(self.shape.num_experts) if row.expert else [None]
         return {
             prefix + _numbered(name, number): (symbol, *tail)
             for number in numbers
-            for name, symbol in zip(row.hf, row.rows, strict=True)
+            for name, symbol in zip(row.hf, row.row_sizes, strict=True)
         }
 
     def _per_rank_experts(self, ranks: int) -> int:

@@ -49,7 +49,7 @@ class Capacity:
     buckets: list[int]
     """Bytes of a bucket of each trainer rank."""
     waves: dict[tuple[int, int], int]
-    """(engine, engine rank) -> bytes that it can receive in one wave."""
+    """(receiver, engine rank) -> bytes that it can receive in one wave."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Schedule:
             buckets[placed.sender] = max(buckets[placed.sender], placed.offset + size)
             if placed.staged_at is not None:
                 buckets[transfer.relay] = max(buckets[transfer.relay], placed.staged_at + size)
-            received[(transfer.engine, transfer.engine_rank), number, placed.wave] += size
+            received[(transfer.receiver, transfer.engine_rank), number, placed.wave] += size
         waves: dict[tuple[int, int], int] = {}
         for (target, _, _), size in received.items():
             waves[target] = max(waves.get(target, 0), size)
@@ -123,8 +123,8 @@ def pack(plan: UpdatePlan, bucket_bytes: int) -> Schedule:
     receives at most `bucket_bytes` in one wave of a round.
     """
     sizes = [plan.bundle(transfer).num_bytes for transfer in plan.transfers]
-    engines, ranks = range(len(plan.engine.nodes)), range(plan.engine.num_ranks)
-    waves = dict.fromkeys(product(engines, ranks), bucket_bytes)
+    receivers, ranks = range(len(plan.engine.nodes)), range(plan.engine.num_ranks)
+    waves = dict.fromkeys(product(receivers, ranks), bucket_bytes)
     return _Packer(plan, sizes, Capacity([bucket_bytes] * plan.num_sources, waves)).pack()
 
 
@@ -168,7 +168,7 @@ class _Packer:
         """Add a transfer to its sender's bucket; return its offset."""
         placed = PlacedTransfer(
             sender=transfer.sender,
-            target=self._plan.engine_rank_number(transfer.engine, transfer.engine_rank),
+            target=self._plan.engine_rank_number(transfer.receiver, transfer.engine_rank),
             offset=self._reserve(transfer.sender, number, size),
             num_bytes=size,
             wave=self._choose_wave(transfer, number, size),
@@ -203,7 +203,7 @@ class _Packer:
         return used[number] - size
 
     def _choose_wave(self, transfer: Transfer, number: int, size: int) -> int:
-        key = (transfer.engine, transfer.engine_rank, number)
+        key = (transfer.receiver, transfer.engine_rank, number)
         wave, used = self._waves.get(key, (0, 0))
         if used + size > self._capacity.waves[key[:2]]:
             wave, used = wave + 1, 0

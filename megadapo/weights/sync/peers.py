@@ -1,4 +1,4 @@
-"""The trainer's ranks and the engines of a weight update, and calls of them with a deadline."""
+"""The trainer's ranks and the engines of a weight update, and calls to them with a deadline."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class EngineShape:
     expert_parallel: bool = False
     nodes: tuple[str, ...] = ("",)
     """Node of each receiver."""
-    copies: tuple[int, ...] = ()
+    engines_per_receiver: tuple[int, ...] = ()
     """Engines of each receiver, if one forwards to the next; empty: one each."""
 
     @property
@@ -43,7 +43,7 @@ class EngineShape:
 
     def num_engines(self, receivers: int | None = None) -> int:
         """Count the engines of the first `receivers` receivers, or of all."""
-        return sum((self.copies or (1,) * len(self.nodes))[:receivers])
+        return sum((self.engines_per_receiver or (1,) * len(self.nodes))[:receivers])
 
     def position(self, rank: int) -> EnginePosition:
         """Return the position of an engine rank in the model."""
@@ -114,15 +114,16 @@ class Block(NamedTuple):
 class Transfer(NamedTuple):
     """One bundle of one block on its way from a trainer rank to an engine rank.
 
-    The owner copies it into its own bucket if the receiver can read that; then all three ranks are
-    the same. Otherwise it reaches the sender's bucket through the relay.
+    If the receiver can read the owner's bucket, owner, relay and sender are the same rank.
+    Otherwise the relay passes the bundle to the sender's bucket.
     """
 
     owner: int
     """Trainer rank whose parameters are copied."""
     sender: int
     """Trainer rank whose bucket the receiver reads."""
-    engine: int
+    receiver: int
+    """Number of the receiver: an engine, or all engines of a node."""
     engine_rank: int
     block: int
     bundle: int
@@ -171,30 +172,31 @@ class UpdatePlan:
         """Number of ranks of the trainer and of all engines together."""
         return self.num_sources + self.engine.num_engines() * self.engine.num_ranks
 
-    def engine_rank_number(self, engine: int, engine_rank: int, copy: int = 0) -> int:
+    def engine_rank_number(self, receiver: int, engine_rank: int, member: int = 0) -> int:
         """Return the number of an engine rank among all ranks, the trainer's counted first.
 
-        `copy` selects one of the receiver's engines; trainer ranks send to the first.
+        `member` selects one of the receiver's engines; trainer ranks send to the first.
         """
-        first = self.engine.num_engines(engine)
-        return self.num_sources + (first + copy) * self.engine.num_ranks + engine_rank
+        first = self.engine.num_engines(receiver)
+        return self.num_sources + (first + member) * self.engine.num_ranks + engine_rank
 
-    def chain_position(self, engine: int, engine_rank: int, copy: int = 0) -> ChainPosition:
+    def chain_position(self, receiver: int, engine_rank: int, member: int = 0) -> ChainPosition:
         """Return an engine rank's number and neighbours."""
 
         def number(other: int) -> int:
-            return self.engine_rank_number(engine, engine_rank, other)
+            return self.engine_rank_number(receiver, engine_rank, other)
 
         return ChainPosition(
-            rank=number(copy),
+            rank=number(member),
             num_ranks=self.num_ranks,
-            previous=number(copy - 1) if copy else None,
-            next=number(copy + 1) if copy + 1 < self.num_copies(engine) else None,
+            previous=number(member - 1) if member else None,
+            next=number(member + 1) if member + 1 < self.num_members(receiver) else None,
         )
 
-    def num_copies(self, engine: int) -> int:
+    def num_members(self, receiver: int) -> int:
         """Return the number of engines of a receiver that forward to each other."""
-        return self.engine.copies[engine] if self.engine.copies else 1
+        counts = self.engine.engines_per_receiver
+        return counts[receiver] if counts else 1
 
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and dicts that `plan_from_json` reads."""

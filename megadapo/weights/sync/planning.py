@@ -39,7 +39,7 @@ class Hosts:
 
     def crosses_nodes(self, transfer: Transfer) -> bool:
         """Return whether a transfer crosses nodes, to its sender or to its receiver."""
-        return self.sources[transfer.relay] != self.receivers[transfer.engine]
+        return self.sources[transfer.relay] != self.receivers[transfer.receiver]
 
 
 @dataclass(frozen=True)
@@ -254,48 +254,48 @@ class _Assigner:
         self._sent = [0] * num_sources
         self._heaps: dict[object, list[tuple[int, int]]] = {}
         self._present: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-        """(node, block, bundle) -> the first engine there that got it from another node, its
+        """(node, block, bundle) -> the first receiver there that got it from another node, its
         owner, and its sender."""
 
     def assign(self, planned: list[_PlannedBlock], templates: list[list[Bundle]]) -> list[Transfer]:
-        """Make one transfer per bundle, block, engine and stage; the largest are assigned first."""
+        """Make one transfer per bundle, block, receiver and stage; assign the largest first."""
         wanted = [
-            (bundle.num_bytes, number, engine, pp_rank, index)
+            (bundle.num_bytes, number, receiver, pp_rank, index)
             for number, (block, bundles) in enumerate(zip(planned, templates, strict=True))
-            for engine in range(len(self._engine.nodes))
+            for receiver in range(len(self._engine.nodes))
             for pp_rank in block.pp_ranks
             for index, bundle in enumerate(bundles)
         ]
         wanted.sort(key=lambda one: -one[0])
         transfers = []
-        for num_bytes, number, engine, pp_rank, index in wanted:
+        for num_bytes, number, receiver, pp_rank, index in wanted:
             bundle = templates[number][index]
             engine_rank = pp_rank * self._engine.tp_size + bundle.tp_rank
             stage, owners = planned[number].stage, bundle.owners
-            owner, relay, sender = self._choose(stage, owners, engine, num_bytes, number, index)
-            transfers.append(Transfer(owner, sender, engine, engine_rank, number, index, relay))
-        transfers.sort(key=lambda one: (one.block, one.engine, one.engine_rank, one.bundle))
+            owner, relay, sender = self._choose(stage, owners, receiver, num_bytes, number, index)
+            transfers.append(Transfer(owner, sender, receiver, engine_rank, number, index, relay))
+        transfers.sort(key=lambda one: (one.block, one.receiver, one.engine_rank, one.bundle))
         return transfers
 
     def _choose(
         self,
         stage: tuple[tuple[int, ...], ...],
         owners: tuple[int, ...],
-        engine: int,
+        receiver: int,
         size: int,
         block: int,
         bundle: int,
     ) -> tuple[int, int, int]:
         """Choose owner, relay and sender of a bundle.
 
-        The sender is an owner unless no owner shares memory with the engine. Bytes cross nodes only
-        if no rank of the engine's node has them.
+        The sender is an owner unless no owner shares memory with the receiver. Bytes cross nodes
+        only if no rank of the receiver's node has them.
         """
 
         def candidates() -> list[int]:
             return [rank for owner in owners for rank in stage[owner]]
 
-        nodes, host = self._nodes, self._hosts.receivers[engine]
+        nodes, host = self._nodes, self._hosts.receivers[receiver]
 
         def nearest() -> list[int]:
             on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
@@ -304,7 +304,7 @@ class _Assigner:
         if nodes is None:
             rank = self._least_loaded((stage, owners, "nearest", host), nearest, size)
             return rank, rank, rank
-        place = self._engine.nodes[engine]
+        place = self._engine.nodes[receiver]
         near = [rank for rank in candidates() if nodes[rank] == place]
         if near:
             rank = self._least_loaded((stage, owners, place), lambda: near, size)
@@ -316,14 +316,14 @@ class _Assigner:
         present = self._present.get((host, block, bundle))
         if on_host:
             owner = relay = self._least_loaded((stage, owners, "on", host), lambda: on_host, size)
-        elif present is not None and present[0] != engine:
+        elif present is not None and present[0] != receiver:
             _, owner, relay = present
             self._sent[relay] += size
         else:
             owner = relay = self._least_loaded((stage, owners), candidates, size)
         sender = self._least_loaded(("place", place), lambda: senders, size)
         if not on_host:
-            self._present.setdefault((host, block, bundle), (engine, owner, sender))
+            self._present.setdefault((host, block, bundle), (receiver, owner, sender))
         return owner, relay, sender
 
     def _least_loaded(self, key: object, candidates: Callable[[], list[int]], size: int) -> int:

@@ -26,8 +26,8 @@ from megadapo.weights.sync.update import (
     Update,
     UpdateVersions,
     combine_if_small,
-    move,
-    write,
+    run_rounds,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -148,13 +148,13 @@ class Publisher:
     def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
         started = time.monotonic()
         self._peers.targets = list(targets)
-        # without engines: those that are still starting get the weights later
+        # without a running engine nothing is sent; engines that are starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
             sums: Sums = []
             if self._folder is not None:
                 update, sums = self._write(update, self._folder)
-            paused = move(self._peers, update, sums)
+            paused = run_rounds(self._peers, update, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
                 self._peers.targets,
@@ -233,7 +233,9 @@ class Publisher:
             The written update, and the checksums of every round.
         """
         for is_last in (False, True):
-            sums, problem = write(self._peers, update, folder, wait_s=self._config.deadline_s / 2)
+            sums, problem = write_files(
+                self._peers, update, folder, wait_s=self._config.deadline_s / 2
+            )
             if problem is None:
                 return update, sums
             if not is_last:
@@ -269,7 +271,11 @@ class Publisher:
         plan = make_plan(
             layout,
             [info.position for info in infos],
-            replace(self._engine, nodes=tuple(topology.receivers), copies=topology.copies),
+            replace(
+                self._engine,
+                nodes=tuple(topology.receivers),
+                engines_per_receiver=topology.engines_per_receiver,
+            ),
             itemsize=self._dtype.itemsize,
             max_bundle_bytes=max_bundle_bytes(bucket_bytes),
             source_nodes=topology.sources,
@@ -285,10 +291,13 @@ class Publisher:
         )
         both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
         connecting = peers.submit_ranks("connect", offers)
-        own = zip(peers.targets, topology.receiver_of, topology.copy_of_each, strict=True)
+        own = zip(peers.targets, topology.receiver_of, topology.member_of_each, strict=True)
         opening = engines.call(
             "init_weight_transfer",
-            {index: (both | {"engine": number, "copy": copy},) for index, number, copy in own},
+            {
+                index: (both | {"receiver": number, "member": member},)
+                for index, number, member in own
+            },
         )
         peers.wait_engines(opening, "connect", forgive=False)
         peers.wait_ranks(connecting, "connect")

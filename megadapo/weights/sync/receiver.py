@@ -42,7 +42,7 @@ class WeightReceiver:
     Args:
         plan: The update's plan.
         shards: The engine rank's shards, from `ModelLayout.engine_shards`.
-        engine: Number of the receiver in the plan.
+        receiver: Number of the receiver in the plan.
         engine_rank: Rank inside the engine.
         bucket_bytes: Bucket size that the plan is packed for.
         dtype: Type of the engine's parameters, and of the bytes in the buckets.
@@ -53,7 +53,7 @@ class WeightReceiver:
         plan: UpdatePlan,
         shards: Iterable[Shard],
         *,
-        engine: int,
+        receiver: int,
         engine_rank: int,
         bucket_bytes: int,
         dtype: torch.dtype,
@@ -67,7 +67,7 @@ class WeightReceiver:
             self.shapes[shard.name] = (*stack, *shard.shape)
             covered = sum(run.size for run in shard.runs)
             self._expected[shard.name] += covered * shard.numel_per_row
-        self._place = (engine, engine_rank)
+        self._place = (receiver, engine_rank)
         self._full = pack(plan, bucket_bytes)
         self._full_rounds = self._rounds = self._own_rounds(self._full)
         self.num_bytes = 0
@@ -75,14 +75,19 @@ class WeightReceiver:
         """Version of this rank's weights; None during and after an incomplete update."""
 
     def open_inbox(
-        self, transport: str, offers: Sequence[Offer | None], device: torch.device, *, copy: int = 0
+        self,
+        transport: str,
+        offers: Sequence[Offer | None],
+        device: torch.device,
+        *,
+        member: int = 0,
     ) -> Inbox:
         """Open the trainer ranks' buckets.
 
         Args:
             transport: The resolved `weights.transport`.
             offers: Offer of every trainer rank.
-            copy: Number of this rank's engine among the receiver's engines.
+            member: Number of this rank's engine among the receiver's engines.
         """
         # other buckets may be on another node, or on a GPU that this process does not see
         senders = {placed.sender for own in self._full_rounds.values() for _, placed in own}
@@ -93,7 +98,7 @@ class WeightReceiver:
             return CudaIpcInbox(readable, device)
         if transport == "nccl":
             largest_wave = self._full.capacity.waves.get(self._place, 0)
-            position = self._plan.chain_position(*self._place, copy)
+            position = self._plan.chain_position(*self._place, member)
             return PointToPointInbox(offers, largest_wave, device, position)
         if transport == "folder":
             return FolderInbox(offers, device)
@@ -167,7 +172,7 @@ class WeightReceiver:
         first: Counter[tuple[int, int]] = Counter()
         for round_number, placed in schedule:
             transfer = placed.transfer
-            if (transfer.engine, transfer.engine_rank) == self._place:
+            if (transfer.receiver, transfer.engine_rank) == self._place:
                 number = first[placed.sender, round_number]
                 own.setdefault(round_number, []).append((number, placed))
             first[placed.sender, round_number] += len(self._plan.bundle(transfer).copies)

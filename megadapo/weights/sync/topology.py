@@ -25,13 +25,13 @@ class Topology:
     hosts: Hosts
 
     @property
-    def copies(self) -> tuple[int, ...]:
+    def engines_per_receiver(self) -> tuple[int, ...]:
         """Number of engines of each receiver, if one forwards messages to the next."""
         receivers = range(len(self.receivers)) if self.transport == "nccl" else ()
         return tuple(self.receiver_of.count(one) for one in receivers)
 
     @property
-    def copy_of_each(self) -> list[int]:
+    def member_of_each(self) -> list[int]:
         """Number of each engine among the engines of its receiver."""
         return [self.receiver_of[:index].count(one) for index, one in enumerate(self.receiver_of)]
 

@@ -13,7 +13,7 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.delta.state import Delta, Encoded, combine
 from megadapo.weights.sync.peers import UpdatePeers
 from megadapo.weights.sync.plan import UpdatePlan
-from megadapo.weights.sync.transports.folder import Manifest, WrittenFile, prune
+from megadapo.weights.sync.transports.folder import Manifest, WrittenFile, remove_other_updates
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -110,8 +110,10 @@ def combine_if_small(
     return (delta if sum(delta.sizes) <= MAX_DELTA * plan.num_bytes else None), density
 
 
-def move(peers: UpdatePeers, update: Update, sums: Sums) -> float:
-    """Run all rounds, with two buckets in flight, and compare checksums.
+def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> float:
+    """Move an update into the engines round by round, and compare checksums.
+
+    Senders fill the bucket of the next round while engines read the present one.
 
     Args:
         sums: Checksums of rounds that are already in files; those of the others are appended.
@@ -133,7 +135,6 @@ def move(peers: UpdatePeers, update: Update, sums: Sums) -> float:
     for number in range(num_rounds):
         taking = _take(peers, {"round": number} | ({"begin": begin} if number == 0 else {}))
         if len(sums) < num_rounds:
-            # Fill the other bucket while engines read this one.
             sums.append(_fill(peers, update, number + 1))
         peers.wait_engines(taking, f"bucket {number} of {num_rounds}")
     if update.compares_at_end:
@@ -142,7 +143,7 @@ def move(peers: UpdatePeers, update: Update, sums: Sums) -> float:
     return paused
 
 
-def write(
+def write_files(
     peers: UpdatePeers, update: Update, folder: Path, *, wait_s: float
 ) -> tuple[Sums, str | None]:
     """Write all rounds into files, remove older updates, and open the files on every engine rank.
@@ -160,7 +161,7 @@ def write(
         files |= written
     base = None if update.delta is None else update.delta.base
     Manifest(version=update.version, base=base, files=files).write(folder)
-    prune(folder, update.version)
+    remove_other_updates(folder, update.version)
     opened = peers.call_engines("open_update", update.version, wait_s, doing="open update")
     for index, problems in opened.items():
         for rank, problem in enumerate(problems):

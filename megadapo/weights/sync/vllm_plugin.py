@@ -56,9 +56,9 @@ class InitInfo(WeightTransferInitInfo):
     """Result of `UpdatePlan.to_json`."""
     shape: dict[str, Any]
     """The trainer's `ModelShape`, to compare with this engine's."""
-    engine: int
+    receiver: int
     """Number of this engine's receiver in the plan."""
-    copy: int
+    member: int
     """Number of this engine among its receiver's engines."""
     bucket_bytes: int
     transport: str
@@ -143,7 +143,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         receiver = WeightReceiver(
             plan,
             layout.engine_shards(plan.engine.position(rank)),
-            engine=init_info.engine,
+            receiver=init_info.receiver,
             engine_rank=rank,
             bucket_bytes=init_info.bucket_bytes,
             dtype=self._dtype,
@@ -152,7 +152,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._kept: dict[str, torch.Tensor] | None = {} if init_info.deltas else None
         self.shutdown()
         self._inbox = receiver.open_inbox(
-            init_info.transport, init_info.offers, self.device, copy=init_info.copy
+            init_info.transport, init_info.offers, self.device, member=init_info.member
         )
 
     def open_update(self, version: int, wait_s: float) -> str | None:

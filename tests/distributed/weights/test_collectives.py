@@ -43,7 +43,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     receiver, inbox, target = None, None, Shards()
     if rank >= 2:
         inbox = SharedMemoryInbox(offers)
-        receiver = receiver_of(plan, layout, engine=place[0], engine_rank=place[1])
+        receiver = receiver_of(plan, layout, receiver=place[0], engine_rank=place[1])
     sender.begin(None)
     relay_rounds(sender, receiver, inbox, target, pack(plan, BUCKET), version=1)
     if receiver is not None:
@@ -119,7 +119,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
     place = (rank - 2, 0) if engine.num_ranks == 2 else (0, rank - 2)
     position = engine.position(place[0])
     receiver = receiver_of(plan, layout, engine_rank=place[0])
-    inbox = receiver.open_inbox("nccl", offers, torch.device("cpu"), copy=place[1])
+    inbox = receiver.open_inbox("nccl", offers, torch.device("cpu"), member=place[1])
     for _ in range(2):
         target = Shards()
         receiver.start(target, inbox, with_checksums=False)
@@ -144,7 +144,7 @@ def count_sent(outbox) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", [
-    EngineShape(tp_size=2), EngineShape(copies=(2,)),
+    EngineShape(tp_size=2), EngineShape(engines_per_receiver=(2,)),
 ], ids=["two ranks", "two engines of a node"])  # fmt: skip
 def test_messages_reach_separate_devices_in_plan_order(tmp_path, engine):
     run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"), engine)

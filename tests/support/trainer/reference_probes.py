@@ -83,5 +83,5 @@ def follow(
 
 def reference_weights(rank: TrainerRank) -> dict[str, np.ndarray]:
     assert rank.reference is not None
-    with rank.reference.in_place():
+    with rank.reference.swapped_in():
         return gathered(rank)

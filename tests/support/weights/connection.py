@@ -161,10 +161,12 @@ class Connection:
         return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
 
 
-def receiver_of(plan, layout, *, engine=0, engine_rank=0, dtype=torch.float32, bucket_bytes=BUCKET):
+def receiver_of(
+    plan, layout, *, receiver=0, engine_rank=0, dtype=torch.float32, bucket_bytes=BUCKET
+):
     """Return the receiver of an engine rank."""
     return WeightReceiver(
-        plan, layout.engine_shards(plan.engine.position(engine_rank)), engine=engine,
+        plan, layout.engine_shards(plan.engine.position(engine_rank)), receiver=receiver,
         engine_rank=engine_rank, bucket_bytes=bucket_bytes, dtype=dtype,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from megadapo.kernels.attention import (
     LONGEST,
     packed_attention,
     packed_attention_definition,
-    takes,
+    should_use_packed_attention,
 )
 from megadapo.kernels.cpu import native
 
@@ -45,7 +45,7 @@ def test_packed_attention_matches_fp64(lengths, heads, groups, size):
     inputs = tensors(sum(lengths), heads, groups, size)
     starts, longest = starts_of(lengths), max(lengths, default=0)
     upstream = torch.randn(sum(lengths), heads, size)
-    assert takes(*inputs, longest)
+    assert should_use_packed_attention(*inputs, longest)
     got = values_and_grads(
         lambda *x: packed_attention(*x, starts, longest=longest), inputs, upstream
     )
@@ -135,8 +135,8 @@ def test_out_of_range_arguments_are_rejected(change, message):
 
 def test_unsupported_inputs(monkeypatch, fresh_native):
     inputs = tensors(4, 2, 1, 16)
-    assert not takes(*inputs, LONGEST + 1)
-    assert not takes(*(x.bfloat16() for x in inputs), 4)
+    assert not should_use_packed_attention(*inputs, LONGEST + 1)
+    assert not should_use_packed_attention(*(x.bfloat16() for x in inputs), 4)
     monkeypatch.setenv(native.SWITCH, "0")
     native.load_native.cache_clear()
-    assert not takes(*inputs, 4)
+    assert not should_use_packed_attention(*inputs, 4)

@@ -1,13 +1,13 @@
-"""Encode the elements of a bundle that changed since they were sent last, in about two bytes each.
+"""Encode the elements of a bundle that changed since the last update, in about two bytes each.
 
 At the learning rates of RL, a step changes a few percent of the 16-bit weights, nearly all of them
-by one unit in the last place. A section stores the gaps between changed elements, and the
-differences of their bits taken for integers, one byte each. Larger values have a marker in that
-byte and follow in a list of their own. So a section reproduces every bit, NaN and signed zeros
-included. It carries the versions before and after.
+by one unit in the last place. The encoded bytes are a section. It has two bytes per changed
+element: the gap, which is the number of unchanged elements before it, and the step, which is the
+difference of its bits as integers. A larger gap or step has a marker in its byte; the gap, or the
+element's new bits, follow in a list. So every bit is reproduced, NaN and signed zeros included.
 
-A section is bytes: a header of 64-bit words, then gaps, steps, far gaps and replaced bits, each
-part padded to `ALIGNMENT`.
+A section starts with a header of 64-bit words, which has the versions before and after. Gaps,
+steps, far gaps and replaced bits follow, each part padded to `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def decode(section: torch.Tensor, stamp: Stamp, *, itemsize: int, num_elements: 
     is_far, is_replaced = near == FAR, steps == REPLACED
     found = torch.stack([is_far.sum(), is_replaced.sum(), (far < FAR).sum()]).tolist()
     if found != [num_far, num_replaced, 0]:
-        raise WeightError(f"A delta's lists do not fit: {found} for {[num_far, num_replaced, 0]}.")
+        raise WeightError(
+            f"A delta marks {found[0]} far gaps and {found[1]} replaced elements, but its header "
+            f"says {num_far} and {num_replaced}, and {found[2]} of the far gaps are too short."
+        )
     gaps = near.to(torch.int64)
     gaps[is_far] = far.to(torch.int64)
     indices = (gaps + 1).cumsum(0) - 1
@@ -164,7 +167,7 @@ def _read_header(
     expected = (MAGIC, stamp.base, stamp.version, stamp.bundle, itemsize, num_elements)
     for name, found, right in zip(names, words, expected, strict=False):
         if found != right:
-            raise WeightError(f"A delta has {name} {found}, but {right} is to be applied.")
+            raise WeightError(f"A delta has {name} {found}, but the update has {right}.")
     count, num_far, num_replaced, value = words[len(expected) :]
     if not (0 <= num_far <= count <= num_elements and 0 <= num_replaced <= count):
         raise WeightError(

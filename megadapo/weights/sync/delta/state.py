@@ -1,7 +1,7 @@
-"""The bits that a trainer rank sent last, and the changes since then.
+"""A copy of the weights that a trainer rank sent in the last update, and the changes since then.
 
-The bits are in main memory, pinned if the weights are on a GPU. They take as much memory as the
-rank's part of the model in the engines' type.
+The copy is in main memory, pinned if the weights are on a GPU. It is as large as the rank's part of
+the model in the engines' type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megadapo.weights.sync.delta.codec import Stamp, encode
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
 
 ALWAYS_ENCODED = 1 << 20
-"""Bytes that a rank may encode even if its bundles are small: norms alone change in full."""
+"""Bytes that a rank may always encode, beyond its share. A rank that sends only norms, which are
+small and change completely, would otherwise force a full update."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class FolderInbox:
         return tensor
 
 
-def prune(folder: Path, version: int) -> None:
+def remove_other_updates(folder: Path, version: int) -> None:
     """Remove all updates but one."""
     for entry in folder.iterdir():
         if re.fullmatch(r"v\d+", entry.name) and entry != _version_folder(folder, version):

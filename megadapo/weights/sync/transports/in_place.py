@@ -163,7 +163,7 @@ def _open_cuda(offer: Offer, device: torch.device) -> torch.Tensor:
     theirs = uuids.index(offer["gpu"])
     is_near = theirs == own or torch.cuda.can_device_access_peer(own, theirs)
     values["device"] = own if is_near else theirs
-    # a round is read when it was filled, not when its buckets are opened
+    # receivers read a round after its sender has synchronised, so opening waits for nothing
     values["event_sync_required"] = False
     storage = torch.UntypedStorage._new_shared_cuda(*values.values())
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -28,7 +28,7 @@ from megadapo.weights.sync.plan import ChainPosition
 from megadapo.weights.sync.transports.interface import NUM_BUCKETS, Message, Offer, Outbox
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
-"""Upper bound of `weights.deadline_s`, which is what names a stuck rank."""
+"""Time limit of the group; `weights.deadline_s` ends earlier, and its error names the rank."""
 
 
 class Messenger(Protocol):

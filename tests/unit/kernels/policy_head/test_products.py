@@ -8,7 +8,7 @@ from megadapo.kernels.policy_head.products import (
     has_fp32_product,
     load_product,
     mm_fp32,
-    widened_like,
+    mm_fp32_scratch,
 )
 from megadapo.kernels.torch_internals import find_brgemm
 
@@ -29,7 +29,7 @@ def route(request, monkeypatch, fresh_native):
 
 def product(a, b, out=None):
     out = torch.full((len(a), len(b)), torch.nan) if out is None else out
-    scratch = widened_like(b)
+    scratch = mm_fp32_scratch(b)
     mm_fp32(a if scratch is None else a.float(), b, out=out, scratch=scratch)
     return out
 

@@ -12,7 +12,7 @@ import pytest
 
 from megadapo.errors import CheckpointError, WeightError
 from megadapo.run.state.checkpoint import load
-from megadapo.weights.disk.export import copy_other_files, new_folder
+from megadapo.weights.disk.export import copy_config_and_tokenizer, new_folder
 from megadapo.weights.disk.files import files_within
 from tests.support.runs.checkpoints import saved_store
 
@@ -129,7 +129,7 @@ def test_conversion_does_not_follow_links(model, tmp_path):
     import torch
 
     with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):
-        copy_other_files(model, new_folder(tmp_path / "converted"), torch.float32)
+        copy_config_and_tokenizer(model, new_folder(tmp_path / "converted"), torch.float32)
 
 
 def test_hub_cache_links_reach_own_blobs_only(tmp_path):

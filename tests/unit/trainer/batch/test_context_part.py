@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megadapo.trainer.batch.packing import ALL, ContextPart
+from megadapo.trainer.batch.packing import WHOLE_SEQUENCES, ContextPart
 
 LENGTHS = [24, 0, 12, 36]
 
@@ -24,7 +24,7 @@ def test_chunks_equal_transformer_engines():
     """Its attention and Megatron's rotary embedding compute positions from the rank alone."""
     assert ContextPart(0, 2).places([8, 4]).tolist() == [0, 1, 6, 7, 8, 11]
     assert ContextPart(1, 2).places([8, 4]).tolist() == [2, 3, 4, 5, 9, 10]
-    assert ALL.places([3, 2]).tolist() == [0, 1, 2, 3, 4]
+    assert WHOLE_SEQUENCES.places([3, 2]).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -35,4 +35,4 @@ def test_all_ranks_attend_to_as_much(size):
 
 
 def test_no_sequences_leave_no_tokens():
-    assert ContextPart(1, 2).places([]).tolist() == [] == ALL.places([]).tolist()
+    assert ContextPart(1, 2).places([]).tolist() == [] == WHOLE_SEQUENCES.places([]).tolist()

@@ -2,7 +2,7 @@
 
 import torch
 
-from megadapo.trainer.update.optimizer import take_one_pass
+from megadapo.trainer.update.optimizer import use_fused_adamw
 
 
 def test_rank_without_parameters_of_a_group_can_step():
@@ -15,7 +15,7 @@ def test_rank_without_parameters_of_a_group_can_step():
         groups = [{"params": [], "weight_decay": 0.0}, {"params": [weight]}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
         if one_pass:
-            take_one_pass(optimizer)
+            use_fused_adamw(optimizer)
             assert [group["fused"] for group in optimizer.param_groups] == [None, True]
         for _ in range(3):
             weight.grad = gradient
@@ -28,5 +28,5 @@ def test_other_devices_use_the_default_optimizer():
     """On a GPU torch chooses among its own ways, and keeps that choice only if nothing is set."""
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([weight])
-    take_one_pass(optimizer)
+    use_fused_adamw(optimizer)
     assert optimizer.param_groups[0]["fused"] is None

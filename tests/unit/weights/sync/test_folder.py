@@ -13,7 +13,7 @@ from megadapo.weights.sync.transports.folder import (
     FolderInbox,
     FolderOutbox,
     Manifest,
-    prune,
+    remove_other_updates,
 )
 from megadapo.weights.sync.transports.interface import Message
 from tests.support.weights.connection import Connection, Live
@@ -71,7 +71,7 @@ def test_engines_read_full_updates_and_deltas(files):
     for version in (6, 7):
         files.train()
         files.update(version, files.encode(version - 1, version))
-        prune(files.files, version)
+        remove_other_updates(files.files, version)
     assert [path.name for path in files.files.iterdir()] == ["v7"]
     assert folder_bytes(files.files / "v7") < 0.6 * size
     expected = [one.clone() for target in files.targets for one in target.done.values()]
@@ -170,5 +170,5 @@ def test_only_updates_are_pruned(tmp_path):
     for name in ("v1", "v20", "v3", "value", "v3.old"):
         (tmp_path / name).mkdir()
     (tmp_path / "v1" / "file").write_text("x")
-    prune(tmp_path, 20)
+    remove_other_updates(tmp_path, 20)
     assert {path.name for path in tmp_path.iterdir()} == {"v20", "value", "v3.old"}

@@ -30,7 +30,7 @@ def copied_ranges(plan, engine, engine_rank):
     """Return parameter -> the ranges along its split axis that its copies fill."""
     ranges = {}
     for transfer in plan.transfers:
-        if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
+        if (transfer.receiver, transfer.engine_rank) == (engine, engine_rank):
             for _, copy in plan.slices(transfer):
                 key = copy.target_name
                 key = key if copy.expert is None else (key, copy.expert)
@@ -127,7 +127,7 @@ def test_512_ranks_are_planned_evenly_in_3_seconds(model, trainer, engine):
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
         sent[transfer.sender] += size
-        received[transfer.engine, transfer.engine_rank] += size
+        received[transfer.receiver, transfer.engine_rank] += size
     assert max(sent.values()) <= 1.1 * sum(sent.values()) / 512
     assert len(received) == 64
     assert max(received.values()) <= 1.1 * sum(received.values()) / 64
@@ -180,8 +180,8 @@ def test_sender_is_on_engine_node(model_folders):
         layout, positions, engine, itemsize=4, max_bundle_bytes=4096, source_nodes=nodes
     )
     for transfer in plan.transfers:
-        assert nodes[transfer.sender] == engine.nodes[transfer.engine]
-        if nodes[transfer.owner] == engine.nodes[transfer.engine]:
+        assert nodes[transfer.sender] == engine.nodes[transfer.receiver]
+        if nodes[transfer.owner] == engine.nodes[transfer.receiver]:
             assert transfer.owner == transfer.sender
 
 
@@ -212,7 +212,7 @@ def test_bytes_cross_to_each_node_once():
     came, crossed, in_node = Counter(), 0, 0
     for one in plan.transfers:
         size = plan.bundle(one).num_bytes
-        assert places.sources[one.sender] == places.receivers[one.engine]
+        assert places.sources[one.sender] == places.receivers[one.receiver]
         if node[one.relay] != node[one.sender]:
             came[node[one.sender], one.block, one.bundle] += 1
             crossed += size

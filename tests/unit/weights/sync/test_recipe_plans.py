@@ -52,7 +52,7 @@ def test_recipe_sends_each_byte_to_a_node_once(name, placement):
     came: Counter[tuple[str, int, int]] = Counter()
     num_bytes: Counter[str] = Counter()
     for one in plan.transfers:
-        node = hosts.receivers[one.engine]
+        node = hosts.receivers[one.receiver]
         if hosts.sources[one.relay] != node:
             came[node, one.block, one.bundle] += 1
             num_bytes[node] += plan.bundle(one).num_bytes
@@ -154,12 +154,12 @@ def message_batches(case, schedule, monkeypatch):
             outbox.post(number, bucket)
             for placed in bucket:
                 to = placed.transfer
-                arriving.setdefault((to.engine, to.engine_rank, number), []).append(placed)
+                arriving.setdefault((to.receiver, to.engine_rank, number), []).append(placed)
     engine = plan.engine
     for number in range(len(engine.nodes)):
-        for copy in range(plan.num_copies(number)):
+        for member in range(plan.num_members(number)):
             for engine_rank in range(engine.num_ranks):
-                position = plan.chain_position(number, engine_rank, copy)
+                position = plan.chain_position(number, engine_rank, member)
                 inbox = point_to_point.PointToPointInbox([], num_bytes, device, position)
                 for round_number in range(schedule.num_rounds):
                     own = arriving.get((number, engine_rank, round_number), [])

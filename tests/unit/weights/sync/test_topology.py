@@ -11,7 +11,7 @@ def test_engines_of_one_node_share_memory():
     places = find_topology("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
     assert places.transport == "shared_memory"
     assert places.receiver_of == [0, 0] and places.receivers == ["n0"]
-    assert places.sources == ["n0"] * 4 and places.copies == ()
+    assert places.sources == ["n0"] * 4 and places.engines_per_receiver == ()
 
 
 def test_cpu_engines_use_memory_of_own_node_or_messages():
@@ -36,6 +36,6 @@ def test_engines_on_other_gpus_get_messages_once_per_node():
     places = find_topology("auto", on_gpus(1, 4), nodes, gpus)
     assert places.transport == "nccl" and places.sources is None
     assert places.receivers == ["n1", "n2"] and places.receiver_of == [0, 1, 0, 0]
-    assert places.copies == (3, 1) and places.copy_of_each == [0, 0, 1, 2]
+    assert places.engines_per_receiver == (3, 1) and places.member_of_each == [0, 0, 1, 2]
     # The same GPU numbers on another node are other GPUs.
     assert find_topology("auto", on_gpus(1, 4), ["n1"], [tuple("01")]).transport == "nccl"

@@ -176,7 +176,7 @@ def test_receiver_opens_only_buckets_it_reads(model_folders):
         layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET,
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
-    receiver = receiver_of(plan, layout, engine=1)
+    receiver = receiver_of(plan, layout, receiver=1)
     elsewhere = {"path": "/nowhere", "num_bytes": BUCKET}
     offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer(), elsewhere]
     receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
