@@ -33,8 +33,8 @@ def advantages(
 ) -> Advantages:
     """Return the advantages of a step's responses, or of their tokens.
 
-    They are of tokens with grpo-process and with a hard shared prefix. With gae they are the
-    responses' rewards: the critic's ranks make the advantages of tokens.
+    Tokens of a response differ with grpo-process and with a hard shared prefix. With gae the result
+    is the responses' rewards: the critic's ranks compute the advantages of tokens from them.
 
     Args:
         rewards: [S] result of `response_rewards`; None: computed here.
@@ -66,7 +66,7 @@ def advantages(
     for group in groups:
         part = values[start : start + len(group.lengths)]
         keep = [not (is_cut and config.overlong_filtering) for is_cut in group.truncated]
-        found += hard_advantages(part, group.lengths, group.branches, keep=keep)
+        found += average_shared_tokens(part, group.lengths, group.branches, keep=keep)
         start += len(part)
     return found
 
@@ -222,7 +222,7 @@ def advantages_with_kl(
     return np.repeat(values, num_tokens)
 
 
-def hard_advantages(
+def average_shared_tokens(
     values: Sequence[float] | Advantages,
     lengths: Sequence[int],
     branches: Sequence[Branch | None],
@@ -255,8 +255,8 @@ def hard_advantages(
     spread = [np.broadcast_to(value, n) for value, n in zip(values, lengths, strict=True)]
     longest = max(lengths, default=0)
     # writer and position identify a token
-    names = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
-    _, tokens = np.unique(names, return_inverse=True)
+    keys = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
+    _, tokens = np.unique(keys, return_inverse=True)
     kept = np.repeat([True] * len(lengths) if keep is None else keep, lengths)
     own = np.concatenate(spread)
     sums = np.bincount(tokens, weights=own * kept)
@@ -298,7 +298,7 @@ def is_mixed(
 def has_mixed_steps(group: ScoredGroup) -> bool:
     """Return whether a token has an advantage other than 0 from its steps, without punishments.
 
-    Also an all-correct or all-incorrect group has one if its steps differ.
+    An all-correct or all-incorrect group has one too if the scores of its steps differ.
     """
     found = process_advantages(complete_steps(group), group.lengths)
     return any((np.abs(own) > ROUNDING).any() for own in found)

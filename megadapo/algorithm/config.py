@@ -164,8 +164,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     def _advantage_conflicts(self) -> Iterator[str]:
         if self.advantage not in ("grpo", "grpo-process") and not self.normalize_by_std:
             yield (
-                f'algorithm.advantage = "{self.advantage}" divides by no standard deviation of a '
-                "group: leave algorithm.normalize_by_std out"
+                f'algorithm.advantage = "{self.advantage}" does not divide by a group\'s standard '
+                "deviation: leave algorithm.normalize_by_std out"
             )
         for key in self.changed("discount", "gae_lambda"):
             if self.advantage != "gae":
@@ -180,9 +180,9 @@ class AlgorithmConfig(Section, title="algorithm"):
         in_reward = self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward"
         if self.shared_prefix == "hard" and (in_reward or self.advantage == "gae"):
             yield (
-                'algorithm.shared_prefix = "hard" averages advantages of whole responses, which '
-                'algorithm.advantage = "gae" and algorithm.objective.kl_in = "reward" give every '
-                'token again: set it to "soft"'
+                'algorithm.shared_prefix = "hard" averages advantages before training, but with '
+                'algorithm.advantage = "gae" or algorithm.objective.kl_in = "reward" the trainer '
+                'computes new ones: set algorithm.shared_prefix = "soft"'
             )
 
     def _without_effect(self) -> Iterator[str]:
@@ -193,8 +193,8 @@ class AlgorithmConfig(Section, title="algorithm"):
             )
         if self.objective.kl_loss_coef != 0.0 and self.objective.kl_gradient == "k1":
             yield (
-                'algorithm.objective.kl_gradient = "k1" is 0 in the mean, so the KL divergence '
-                'would regularise nothing: set it to "k2", or kl_in = "reward"'
+                'algorithm.objective.kl_gradient = "k1" has a mean of 0, so the KL divergence '
+                'would not change the policy: set it to "k2", or kl_in = "reward"'
             )
         if self.objective.ratio == "none" and self.importance.stale_logprobs == "rollout":
             yield (

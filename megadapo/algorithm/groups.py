@@ -19,7 +19,7 @@ class Branch(NamedTuple):
 
 
 class ScoredGroup(Protocol):
-    """One prompt's G responses as numbers; `data.batch.Group` implements it."""
+    """One prompt's G responses as numbers; `data.group.Group` implements it."""
 
     @property
     def rewards(self) -> Sequence[float]:

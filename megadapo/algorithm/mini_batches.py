@@ -24,7 +24,8 @@ def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...
     """Return the indices of the responses of each update, in order.
 
     Args:
-        size: responses per update, a multiple of every group's; below it each group is an update.
+        size: planned responses per update, a multiple of every group's size; if a group is larger,
+            each group is an update of its own.
     """
     ends = np.cumsum([0, *group_sizes])
     groups_per_mini_batch = max(1, size // max(group_sizes, default=1))

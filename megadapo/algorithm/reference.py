@@ -42,7 +42,7 @@ def policy_loss(
         importance_weights: [T] factor on each token's policy term.
 
     Raises:
-        ValueError: cu_seqlens do not cut T tokens, or a term's input is missing.
+        ValueError: cu_seqlens do not rise from 0 to T, or a term's input is missing.
     """
     edges = cu_seqlens.tolist()
     if not edges or edges[0] != 0 or edges[-1] != len(logprobs) or edges != sorted(edges):

@@ -22,7 +22,7 @@ Kind = Literal["direct", "steps"]
 
 MIN_TERM, MAX_TERM = 10, 99
 MIN_CHAIN, MAX_CHAIN = 3, 40
-# number of terms in a chain before it is bounded: the mean is 9, one in twenty has 20
+# number of terms in a chain before it is bounded: the mean is 9, one in twenty has 20 or more
 MEDIAN_CHAIN, CHAIN_SIGMA = 7.0, 0.65
 # running totals of a chain have the digits of the largest sum, so that steps have one length
 CHAIN_DIGITS = 4

@@ -48,7 +48,7 @@ def in_training_order(
 ) -> tuple[Group, ...]:
     """Return a step's groups by prompt index, with stale groups spread over the mini-batches.
 
-    Stale are those with tokens of weights before `policy_version`, which is trained.
+    A group is stale if weights before `policy_version`, the ones in training, sampled any token.
     """
     ordered = sorted(groups, key=lambda group: group.prompt_index)
     is_stale = [group.oldest_version < policy_version for group in ordered]

@@ -63,19 +63,19 @@ def _num_shared(texts: set[str], unit: re.Pattern[str]) -> int:
     return max((end.end() for end in unit.finditer(shared)), default=0)
 
 
-class Problems:
+class ProblemIndex:
     """An index of problems that finds copies, also in another template."""
 
     def __init__(self, texts: Sequence[str], bare: Sequence[str]) -> None:
         """Index the texts; `bare` are the same texts without their template."""
         self._bare = [normalised(text) for text in bare]
         self._whole: dict[str, set[int]] = defaultdict(set)
-        self._with: dict[str, set[int]] = defaultdict(set)
+        self._with_piece: dict[str, set[int]] = defaultdict(set)
         for number, (text, key) in enumerate(zip(texts, self._bare, strict=True)):
             self._whole[normalised(text)].add(number)
             if len(key) >= MIN_CONTAINED:
                 for start in range(len(key) - _PIECE + 1):
-                    self._with[key[start : start + _PIECE]].add(number)
+                    self._with_piece[key[start : start + _PIECE]].add(number)
 
     def copies_of(self, text: str, bare: str) -> set[int]:
         """Return the numbers of problems that equal, contain or are contained in a text.
@@ -86,7 +86,7 @@ class Problems:
         if len(key) < MIN_CONTAINED:
             return found
         pieces = (key[n : n + _PIECE] for n in range(0, len(key) - _PIECE + 1, _STRIDE))
-        near = {number for piece in pieces for number in self._with.get(piece, ())}
+        near = {number for piece in pieces for number in self._with_piece.get(piece, ())}
         contained = {n for n in near if self._bare[n] in key or key in self._bare[n]}
         return found | contained
 
@@ -95,7 +95,7 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
     """Return the held-out problems that are among the training prompts, in order."""
     texts = dict(_texts(held_out))
     order = list(texts)
-    problems = Problems([texts[n][0] for n in order], [texts[n][1] for n in order])
+    problems = ProblemIndex([texts[n][0] for n in order], [texts[n][1] for n in order])
     found = {
         order[place]
         for _, (text, bare) in _texts(list(training))
@@ -124,10 +124,10 @@ def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:
     for number, prompt in enumerate(prompts):
         of_source[prompt.data_source].append(number)
     for numbers in of_source.values():
-        texts = [_asked(prompts[number]) for number in numbers]
+        texts = [_problem_text(prompts[number]) for number in numbers]
         yield from zip(numbers, zip(texts, without_template(texts), strict=True), strict=True)
 
 
-def _asked(prompt: Prompt) -> str:
+def _problem_text(prompt: Prompt) -> str:
     """Return the messages without the system message, which all prompts share."""
     return "\n".join(content for role, content in prompt.messages if role != "system")

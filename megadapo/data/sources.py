@@ -22,7 +22,7 @@ COLUMNS = ("data_source", "prompt", "reward_model")
 EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
 TEXT = "text"
-"""The only column of a text."""
+"""The only column that pretraining data needs."""
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 SPLIT_WORDS = ("train", "test", "validation")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages, group_advantages, hard_advantages
+from megadapo.algorithm.advantages import advantages, average_shared_tokens, group_advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch
 from tests.support.trainer.batches import scored_group
@@ -13,7 +13,7 @@ def test_shared_tokens_get_mean_advantage():
     """0 and 1 begin at the prompt; 2 leaves 0 behind 2 tokens, 3 leaves 2 behind 3, 4 leaves 0
     behind 1. Response 1 has equal tokens by chance and shares none."""
     branches = [None, None, Branch(0, 2), Branch(2, 3), Branch(0, 1)]
-    found = hard_advantages([1.0, -2.0, 3.0, 5.0, -1.0], [4, 3, 5, 3, 2], branches)
+    found = average_shared_tokens([1.0, -2.0, 3.0, 5.0, -1.0], [4, 3, 5, 3, 2], branches)
     all_four, three, two = (1 + 3 + 5 - 1) / 4, (1 + 3 + 5) / 3, (3 + 5) / 2
     expected = [
         [all_four, three, 1, 1],
@@ -29,7 +29,7 @@ def test_shared_tokens_get_mean_advantage():
 def test_one_correct_and_two_incorrect_with_shared_prefix():
     values = group_advantages([1.0, 0.0, 0.0])
     branches = [None, Branch(0, 3), Branch(0, 3)]
-    hard = hard_advantages(values, [10, 11, 11], branches)
+    hard = average_shared_tokens(values, [10, 11, 11], branches)
     for own, value in zip(hard, values, strict=True):
         np.testing.assert_allclose(own[:3], 0.0, atol=1e-15)
         np.testing.assert_allclose(own[3:], value, rtol=1e-15)
@@ -45,14 +45,14 @@ def test_hard_and_soft_advantages_have_equal_sums():
         branches.append(Branch(parent, shared))
         lengths.append(shared + int(source.integers(0, 5)))
     values = source.normal(size=12)
-    hard = hard_advantages(values, lengths, branches)
+    hard = average_shared_tokens(values, lengths, branches)
     assert [len(own) for own in hard] == lengths
     assert sum(own.sum() for own in hard) == pytest.approx(np.repeat(values, lengths).sum())
 
 
 def test_advantages_of_tokens_are_averaged_token_by_token():
     own = [np.array([1.0, 2.0, 3.0]), np.array([5.0, -4.0])]
-    found = hard_advantages(own, [3, 2], [None, Branch(0, 2)])
+    found = average_shared_tokens(own, [3, 2], [None, Branch(0, 2)])
     assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]
 
 
