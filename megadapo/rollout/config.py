@@ -49,11 +49,11 @@ OWN_ARGUMENTS = {
     "enable_return_routed_experts": "set trainer.router_replay",
     "enable_sleep_mode": "set cluster.placement",
     "weight_transfer_config": "the [weights] section has its keys",
-    "load_format": "an engine of a run gets its weights from the trainer",
-    "worker_extension_cls": "the one of megadapo receives the weights",
+    "load_format": "megadapo chooses it: the engines of a run get their weights from the trainer",
+    "worker_extension_cls": "megadapo's own extension receives the weights",
     "distributed_executor_backend": "an engine is one Ray actor with processes of its own",
-    "scheduler_cls": "the one of megadapo keeps the order of prompts",
-    "scheduling_policy": "prompts are answered in their order",
+    "scheduler_cls": "megadapo needs its own scheduler on a CPU",
+    "scheduling_policy": "megadapo serves prompts in their order, with vLLM's priorities",
     "logprobs_mode": "the trainer compares its log-probs with the engine's",
     "seed": "each response has a seed of its own, from run.seed",
     "profiler_config": "megadapo profile sets it",
@@ -294,7 +294,7 @@ class SamplingConfig(Section, title="sampling"):
         if self.sampler_staleness == 0:
             return 0
         if self.mode == "partial":
-            # no started group may be lost, so the open groups are limited instead
+            # no started group may be dropped; `PartialPlan` limits their number instead
             return self.max_staleness * self.prompts_per_step
         return self.prompts_per_step // 2
 

@@ -99,7 +99,7 @@ class LogprobTable(Protocol):
 
 
 def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
-    """Return the seeds of a group: hashes of `parts` and the response number, portable."""
+    """Return one seed per response: a hash of `parts` and its number, equal on every machine."""
     name = "/".join(str(part) for part in parts)
     digests = [
         hashlib.sha256(f"{name}/{index}".encode()).digest() for index in range(num_responses)

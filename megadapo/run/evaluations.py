@@ -17,10 +17,10 @@ from megadapo.rollout.journal.journal import EvaluationJournal, evaluation_journ
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
-    HeldOut,
+    HeldOutRequests,
     InterleavedEngines,
 )
-from megadapo.run.sampling import Phases, SamplingInputs
+from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.weights.disk.files import Files
 
@@ -94,7 +94,7 @@ class Evaluations:
         Args:
             phases: shows the wait for an evaluation as a phase.
             fingerprint: returns a fingerprint of the trainer's weights.
-            folder: keeps the answers of a running evaluation; None keeps none.
+            folder: where a running evaluation stores its results; None: it stores none.
             reserved: the engine of evaluation.placement = "engine".
         """
         self.sampling_engines = InterleavedEngines(engines)
@@ -113,9 +113,9 @@ class Evaluations:
         self._finished: list[EvaluationRecord] = []
 
     def begin(self, step: int) -> None:
-        """Score the published weights, now or beside training.
+        """Start to evaluate the published weights; wait with placement "alone" or at the last step.
 
-        The evaluation before must end first: the reserved engine has one set of weights.
+        The evaluation before ends first, because the reserved engine holds one set of weights.
 
         Raises:
             DataError: there are no held-out problems.
@@ -134,10 +134,10 @@ class Evaluations:
                 self._held_out(),
                 self._journal(step),
             )
-        if running.num_answered_before:
+        if running.num_from_journal:
             logger.info(
-                "resuming the evaluation of step %d: %d problems are answered",
-                *(step, running.num_answered_before),
+                "resuming the evaluation of step %d: %d problems have results",
+                *(step, running.num_from_journal),
             )
         self._step, self._running = step, self._closing.enter_context(running)
         if reserved is not None:
@@ -194,7 +194,7 @@ class Evaluations:
         self._finished.append(record)
 
     def check(self) -> None:
-        """Check the reserved engine and score its new answers; any thread may call this.
+        """Check the reserved engine and score its new groups; any thread may call this.
 
         Raises:
             InfraError: the engine is lost and cannot be restarted.
@@ -210,7 +210,7 @@ class Evaluations:
     def take_finished(self) -> list[EvaluationRecord]:
         """Return the evaluations that ended since the last call, without waiting."""
         self.check()
-        if self._reserved is not None and self._running is not None and self._running.answered:
+        if self._reserved is not None and self._running is not None and self._running.is_done:
             self.finish()
         finished, self._finished = self._finished, []
         return finished
@@ -221,9 +221,9 @@ class Evaluations:
             self._running = None
             self._closing.close()
 
-    def _held_out(self) -> HeldOut:
+    def _held_out(self) -> HeldOutRequests:
         config = self._config
-        return HeldOut.create(
+        return HeldOutRequests.create(
             self._inputs.held_out,
             config.evaluation,
             tokenizer=self._inputs.tokenizer,
@@ -236,5 +236,5 @@ class Evaluations:
         if self._folder is None:
             return None
         reward = self._config.reward
-        scored = f"{self._fingerprint()} {reward.rule} {reward.decide}"
-        return EvaluationJournal(evaluation_journal_path(self._folder, step), scored)
+        identity = f"{self._fingerprint()} {reward.rule} {reward.decide}"
+        return EvaluationJournal(evaluation_journal_path(self._folder, step), identity)

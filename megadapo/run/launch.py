@@ -17,16 +17,16 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.gpu_sharing import GpuSharing
-from megadapo.run.processes import start_processes, start_trainer, trainer_settings
-from megadapo.run.replay import ReplayedRollouts
-from megadapo.run.rollouts import LiveRollouts, Rollouts
-from megadapo.run.sampling import (
+from megadapo.run.inputs import (
     Phases,
     SamplingInputs,
     load_pretraining_data,
     load_tokenizer,
     start_cluster,
 )
+from megadapo.run.processes import start_processes, start_trainer, trainer_settings
+from megadapo.run.replay import ReplayedRollouts
+from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import samples_digest
 from megadapo.run.step.training import StepTrainer
@@ -62,8 +62,8 @@ def start_workers(
 
     Args:
         replay: folder of saved rollouts to use instead of engines.
-        folder: the run's folder, which keeps sampled groups and the answers of an evaluation
-            across restarts; None keeps neither.
+        folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
+            None: they are lost.
         unfinished: an evaluation of weights older than the checkpoint's, to resume.
         on_progress: called every few seconds while trainer or engines work.
 
@@ -108,12 +108,12 @@ def _start_live(
     pretraining_data = load_pretraining_data(config, phases, inputs.tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
     watch = Watch()
-    trainer, engines, held_out = start_processes(config, settings, phases, cluster, stack, watch)
+    trainer, engines, reserved = start_processes(config, settings, phases, cluster, stack, watch)
     publisher = _publisher(config, trainer, engines)
-    reserved = None
-    if held_out is not None:
-        pinned = _publisher(config, trainer, held_out, pinned=True)
-        reserved = ReservedEngine(engines=held_out, publish=pinned.publish, watch=watch)
+    reserved_engine = None
+    if reserved is not None:
+        pinned = _publisher(config, trainer, reserved, pinned=True)
+        reserved_engine = ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
     evaluations = Evaluations(
         config,
         engines,
@@ -121,7 +121,7 @@ def _start_live(
         phases,
         fingerprint=publisher.fingerprint,
         folder=folder,
-        reserved=reserved,
+        reserved=reserved_engine,
     )
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines)
@@ -132,7 +132,7 @@ def _start_live(
         stack.callback(journal.close)
     sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
     ahead = config.sampling.mode == "one_step_off"
-    gpus = GpuSharing(trainer, engines, held_out, keeps_weights=config.weights.mode == "delta")
+    gpus = GpuSharing(trainer, engines, reserved, keeps_weights=config.weights.mode == "delta")
     rollouts = LiveRollouts(
         config=config,
         engines=engines,

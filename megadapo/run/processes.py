@@ -12,7 +12,7 @@ from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.models.folder import path_from_anywhere
 from megadapo.rollout.pool.engines import Engines
-from megadapo.run.sampling import Phases, start_cluster
+from megadapo.run.inputs import Phases, start_cluster
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 

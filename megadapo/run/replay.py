@@ -164,7 +164,6 @@ def _check_steps(folder: Path, first: int, last: int) -> None:
     if missing:
         raise ConfigError(
             f"--replay {folder}: step {missing[0]} is not saved, but run.num_steps = {last}; "
-            f"{len(saved)} steps are, {saved[0]} to {saved[-1]}: lower run.num_steps. "
-            "Whole batches are saved with "
-            'observe.saved_groups = "all"'
+            f"{len(saved)} steps from {saved[0]} to {saved[-1]} are saved: lower run.num_steps. "
+            'A run saves whole batches with observe.saved_groups = "all"'
         )

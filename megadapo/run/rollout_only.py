@@ -18,10 +18,10 @@ from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_ro
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.processes import start_engines_alone
-from megadapo.run.sampling import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import CHECKPOINTS
-from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
 
 SUFFIX = "-rollout"
@@ -103,8 +103,8 @@ def _prepare_folder(config: RunConfig) -> Path:
     for name in (METRICS_FILE, CHECKPOINTS):
         if (folder / name).exists():
             raise ConfigError(
-                f"{folder} holds a run ({name}): choose another run.folder; rollouts go to "
-                f"run.folder + {SUFFIX}"
+                f"{folder} holds a run ({name}), but megadapo rollout writes to this folder "
+                f"(run.folder with {SUFFIX} appended): choose another run.folder"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.gpu_sharing import GpuSharing
-from megadapo.run.sampling import SamplingInputs
+from megadapo.run.inputs import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step.metrics import verifier_summary
 from megadapo.weights.sync.publish import Publisher, PublishReport
@@ -30,7 +30,7 @@ FINISH_S = 10.0
 
 
 def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's state without the complete and partial groups kept for a later step."""
+    """Return a run's state without finished and unfinished groups kept for a later step."""
     sampler = state.get(SAMPLER_STATE)
     if sampler is None:
         return dict(state)
@@ -84,7 +84,7 @@ class Rollouts(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRollouts(Rollouts):
-    """The engines with everything that feeds them."""
+    """Rollouts from engines, with sampler, evaluations and weight updates."""
 
     config: RunConfig
     engines: Engines

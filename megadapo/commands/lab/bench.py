@@ -165,7 +165,7 @@ def _add_step(benches: Commands) -> None:
 
 def _run_step(arguments: argparse.Namespace) -> int:
     from megadapo.lab.bench import step
-    from megadapo.run.sampling import load_training_prompts
+    from megadapo.run.inputs import load_training_prompts
 
     if arguments.steps < 1 or arguments.warmup < 1:
         raise ConfigError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megadapo.rollout.sampling.sampled_batch import SampledBatch
     from megadapo.rollout.sampling.sampler import Sampler
-    from megadapo.run.sampling import Phases
+    from megadapo.run.inputs import Phases
 
 
 SECTIONS = ("model", "data", "rollout", "sampling")
@@ -120,8 +120,8 @@ def _start(
     config: RunConfig, modes: list[SamplingMode], folder: Path, stack: ExitStack, phases: Phases
 ) -> list[Sampler]:
     """Start engines with the weights of model.path, and a sampler for each mode."""
+    from megadapo.run.inputs import SamplingInputs
     from megadapo.run.processes import start_engines_alone
-    from megadapo.run.sampling import SamplingInputs
 
     inputs = SamplingInputs.start(config, phases, stack)
     engines = start_engines_alone(config, phases, stack, log_folder=folder)

@@ -148,7 +148,7 @@ class OurSampler:
             settings=_sampling_settings(task),
             tokenizer=task_tokenizer(task.settings),
             seed=task.settings.seed,
-            scoring=ImmediateExecutor,
+            new_executor=ImmediateExecutor,
         )
 
     def next_batch(self) -> list[TrainedGroup]:

@@ -5,7 +5,7 @@ does neither and would stop at its first request. vLLM's scheduler and routers c
 but only the second model runner connects them, and the CPU has the first. This file connects them
 in the same way, so that CPU and GPU engines return the same experts.
 
-Written for vLLM 0.32. It runs in vLLM's workers, unlike weights/sync/vllm_internals.py.
+Written for vLLM 0.32. `expert_config` runs in the engine's actor, the rest in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Scheduled:
 
 
 class _ConnectedRunner:
-    """A layer between vLLM's worker and its runner, which completes a step before the next one."""
+    """A layer between vLLM's worker and its runner, which runs one step at a time."""
 
     def __init__(self, runner: CPUModelRunner, connector: AuxOutputWorkerConnector) -> None:
         self._runner, self._connector = runner, connector

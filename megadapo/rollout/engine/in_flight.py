@@ -75,20 +75,20 @@ class InFlightGroup:
     async def start(self) -> None:
         """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
-        begun = request.responses or (None,) * len(request.seeds)
-        assert len(begun) == len(request.seeds), "one begun response per seed"
-        for before in begun[: request.num_at_once]:
-            await self._add(before)
+        prefixes = request.responses or (None,) * len(request.seeds)
+        assert len(prefixes) == len(request.seeds), "one response per seed"
+        for prefix in prefixes[: request.num_at_once]:
+            await self._add(prefix)
 
     async def add_branches(self, branches: Sequence[Branch | None]) -> None:
         """Submit further responses; None: a response that starts at the prompt."""
         for branch in branches:
-            begun = None
+            prefix = None
             if branch is not None:
                 parent = self.responses[branch.parent].response()
                 num_prompt = len(self.request.prompt_ids)
-                begun = response_prefix(parent, branch.num_tokens, num_prompt=num_prompt)
-            await self._add(begun, branch)
+                prefix = response_prefix(parent, branch.num_tokens, num_prompt=num_prompt)
+            await self._add(prefix, branch)
 
     def next_branches(self, num_seen: int) -> list[Branch | None]:
         """Return where the next responses start, None for the prompt; empty if it is complete.
@@ -108,9 +108,9 @@ class InFlightGroup:
         )
         return [*branches] or [None] * num_left
 
-    async def _add(self, begun: Response | None, branch: Branch | None = None) -> None:
+    async def _add(self, prefix: Response | None, branch: Branch | None = None) -> None:
         seed = self.request.seeds[len(self.responses)]
-        self.responses.append(InFlightResponse(self, seed, begun, branch=branch))
+        self.responses.append(InFlightResponse(self, seed, prefix, branch=branch))
         await self.responses[-1].submit()
 
 
@@ -128,14 +128,14 @@ class InFlightResponse:
     """A response of a group in flight; each tool call ends one request to vLLM.
 
     Args:
-        begun: the part that exists already; for a branch, the parent's tokens.
+        prefix: the tokens that exist already: those of a stopped response, or of a branch's parent.
     """
 
     def __init__(
         self,
         group: InFlightGroup,
         seed: int,
-        begun: Response | None,
+        prefix: Response | None,
         *,
         branch: Branch | None = None,
     ) -> None:
@@ -144,13 +144,15 @@ class InFlightResponse:
         self.num_generated = 0
         """Number of tokens of finished requests."""
         self.is_stopped = False
-        self._group, self._seed, self._begun, self._branch = group, seed, begun, branch
+        self._group, self._seed, self._prefix, self._branch = group, seed, prefix, branch
         self._segments: list[_Segment] = []
-        begun_experts = None if begun is None else begun.experts
-        self._experts: list[np.ndarray] = [] if begun_experts is None else [begun_experts]
-        self._calls: list[ToolCall] = [] if begun is None else list(begun.calls)
-        self._entropy = math.nan if begun is None else begun.entropy
-        self._finish_reason: FinishReason = "unfinished" if begun is None else begun.finish_reason
+        experts = None if prefix is None else prefix.experts
+        self._experts: list[np.ndarray] = [] if experts is None else [experts]
+        self._calls: list[ToolCall] = [] if prefix is None else list(prefix.calls)
+        self._entropy = math.nan if prefix is None else prefix.entropy
+        self._finish_reason: FinishReason = "unfinished"
+        if prefix is not None:
+            self._finish_reason = prefix.finish_reason
 
     async def submit(self) -> None:
         """Submit the rest of the response, if it is unfinished."""
@@ -179,11 +181,12 @@ class InFlightResponse:
 
     def response(self) -> Response:
         """Return the response so far, without its text."""
-        begun = self._begun
-        if begun is not None and not self._segments:
-            return begun
-        parts = [] if begun is None else [(begun.token_ids, begun.logprobs, begun.policy_versions)]
-        parts += [_arrays(one) for one in self._segments] or [_arrays(_Segment((), None, 0))]
+        prefix = self._prefix
+        if prefix is not None and not self._segments:
+            return prefix
+        parts = [_arrays(one) for one in self._segments] or [_arrays(_Segment((), None, 0))]
+        if prefix is not None:
+            parts.insert(0, (prefix.token_ids, prefix.logprobs, prefix.policy_versions))
         token_ids, logprobs, versions = map(np.concatenate, zip(*parts, strict=True))
         return Response(
             token_ids=token_ids,
@@ -204,7 +207,7 @@ class InFlightResponse:
 
     @property
     def _token_ids(self) -> list[int]:
-        before = [] if self._begun is None else self._begun.token_ids.tolist()
+        before = [] if self._prefix is None else self._prefix.token_ids.tolist()
         return [*before, *(token for one in self._segments for token in one.token_ids)]
 
     def _add_output(self, output: CompletionOutput) -> None:

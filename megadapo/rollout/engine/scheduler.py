@@ -20,8 +20,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HELD_S = 0.1
-"""Longest time that tokens are held back, about. A stopped response loses these tokens; it is far
-below the time that counts as no progress."""
+"""Approximate time for which tokens are held back. A stopped response loses them. The engine still
+seems to make progress, since rollout.engine_progress_timeout_s is far longer."""
 
 _TOKENS = ("request_id", "new_token_ids", "new_logprobs")
 _REST = [
@@ -107,7 +107,7 @@ class BatchingScheduler(Scheduler):
         return finished
 
     def _has_stop_texts(self, request_id: str) -> bool:
-        """Return whether the request has stop texts, which the other process looks for."""
+        """Return whether the request has stop texts, which vLLM looks for in the actor."""
         request = self.requests.get(request_id)
         return request is not None and bool(
             request.sampling_params and request.sampling_params.stop

@@ -54,8 +54,8 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         **spec.engine_arguments(),
     )
     usage = UsageContext.ENGINE_CONTEXT
-    on_cpu = spec.returns_experts and not spec.uses_cuda
-    config = expert_config(arguments) if on_cpu else arguments.create_engine_config(usage)
+    cpu_experts = spec.returns_experts and not spec.uses_cuda
+    config = expert_config(arguments) if cpu_experts else arguments.create_engine_config(usage)
     llm = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,

@@ -51,7 +51,7 @@ class Journal:
         self._warnings: list[str] = []
 
     def begin(self, policy_version: int, weights: str) -> None:
-        """Open the journal of the weights with this fingerprint, which sample from now on."""
+        """Open the journal for new weights, whose fingerprint is `weights`."""
         self.close()
         self._header = {
             "format": FORMAT,
@@ -168,7 +168,7 @@ class Journal:
         self._warnings.append(f"{self._path}: {text}")
 
     def _difference(self, header: bytes) -> str:
-        """Return what distinguishes a header from the current one."""
+        """Return the reason why the journal with this header is not the current one."""
         try:
             found = json.loads(header)
             names = (name for name in self._header if found.get(name) != self._header[name])
@@ -188,7 +188,7 @@ def group_digest(prompt: Prompt, group: OpenGroup) -> bytes:
     return digest.digest()
 
 
-def forget_before(run_folder: Path, policy_version: int) -> None:
+def delete_journals_before(run_folder: Path, policy_version: int) -> None:
     """Delete the journals of earlier policy versions, which a checkpoint has made useless.
 
     A file that cannot be deleted is tried again with the next checkpoint.
@@ -214,8 +214,10 @@ class ProblemResult:
 class EvaluationJournal:
     """The results of one evaluation, on disk until the evaluation is recorded."""
 
-    def __init__(self, path: Path, scored: str) -> None:
-        """Read the results with the identifier `scored` of weights and scoring; ignore others.
+    def __init__(self, path: Path, identity: str) -> None:
+        """Read the results of the same weights and scoring; ignore others.
+
+        `identity`: identifies weights and scoring.
 
         Raises:
             InfraError: the file cannot be read or written.
@@ -223,34 +225,31 @@ class EvaluationJournal:
         self.results: dict[str, ProblemResult] = {}
         """Results by digest of the request."""
         self._path = path
-        self._scored = scored
+        self._identity = identity
         try:
             self._log = RecordLog(path, self._read)
         except OSError as error:
-            raise self._error(error) from error
+            raise InfraError(f"{path} cannot be opened: {error.strerror}") from error
 
     def append(self, digest: str, result: ProblemResult) -> None:
         """Write a problem's result.
 
         Raises:
-            InfraError: the disk is full or refuses.
+            InfraError: the disk is full or fails.
         """
-        entry = {"scored": self._scored, "request": digest, "result": asdict(result)}
+        entry = {"scored": self._identity, "request": digest, "result": asdict(result)}
         try:
             self._log.append(json.dumps(entry).encode())
         except OSError as error:
-            raise self._error(error) from error
+            raise InfraError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._log.close()
 
     def _read(self, offset: int, payload: bytes) -> None:
         entry = json.loads(payload)
-        if entry["scored"] == self._scored:
+        if entry["scored"] == self._identity:
             self.results[entry["request"]] = ProblemResult(**entry["result"])
-
-    def _error(self, error: OSError) -> InfraError:
-        return InfraError(f"{self._path} cannot be written: {error.strerror}")
 
 
 def evaluation_journal_path(folder: Path, step: int) -> Path:

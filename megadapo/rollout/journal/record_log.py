@@ -36,9 +36,9 @@ class RecordLog:
         self.path = path
         self.cut = ""
         """Reason why the end of the file was cut off; empty if it was not."""
-        self._is_named = path.exists()
+        self._entry_is_synced = path.exists()
         """Whether the file's directory entry is on disk."""
-        self._file = io.FileIO(path, "r+" if self._is_named else "x+")
+        self._file = io.FileIO(path, "r+" if self._entry_is_synced else "x+")
         try:
             self._end = self._scan(read)
             self._file.truncate(self._end)
@@ -50,7 +50,7 @@ class RecordLog:
         """Add a record and return its offset; a failed write leaves no trace.
 
         Raises:
-            OSError: the disk is full or refuses.
+            OSError: the disk is full or fails.
         """
         offset = self._end
         record = _prefix(payload) + payload
@@ -84,12 +84,12 @@ class RecordLog:
         """Force all records to disk.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk fails.
         """
         os.fsync(self._file.fileno())
-        if not self._is_named:
+        if not self._entry_is_synced:
             sync_path(self.path.parent)
-            self._is_named = True
+            self._entry_is_synced = True
 
     def close(self) -> None:
         self._file.close()

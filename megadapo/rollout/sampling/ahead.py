@@ -17,8 +17,8 @@ from megadapo.rollout.sampling.scoring import SupportsGenerate
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A batch in a state; it is only encoded if the state is written."""
+class UnencodedBatch:
+    """A batch in a state. Most states are never written, so it is encoded only on writing."""
 
     batch: SampledBatch
 
@@ -28,10 +28,10 @@ class Waiting:
 
 
 class AheadSampler:
-    """A sampler that prepares the batch of each step but the first with the weights before."""
+    """A sampler that fills the next step's batch while the trainer updates the weights."""
 
     def __init__(self, sampler: Sampler, engines: SupportsGenerate, num_steps: int) -> None:
-        """`num_steps`: of the run; no batch is prepared after the last one."""
+        """`num_steps`: number of steps of the run; no batch is sampled for a later one."""
         self._sampler = sampler
         self._engines = engines
         self._num_steps = num_steps
@@ -53,7 +53,7 @@ class AheadSampler:
         return batch
 
     def wait(self) -> None:
-        """Wait until sampling ends; the engines can take weights then."""
+        """Wait until the sampling in progress ends, so that the engines can take weights."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._ready = pending.result()
@@ -61,7 +61,7 @@ class AheadSampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state and the waiting batch; call `wait` before."""
         assert self._pending is None, "wait() comes first"
-        waiting = None if self._ready is None else Waiting(self._ready)
+        waiting = None if self._ready is None else UnencodedBatch(self._ready)
         return {**self._sampler.state_dict(), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class AheadSampler:
         """
         self._sampler.load_state_dict(state)
         waiting = state.get("waiting")
-        if isinstance(waiting, Waiting):
+        if isinstance(waiting, UnencodedBatch):
             self._ready = waiting.batch
         else:
             self._ready = None if waiting is None else decode_batch(waiting)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from megadapo.rollout.pool.engines import Engines
 
-PRIORITY = 1 << 48
+EVALUATION_PRIORITY = 1 << 48
 """A priority after every training group, whose priority is its prompt index."""
 
 
@@ -49,7 +49,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOutRequests:
     """The requests of every evaluation: problems with `samples_per_problem` responses each.
 
     Responses have the same seeds in every evaluation, independent of the other problems and their
@@ -70,7 +70,7 @@ class HeldOut:
         max_response_tokens: int,
         seed: int,
         tools: ToolsConfig | None = None,
-    ) -> HeldOut:
+    ) -> HeldOutRequests:
         """Create the requests; responses never branch.
 
         Raises:
@@ -91,7 +91,7 @@ class HeldOut:
                 prompt_ids=tuple(render(prompt, tokenizer)),
                 seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
                 settings=settings,
-                priority=PRIORITY,
+                priority=EVALUATION_PRIORITY,
             )
             for number, prompt in enumerate(problems, start=1)
         )
@@ -124,7 +124,7 @@ class EvaluationInProgress:
         self,
         engines: SupportsGenerate,
         scorer: SupportsScore,
-        held_out: HeldOut,
+        held_out: HeldOutRequests,
         journal: EvaluationJournal | None = None,
     ) -> None:
         """`journal`: results of a killed process, to which this evaluation adds its own."""
@@ -141,7 +141,7 @@ class EvaluationInProgress:
             if (result := known.get(held_out.digest(request.key))) is not None:
                 self._results[request.key] = result
         self._waiting = [one for one in held_out.requests if one.key not in self._results]
-        self.num_answered_before = len(self._results)
+        self.num_from_journal = len(self._results)
         """Number of problems with a result in the journal."""
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class EvaluationInProgress:
         return self._generating
 
     @property
-    def answered(self) -> bool:
+    def is_done(self) -> bool:
         """Whether `finish` has nothing to wait for."""
         return not self._waiting and not self._pool.open
 
@@ -248,7 +248,7 @@ class InterleavedEngines:
 
     @property
     def capacity(self) -> int:
-        """Room as if the evaluation's slots were empty."""
+        """Number of responses to submit, as if the evaluation's slots were empty."""
         return self._engines.capacity_without(
             () if self.evaluation is None else self.evaluation.generating
         )

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MEMORY = 0.5
-"""Weight that an earlier step keeps in a keep rate when a newer step is added."""
+KEEP_RATE_DECAY = 0.5
+"""Factor on the counts of earlier steps in a keep rate when a newer step is added."""
 LATE_REQUEST_COST = 0.125
 """Extra time of a step if a missing group is requested late, as a share of a group's time.
 
@@ -50,11 +50,11 @@ class KeepRate:
         self._mixed_now += is_mixed
 
     def end_step(self, num_requested: int, num_mixed: int) -> None:
-        """Add the final counts of a step, which do not depend on who finished first."""
+        """Add the final counts of a step, which do not depend on the order of finishing."""
         self._requested_now = self._mixed_now = 0
         if num_requested:
-            self._requested = MEMORY * self._requested + num_requested
-            self._mixed = MEMORY * self._mixed + num_mixed
+            self._requested = KEEP_RATE_DECAY * self._requested + num_requested
+            self._mixed = KEEP_RATE_DECAY * self._mixed + num_mixed
 
     def state_dict(self) -> dict[str, float]:
         return {"requested": self._requested, "mixed": self._mixed}
@@ -87,10 +87,10 @@ def should_oversample(
 ) -> bool:
     """Return whether to request another group now, before it is known to be missing.
 
-    The group fills the batch with probability `density * rate`; requesting it late would then cost
-    LATE_REQUEST_COST of a group's time. Requesting it always costs the other groups one group's
-    share of the engines' throughput. By Little's law a group's time is as many such shares as
-    groups run at once.
+    Let p be the probability that the open groups are one short and this group is the missing one.
+    Without the request the step then takes LATE_REQUEST_COST of a group's time longer. With it, the
+    other groups always wait for one group's share of the engines' throughput. By Little's law a
+    group's time is num_at_once such shares, so request it if p LATE_REQUEST_COST num_at_once > 1.
 
     Args:
         num_missing: mixed groups that the batch lacks.
@@ -123,7 +123,7 @@ def would_go_stale(num_usable: int, num_ready: int, expected: ExpectedMixed) -> 
 
 
 class Plan(ABC):
-    """The remaining needs of one step."""
+    """The groups that one step has requested, and those its batch still lacks."""
 
     def __init__(self, num_needed: int, max_asked: int) -> None:
         """Start a step whose batch lacks `num_needed` mixed groups."""
@@ -212,7 +212,7 @@ class SyncPlan(Plan):
         return len(self._chosen) == self.num_needed
 
     def wants(self, rate: KeepRate) -> bool:
-        """Return whether the risk of a second tail outweighs the cost of a surplus group."""
+        """Return whether a missing group would cost more time than a surplus group."""
         num_missing = self.num_needed - self.num_mixed
         return self._may_ask and should_oversample(
             num_missing, self._expected(), rate, num_at_once=self._num_at_once
@@ -257,7 +257,7 @@ class RoundsPlan(Plan):
         return round_over and self.num_mixed >= self.num_needed
 
     def wants(self, rate: KeepRate) -> bool:
-        """Return whether the current round lacks requests, or start the next round."""
+        """Return whether the current round lacks requests; start the next if it is over."""
         if not self.open and not self._num_left and self._may_ask:
             self._num_left = min(self._round_size, self._max_asked - self.num_asked)
         return self._num_left > 0
@@ -289,7 +289,7 @@ class PartialPlan(Plan):
         self.num_mixed += 1
 
     def resume(self, prompt_index: int, rate: KeepRate, *, due: bool) -> None:
-        """Add an unfinished group of an earlier step; one that is due cannot wait for another."""
+        """Add an unfinished group of an earlier step; if it is `due`, the batch waits for it."""
         self._open(prompt_index, rate)
         if due:
             self._due.add(prompt_index)

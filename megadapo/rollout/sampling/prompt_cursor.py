@@ -23,11 +23,11 @@ class PromptRecord(NamedTuple):
     """Epoch of its latest request."""
 
 
-class Difficulty:
+class PromptHistory:
     """The latest result of every prompt, and the keep rate of each level.
 
-    Updated at the end of a step with groups that every repetition of the run has, so the requests
-    depend only on seed and weights.
+    The end of a step adds the results that its statistics count. So requests depend on seed and
+    weights alone, unless the mode follows the engines' speed.
     """
 
     def __init__(self, *, rest_after: int | None, rest_epochs: int) -> None:
@@ -90,10 +90,10 @@ class Difficulty:
 class PromptCursor:
     """A position in the prompt stream that can move back."""
 
-    def __init__(self, prompts: PromptStream, difficulty: Difficulty) -> None:
+    def __init__(self, prompts: PromptStream, history: PromptHistory) -> None:
         self.next_index = 0
         self._prompts = prompts
-        self._difficulty = difficulty
+        self._history = history
         self._consumed: set[int] = set()
         """Prompt indices from `next_index` on that must not be requested again."""
         self._skipped: list[int] = []
@@ -112,7 +112,7 @@ class PromptCursor:
             index, self.next_index = self.next_index, self.next_index + 1
             if index in self._consumed:
                 self._consumed.remove(index)
-            elif len(skipped) < len(self._prompts) and self._difficulty.on_cooldown(
+            elif len(skipped) < len(self._prompts) and self._history.on_cooldown(
                 self.prompt(index).id, self.epoch(index)
             ):
                 skipped.append(index)

@@ -22,13 +22,13 @@ from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.journal.journal import Journal, group_digest
 from megadapo.rollout.sampling.plans import KeepRate, PartialPlan, Plan, RoundsPlan, SyncPlan
-from megadapo.rollout.sampling.prompt_cursor import Difficulty, PromptCursor
+from megadapo.rollout.sampling.prompt_cursor import PromptCursor, PromptHistory
 from megadapo.rollout.sampling.reserve import Reserve, decode_unfinished, encode_unfinished
 from megadapo.rollout.sampling.sampled_batch import SampledBatch, decode_batch, encode_batch
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.step import (
     RejectedGroups,
-    Step,
+    SamplingStep,
     StepCounters,
     accuracy_histogram,
     describe_shortfall,
@@ -54,7 +54,7 @@ class Sampler:
         seed: int,
         saved_groups: SavedGroups = 0,
         is_mixed: Callable[[Group], bool] | None = None,
-        scoring: Callable[[], Executor] | None = None,
+        new_executor: Callable[[], Executor] | None = None,
         journal: Journal | None = None,
     ) -> None:
         """Start at the first prompt, with an empty reserve.
@@ -62,8 +62,9 @@ class Sampler:
         Args:
             seed: the run's seed; seed and prompt index determine every response.
             saved_groups: number of groups of each batch to save.
-            is_mixed: whether a group trains; by default if its accuracy is within the bounds.
-            scoring: creates the executor of a step's scoring; by default threads of the scorer.
+            is_mixed: returns whether a group is kept; by default if its accuracy is within
+                sampling.accuracy_range.
+            new_executor: returns the executor for a step's scoring; by default a thread pool.
             journal: keeps groups until a checkpoint holds them, and returns those of a killed
                 process.
         """
@@ -74,11 +75,11 @@ class Sampler:
         self._tokenizer = tokenizer
         self._seed = seed
         self._saved_groups = saved_groups
-        self._scoring = scoring
+        self._new_executor = new_executor
         self._journal = journal
         self._is_mixed = is_mixed
-        self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
-        self._cursor = PromptCursor(prompts, self._difficulty)
+        self._history = PromptHistory(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
+        self._cursor = PromptCursor(prompts, self._history)
         self._reserve = Reserve(config.reserve_size)
         self._unfinished: dict[int, tuple[Response, ...]] = {}
         """Responses so far of the groups that continue in the next step, by prompt index."""
@@ -115,7 +116,7 @@ class Sampler:
         """Return the position and all waiting groups as JSON values."""
         return {
             "cursor": self._cursor.state_dict(),
-            "difficulty": self._difficulty.state_dict(),
+            "difficulty": self._history.state_dict(),
             "reserve": self._reserve.state_dict(),
             "unfinished": encode_unfinished(self._unfinished),
         }
@@ -129,7 +130,7 @@ class Sampler:
         """
         try:
             self._cursor.load_state_dict(state["cursor"])
-            self._difficulty.load_state_dict(state["difficulty"])
+            self._history.load_state_dict(state["difficulty"])
             self._reserve.load_state_dict(state["reserve"])
             self._unfinished = decode_unfinished(state["unfinished"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -140,10 +141,10 @@ class Sampler:
         counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
         reserved = self._take_reserved(counters)
         partial = self._config.mode == "partial"
-        executor = None if self._scoring is None else self._scoring()
+        executor = None if self._new_executor is None else self._new_executor()
         with ScoringPool(self._engines, self._scorer, self._cursor.prompt, executor) as pool:
             plan = self._plan(self._config.prompts_per_step - (0 if partial else len(reserved)))
-            step = Step(plan=plan, pool=pool, counters=counters)
+            step = SamplingStep(plan=plan, pool=pool, counters=counters)
             if partial:
                 self._resume(step, reserved)
             while not step.plan.is_full:
@@ -186,7 +187,7 @@ class Sampler:
         counters.dropped += expired
         return groups
 
-    def _resume(self, step: Step, reserved: Sequence[Group]) -> None:
+    def _resume(self, step: SamplingStep, reserved: Sequence[Group]) -> None:
         """Continue a partial step with finished and unfinished groups of the step before.
 
         Both kinds are added before anything is submitted. Otherwise younger groups could fill the
@@ -206,7 +207,7 @@ class Sampler:
             self._unfinished = {}
             step.pool.submit([one for one in unfinished if not self._recall(step, one)])
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: SamplingStep) -> None:
         """Submit as many groups as the plan wants and the engines have capacity for."""
         capacity = self._engines.capacity // self._config.responses_at_once
         capacity = max(capacity, not step.pool.open)
@@ -224,7 +225,7 @@ class Sampler:
         if groups:
             step.pool.submit(groups)
 
-    def _recall(self, step: Step, group: OpenGroup) -> bool:
+    def _recall(self, step: SamplingStep, group: OpenGroup) -> bool:
         """Take the finished group from the journal; return False if it is not there."""
         if self._journal is None:
             return False
@@ -237,12 +238,12 @@ class Sampler:
         self._add(step, finished)
         return True
 
-    def _take(self, step: Step, group: Group) -> None:
+    def _take(self, step: SamplingStep, group: Group) -> None:
         if self._journal is not None:
             self._journal.append_group(step.digests[group.prompt_index], group)
         self._add(step, group)
 
-    def _add(self, step: Step, group: Group) -> None:
+    def _add(self, step: SamplingStep, group: Group) -> None:
         config = self._config
         if config.selection == "all":
             mixed = True
@@ -252,10 +253,10 @@ class Sampler:
             low, high = config.accuracy_range
             mixed = is_mixed(group.correct, min_accuracy=low, max_accuracy=high)
         step.add(group, is_mixed=mixed)
-        self._difficulty.keep_rate(group.prompt.id).add(mixed)
+        self._history.keep_rate(group.prompt.id).add(mixed)
 
     def _keep_rate(self, prompt_index: int) -> KeepRate:
-        return self._difficulty.keep_rate(self._cursor.prompt(prompt_index).id)
+        return self._history.keep_rate(self._cursor.prompt(prompt_index).id)
 
     def _open(self, prompt_index: int, responses: tuple[Response, ...] = ()) -> OpenGroup:
         prompt = self._cursor.prompt(prompt_index)
@@ -269,8 +270,8 @@ class Sampler:
             priority=prompt_index,
         )
 
-    def _finish(self, step: Step, reserved: Sequence[Group]) -> SampledBatch:
-        """Return the batch, keep surplus groups, and update the keep rates."""
+    def _finish(self, step: SamplingStep, reserved: Sequence[Group]) -> SampledBatch:
+        """Return the batch, keep surplus groups, and add the step to the prompts' history."""
         chosen, counters = step.plan.chosen(), step.counters
         if step.plan.is_full and self._config.discards_surplus:
             counters.forget_after(chosen[-1])
@@ -279,7 +280,7 @@ class Sampler:
             self._keep_surplus(step.surplus(chosen), counters)
             self._cursor.requeue(step.stopped)
         counters.num_resting = self._cursor.take_num_skipped()
-        self._difficulty.end_step(counters.stats, self._cursor.epoch)
+        self._history.end_step(counters.stats, self._cursor.epoch)
         kept = [*reserved, *(step.kept[index] for index in chosen)]
         kept.sort(key=lambda group: group.prompt_index)
         self._check_size(kept, counters)
@@ -309,6 +310,6 @@ class Sampler:
         waiting = [
             [entry["prompt_index"] for entry in state[key]] for key in ("reserve", "unfinished")
         ]
-        config = self._config.model_dump(mode="json", exclude={"journal"})
+        config = self._config.model_dump(mode="json")
         name = json.dumps([config, state["cursor"], waiting], sort_keys=True)
         return hashlib.sha256(name.encode()).digest()

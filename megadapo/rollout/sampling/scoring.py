@@ -17,11 +17,11 @@ from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.types import OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
-"""Time to wait for the engines at once while groups are being scored."""
+"""Longest single wait for the engines while groups are being scored."""
 
 
 class SupportsGenerate(Protocol):
-    """The interface of the engines for sampling; for example `rollout.pool.engines.Engines`."""
+    """The methods of the engines that sampling calls; `rollout.pool.engines.Engines` has them."""
 
     @property
     def policy_version(self) -> int:
@@ -49,7 +49,7 @@ class SupportsGenerate(Protocol):
 
 
 class SupportsScore(Protocol):
-    """The interface of the rewards that sampling uses, as `rewards.scorer.Scorer` provides it."""
+    """The methods of the rewards that sampling calls; `rewards.scorer.Scorer` has them."""
 
     @property
     def num_threads(self) -> int:
@@ -103,7 +103,7 @@ class ScoringPool:
         self._engines.submit(groups)
 
     def wait(self) -> list[Group]:
-        """Wait for groups and return all scored ones; empty if the engines can take more first.
+        """Wait until groups are scored or the engines have capacity; return all scored groups.
 
         Raises:
             InfraError: an engine failed.

@@ -26,7 +26,7 @@ _TURNS: tuple[Disposition, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """The numbers that are remembered of a group that finished, without its texts."""
+    """The statistics of a finished group, without its tokens and texts."""
 
     prompt_index: int
     prompt_id: str
@@ -125,7 +125,7 @@ class StepCounters:
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
     def forget_after(self, last: int) -> None:
-        """Move groups behind the batch's last prompt index from the statistics to the waste.
+        """Count groups behind the batch's last prompt index as surplus, not in the statistics.
 
         The next step requests them again. Which of them finished depends on the engines' speed, so
         they must not influence anything.
@@ -189,8 +189,8 @@ class StepCounters:
 
 
 @dataclass(kw_only=True)
-class Step:
-    """The plan of a step, its open requests and its groups so far."""
+class SamplingStep:
+    """The step in progress: its plan, its open requests and its groups so far."""
 
     plan: Plan
     pool: ScoringPool
@@ -274,14 +274,14 @@ def describe_shortfall(
         for correct, count in sorted(histogram.items())
     )
     advice = (
-        "the problems are too hard for the model, or its answers miss the format of the scorer"
+        "the problems are too hard for the model, or the scorer cannot read the answers: check both"
         if num_wrong >= num_correct
         else "the problems are too easy for the model: use harder ones"
     )
     return (
         f"the batch has only {num_found} of {num_needed} groups after {num_asked} requests: "
-        f"{num_wrong} groups were all wrong, {num_correct} all correct\n{bars}\n{advice}; or raise "
-        "sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+        f"{num_wrong} groups were all incorrect, {num_correct} all correct\n{bars}\n{advice}, or "
+        "raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
 
 

@@ -13,7 +13,7 @@ from megadapo.config import RunConfig, load_config, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
 
-SAMPLES = (
+RESERVE_KEYS = (
     *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
     *("reward.rule", "reward.decide", "reward.functions"),
     *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
@@ -22,19 +22,19 @@ SAMPLES = (
 )
 """Keys that decide how a group is sampled, scored or selected: groups in the reserve depend on
 them."""
-SAMPLED_BY = (
-    *SAMPLES,
+SAMPLING_KEYS = (
+    *RESERVE_KEYS,
     *("run.seed", "data.shuffle", "model.dtype", "rollout.quantization", "rollout.vllm"),
 )
 """Keys that decide a group's tokens, log-probs and scores, given the weights."""
-MEANING = (
-    *SAMPLES,
+LEARNING_KEYS = (
+    *RESERVE_KEYS,
     *("run.seed", "data.shuffle", "sampling.mode", "sampling.prompts_per_step"),
     *("sampling.max_staleness", "algorithm", "critic.path", "critic.warmup"),
 )
 """Keys and tables that decide what is learned; the others decide where, how fast and what is
 shown."""
-FREE = ("run.resume", "run.folder")
+START_KEYS = ("run.resume", "run.folder")
 """Keys that each start chooses."""
 
 
@@ -66,29 +66,29 @@ def check_config_diff(config: RunConfig, checkpoint: Path, *, accept_changes: bo
     changes = {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in new | old
-        if old.get(key) != new.get(key) and key not in FREE
+        if old.get(key) != new.get(key) and key not in START_KEYS
     }
-    meant = [f"  {key}: {line}" for key, line in changes.items() if _within(key, MEANING)]
+    learning = [f"  {key}: {line}" for key, line in changes.items() if _within(key, LEARNING_KEYS)]
     own = folder.resolve() == config.run.folder.resolve()
-    if meant and own and not accept_changes:
+    if learning and own and not accept_changes:
         raise ConfigError(
             "\n".join(
                 [
-                    f"{folder} holds a run with another meaning:",
-                    *meant,
-                    "undo the change, choose another run.folder, or add --accept-changes",
+                    f"the run in {folder} would learn something else with these changes:",
+                    *learning,
+                    "undo them, choose another run.folder, or add --accept-changes",
                 ]
             )
         )
     return ConfigDiff(
         tuple(f"changed: {key}: {line}" for key, line in changes.items()),
-        keeps_samples=not any(_within(key, SAMPLES) for key in changes),
+        keeps_samples=not any(_within(key, RESERVE_KEYS) for key in changes),
     )
 
 
 def samples_digest(config: RunConfig) -> str:
     """Return a digest of everything that sampled groups depend on except the weights."""
-    found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLED_BY)}
+    found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLING_KEYS)}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 

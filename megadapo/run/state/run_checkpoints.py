@@ -16,7 +16,7 @@ from typing import Any
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import CorruptCheckpointError, MegadapoError
-from megadapo.rollout.journal.journal import forget_before
+from megadapo.rollout.journal.journal import delete_journals_before
 from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.rollouts import without_samples
 from megadapo.run.run_log import RunLog
@@ -100,7 +100,7 @@ class RunCheckpoints:
         aside = self._store.set_aside_after(step, damaged=point.target is None)
         self._target = point.target
         if point.target is not None:
-            # after newer checkpoints are set aside: any newer one then was written from here
+            # only now: any newer checkpoint in the folder must have been trained from this one
             point.target.write(self._folder)
         self._exports.tidy(step)
         # without a checkpoint no record counts, not even the first evaluation
@@ -190,7 +190,7 @@ class RunCheckpoints:
                 return
         self._has_failed = False
         self._log.status.update(checkpoint_step=self.current.step)
-        forget_before(self._folder, self.current.step)
+        delete_journals_before(self._folder, self.current.step)
         self._start_export()
 
     def join(self) -> None:

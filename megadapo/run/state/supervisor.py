@@ -110,7 +110,7 @@ class Supervisor:
         if status.pid != self._child.pid:
             return code, None
         if status.checkpoint_step > status.resumed_from:
-            # --resume PATH only applies to the first start
+            # from here on the run's newest checkpoint, even if the command names another one
             self._command = [word for word in self._command if word != RESUME] + [RESUME]
         return code, status
 

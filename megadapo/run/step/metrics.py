@@ -45,8 +45,8 @@ def step_metrics(
         **_groups(sampled),
         **_tool_use(sampled, config),
         **update.metrics,
-        **_update(published),
-        **_tail(sampled),
+        **_publication(published),
+        **_engine_load(sampled),
         **_spread("train/rank_tokens_{}", update.rank_tokens),
         **_spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
         **_spread("time/rank_logprobs_{}_s", update.rank_seconds),
@@ -72,8 +72,8 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
     }
 
 
-def _update(published: PublishReport | None) -> dict[str, int | float | None]:
-    """Return bytes, density and times of the weight update."""
+def _publication(published: PublishReport | None) -> dict[str, int | float | None]:
+    """Return bytes, density and times of the publication of the weights."""
     return {
         "weights/bytes": None if published is None else published.num_bytes,
         "weights/density": None if published is None else published.density,
@@ -120,8 +120,8 @@ def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | Non
     }
 
 
-def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
-    """Return times of groups and the load of the engines, which long responses dominate."""
+def _engine_load(sampled: SampledBatch) -> dict[str, int | float | None]:
+    """Return times of groups, and how busy the engines were."""
     engines = [engine for engine in sampled.engines if engine.seconds > 0]
     total = sum(engine.seconds for engine in engines)
     busy = sum(engine.busy_seconds for engine in engines)
@@ -158,7 +158,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]
 def step_warnings(
     step: int, sampled: SampledBatch, update: UpdateResult, config: RunConfig
 ) -> Iterator[str]:
-    """Yield one line for each thing that a step left out; a healthy step has none."""
+    """Yield a line each for missing groups, dropped groups, dropped tokens and skipped updates."""
     prompts_per_step = config.sampling.prompts_per_step
     if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
         yield (

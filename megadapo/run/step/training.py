@@ -27,7 +27,7 @@ PRETRAINING_STATE = "pretraining_data"
 def make_batch(sampled: SampledBatch, config: RunConfig) -> tuple[PackedBatch, Advantages]:
     """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups.
 
-    The advantages are returned again as saved rollouts show them, before they are rounded to fp32.
+    Return the advantages in float64 too, for the saved rollouts: the batch rounds them to fp32.
     """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
@@ -47,7 +47,7 @@ def make_batch(sampled: SampledBatch, config: RunConfig) -> tuple[PackedBatch, A
 
 
 class StepTrainer:
-    """The trainer with what changes from step to step: KL coefficient and pretraining data."""
+    """The trainer with the rest of training's state: KL coefficient and pretraining data."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
 from megadapo.run.step.metrics import step_metrics, step_warnings
-from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.saved_groups import saved_groups
 from megadapo.trainer.types import UpdateResult
 from megadapo.weights.sync.publish import PublishReport
 

@@ -12,7 +12,11 @@ from megadapo.data.group import NO_VERSION
 from megadapo.data.group_codec import encode_group
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig
-from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOut, InterleavedEngines
+from megadapo.rollout.sampling.evaluation import (
+    EvaluationInProgress,
+    HeldOutRequests,
+    InterleavedEngines,
+)
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (
@@ -262,7 +266,7 @@ def test_branches_are_independent_of_the_batch(engines, reference, tools):
 
 @pytest.fixture(scope="module")
 def held_out(model):
-    return HeldOut.create(
+    return HeldOutRequests.create(
         PROMPTS,
         EvaluationConfig(samples_per_problem=4),
         tokenizer=AutoTokenizer.from_pretrained(model),

@@ -11,7 +11,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.rewards.scorer import Scorer
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
 from tests.support.rollout.engine_checks import (
     Reference,
     ask,
@@ -45,7 +45,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     settings = config.rollout.model_dump(include={"max_num_seqs", "num_threads"})
     with running_engines(model, log_folder, **settings) as engines:
         with Scorer(config.reward) as scorer:
-            held_out = HeldOut.create(
+            held_out = HeldOutRequests.create(
                 problems,
                 config.evaluation,
                 tokenizer=tokenizer,

@@ -11,7 +11,7 @@ from megadapo.config import RunConfig
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
-from megadapo.run.sampling import SamplingInputs
+from megadapo.run.inputs import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.scripted_engines import (

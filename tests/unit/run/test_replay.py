@@ -17,7 +17,7 @@ from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
-from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.saved_groups import saved_groups
 from tests.support.models.tiny_models import TRAINED
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
@@ -139,7 +139,7 @@ def test_run_with_unsaved_steps_is_rejected(tmp_path, source):
     assert "parity" in check_replay(config_of(tmp_path), tmp_path / "rollouts")
     longer = config_of(tmp_path, run={"num_steps": 9})
     with pytest.raises(
-        ConfigError, match=r"3 steps are, 3 to 5.*num_steps.*saved_groups = \"all\""
+        ConfigError, match=r"3 steps from 3 to 5 are saved.*num_steps.*saved_groups = \"all\""
     ):
         check_replay(longer, tmp_path / "rollouts")
     with pytest.raises(ConfigError, match=r"there is no step-N\.jsonl\.zst"):

@@ -9,7 +9,12 @@ import pytest
 
 from megadapo.data.group_codec import encode_group
 from megadapo.rollout.journal import record_log
-from megadapo.rollout.journal.journal import DIGEST_BYTES, JOURNAL_FOLDER, Journal, forget_before
+from megadapo.rollout.journal.journal import (
+    DIGEST_BYTES,
+    JOURNAL_FOLDER,
+    Journal,
+    delete_journals_before,
+)
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
@@ -243,16 +248,16 @@ def test_batch_sampled_ahead_is_reused(tmp_path):
     assert again.asked == []
 
 
-def test_forget_before_a_checkpoint(tmp_path):
+def test_delete_journals_before_a_checkpoint(tmp_path):
     for version in (2, 3, 10):
         journal = journal_in(tmp_path, version=version)
         sampler_with(journal, ScriptedEngines()).next_batch()
         journal.close()
     (tmp_path / JOURNAL_FOLDER / "version-x.log").touch()
-    forget_before(tmp_path, 3)
+    delete_journals_before(tmp_path, 3)
     left = sorted(path.name for path in (tmp_path / JOURNAL_FOLDER).iterdir())
     assert left == ["version-10.log", "version-3.log", "version-x.log"]
-    forget_before(tmp_path / "nothing", 3)
+    delete_journals_before(tmp_path / "nothing", 3)
 
 
 @pytest.mark.parametrize("config", [{"mode": "partial", "max_staleness": 1}, {"max_staleness": 1}])

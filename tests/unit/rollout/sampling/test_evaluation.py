@@ -13,7 +13,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.journal import EvaluationJournal
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
@@ -30,8 +30,10 @@ BOUND = 40
 MAX_TOKENS = 20
 
 
-def held_out(prompts: list[Prompt], tools: ToolsConfig | None = None, **config: object) -> HeldOut:
-    return HeldOut.create(
+def held_out(
+    prompts: list[Prompt], tools: ToolsConfig | None = None, **config: object
+) -> HeldOutRequests:
+    return HeldOutRequests.create(
         prompts,
         EvaluationConfig(**{"samples_per_problem": 5, **config}),
         tokenizer=PlainTokenizer(),

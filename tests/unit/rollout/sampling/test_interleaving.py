@@ -9,7 +9,7 @@ from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.evaluation import (
     Evaluation,
     EvaluationInProgress,
-    HeldOut,
+    HeldOutRequests,
     InterleavedEngines,
 )
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
@@ -25,7 +25,7 @@ from tests.support.rollout.scripted_engines import (
 
 NUM_STEPS = 4
 VERIFIER = RightAtLeast(HALF)
-HELD_OUT = HeldOut.create(
+HELD_OUT = HeldOutRequests.create(
     make_prompts(30),
     EvaluationConfig(samples_per_problem=4),
     tokenizer=PlainTokenizer(),

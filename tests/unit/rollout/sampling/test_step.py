@@ -7,7 +7,7 @@ import pytest
 
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.sampling.prompt_cursor import Difficulty
+from megadapo.rollout.sampling.prompt_cursor import PromptHistory
 from megadapo.rollout.sampling.sampled_batch import SampledGroup
 from megadapo.rollout.sampling.step import GroupStats, choose_saved, describe_shortfall
 from tests.support.rollout.scripted_engines import make_prompts
@@ -15,16 +15,16 @@ from tests.support.rollout.scripted_engines import make_prompts
 
 def test_shortfall_message_has_histogram_and_cause():
     assert describe_shortfall(1, 8, {3: 1, 0: 70, 16: 9}, 16) == (
-        "the batch has only 1 of 8 groups after 80 requests: 70 groups were all wrong, "
+        "the batch has only 1 of 8 groups after 80 requests: 70 groups were all incorrect, "
         "9 all correct\n"
         "    0 of 16 correct: 70 groups\n"
         "    3 of 16 correct: 1 groups\n"
         "   16 of 16 correct: 9 groups\n"
-        "the problems are too hard for the model, or its answers miss the format of the scorer; "
-        "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+        "the problems are too hard for the model, or the scorer cannot read the answers: "
+        "check both, or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
     assert describe_shortfall(0, 8, {3: 1}, 3).splitlines()[-1] == (
-        "the problems are too easy for the model: use harder ones; "
+        "the problems are too easy for the model: use harder ones, "
         "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
 
@@ -87,7 +87,7 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
 
 
 def test_cooldown_after_all_correct_groups_in_a_row():
-    difficulty = Difficulty(rest_after=2, rest_epochs=3)
+    difficulty = PromptHistory(rest_after=2, rest_epochs=3)
     for epoch, num_correct in enumerate([4, 3, 4, 4]):
         assert not difficulty.on_cooldown("a", epoch)
         difficulty.end_step([stats("a", num_correct)], lambda _, e=epoch: e)
@@ -96,7 +96,7 @@ def test_cooldown_after_all_correct_groups_in_a_row():
 
 
 def test_all_correct_group_restarts_cooldown():
-    difficulty = Difficulty(rest_after=1, rest_epochs=1)
+    difficulty = PromptHistory(rest_after=1, rest_epochs=1)
     difficulty.end_step([stats("a", 4)], lambda _: 0)
     assert difficulty.on_cooldown("a", 1) and not difficulty.on_cooldown("a", 2)
     difficulty.end_step([stats("a", 4)], lambda _: 2)
@@ -105,7 +105,7 @@ def test_all_correct_group_restarts_cooldown():
 
 def test_keep_rate_depends_on_the_level():
     """One rate for all prompts would expect solved ones to fill a batch as fast as others."""
-    difficulty = Difficulty(rest_after=None, rest_epochs=1)
+    difficulty = PromptHistory(rest_after=None, rest_epochs=1)
     prompts = [f"p{i}" for i in range(300)]
     difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)], lambda _: 0)
     difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)], lambda _: 1)

@@ -7,7 +7,12 @@ import pytest
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import ConfigError
-from megadapo.run.state.config_diff import MEANING, SAMPLES, check_config_diff, samples_digest
+from megadapo.run.state.config_diff import (
+    LEARNING_KEYS,
+    RESERVE_KEYS,
+    check_config_diff,
+    samples_digest,
+)
 from tests.support.runs.runs_alone import config_of
 
 
@@ -75,7 +80,7 @@ def test_unreadable_configuration_is_reported(tmp_path, text):
     assert "config.json cannot be read" in line
 
 
-@pytest.mark.parametrize("name", [*SAMPLES, *MEANING])
+@pytest.mark.parametrize("name", [*RESERVE_KEYS, *LEARNING_KEYS])
 def test_listed_names_are_keys_or_tables(tmp_path, name):
     place = to_dict(config_of(tmp_path))
     for part in name.split("."):

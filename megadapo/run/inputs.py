@@ -1,4 +1,4 @@
-"""Start-up of sampling and scoring without a trainer: prompts, scorer, engines, sampler."""
+"""The inputs of a run: prompts, tokenizer, scorer, pretraining data, and the cluster to run on."""
 
 from __future__ import annotations
 

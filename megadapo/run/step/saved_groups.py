@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 CrossChecks = Callable[[Group], Sequence[bool | None]]
-"""Returns the verdict of the symbolic comparison on each response, None if it is not known yet."""
+"""Returns the cross-check's result for each response, None if it is not known yet."""
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """The results of training for one response; None if it was not trained on."""
+    """The results of training for one response; all None if it was not trained on."""
 
     advantage: float | None = None
     advantages: np.ndarray | None = None
@@ -56,7 +56,7 @@ def saved_groups(
             computed take precedence; with gae there are no others.
         update: result for the batch with the log-probs of the recorded sequences; None if the
             batch was not trained on.
-        cross_checks: called when a group is yielded, so that late verdicts are included.
+        cross_checks: called when a group is yielded, so that late results are included.
     """
     known = None if config.algorithm.advantage == "gae" else advantages
     trained = _trained_responses(sampled, recorded, known, update)
@@ -149,7 +149,7 @@ def _saved_responses(
 
 
 def _rule_correct(group: Group, i: int, config: RunConfig) -> bool:
-    """Return the rule's verdict on a response, or the score's if the rule is not used."""
+    """Return whether the rule, or the score if no rule is used, calls a response correct."""
     if not config.reward.uses_rule(group.prompt.data_source):
         return group.scores[i].correct
     text, gold = group.responses[i].text, group.prompt.ground_truth
