@@ -22,6 +22,7 @@ from megadapo.rollout.sampling.evaluation import (
 )
 from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
+from megadapo.run.state.config_diff import samples_digest
 from megadapo.weights.disk.files import Files
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,5 @@ class Evaluations:
     def _journal(self, step: int) -> EvaluationJournal | None:
         if self._folder is None:
             return None
-        reward = self._config.reward
-        identity = f"{self._fingerprint()} {reward.rule} {reward.decide}"
+        identity = f"{self._fingerprint()} {samples_digest(self._config)}"
         return EvaluationJournal(evaluation_journal_path(self._folder, step), identity)

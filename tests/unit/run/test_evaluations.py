@@ -26,8 +26,11 @@ from tests.support.runs.checkpoints import save_checkpoint, write_shard
 NUM_PROBLEMS = 6
 
 
-def config_of(placement: str, folder: str | Path = "somewhere") -> RunConfig:
+def config_of(
+    placement: str, folder: str | Path = "somewhere", reward_weight: float = 1.0
+) -> RunConfig:
     changes = {
+        "reward.functions": [{"function": "rule", "weight": reward_weight}],
         "evaluation": {"every": 1, "samples_per_problem": 4, "placement": placement},
         "rollout.max_response_tokens": 20,
         "algorithm.overlong_buffer": 0,
@@ -43,6 +46,7 @@ def make(
     folder: Path | None = None,
     weights: str = "weights",
     reserved: ReservedEngine | None = None,
+    reward_weight: float = 1.0,
 ) -> Evaluations:
     inputs = SamplingInputs(
         tokenizer=PlainTokenizer(),
@@ -51,7 +55,7 @@ def make(
         scorer=RightAtLeast(40),
     )
     return Evaluations(
-        config_of(placement),
+        config_of(placement, reward_weight=reward_weight),
         engines,
         inputs,
         SimpleNamespace(phase=lambda name: nullcontext()),
@@ -111,14 +115,22 @@ def test_interleaved_evaluation_keeps_its_weights():
     assert evaluations.take_finished() == []
 
 
-def test_stored_answers_need_equal_weights(tmp_path):
-    """A redone step may end in other weights if kernels add in any order."""
+def test_stored_answers_need_equal_weights_and_rewards(tmp_path):
+    """A redone step may end in other weights if kernels add in any order.
+
+    --accept-changes resumes with other reward functions, whose results must not be mixed.
+    """
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
     assert len(payloads(evaluation_journal_path(tmp_path, 3))) == NUM_PROBLEMS
-    for weights, num_asked in (("weights", 0), ("other weights", NUM_PROBLEMS)):
+    cases = (
+        ("weights", 1.0, 0),
+        ("other weights", 1.0, NUM_PROBLEMS),
+        ("weights", 2.0, NUM_PROBLEMS),
+    )
+    for weights, reward_weight, num_asked in cases:
         engines = ScriptedEngines()
-        evaluations = make("alone", engines, tmp_path, weights)
+        evaluations = make("alone", engines, tmp_path, weights, reward_weight=reward_weight)
         evaluations.begin(3)
         assert len(engines.asked) == num_asked
         assert len(evaluations.take_finished()) == 1
