@@ -137,7 +137,8 @@ class Journal:
             if self._log.cut:
                 self._warn(f"{self._log.cut}: the groups from there on are requested again")
             if headers and headers != [header]:
-                self._warn(f"is from {self._difference(headers[0])}: groups are requested again")
+                difference = self._difference(headers[0])
+                self._warn(f"was written with {difference}: its groups are requested again")
             if headers != [header]:
                 self._offsets = {}
                 self._log.clear()

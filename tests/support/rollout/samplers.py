@@ -32,7 +32,7 @@ def make_sampler(
     named = dict(sampler or {}) | ({} if saved_groups is None else {"saved_groups": saved_groups})
     if config.get("max_staleness"):
         # the speed of scoring decides as well which groups finish in time
-        named.setdefault("scoring", AtOnce)
+        named.setdefault("new_executor", AtOnce)
     config = {"prompts_per_step": 8, "responses_per_prompt": 3, **config}
     return Sampler(
         engines,

@@ -60,7 +60,7 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ({"overlong_buffer": 0, "overlong_factor": 0.5}, "algorithm.overlong_factor: nothing is"),
         (
             {"objective": {"kl_coef": 0.1, "kl_gradient": "k1"}},
-            'algorithm.objective.kl_gradient = "k1" is 0 in the mean',
+            'algorithm.objective.kl_gradient = "k1" has a mean of 0',
         ),
         (
             {

@@ -42,7 +42,7 @@ def journal_in(
 
 def sampler_with(journal: Journal, engines: ScriptedEngines, **config) -> Sampler:
     # scoring at once makes the journal hold exactly the groups that have finished
-    return make_sampler(engines, sampler={"journal": journal, "scoring": AtOnce}, **config)
+    return make_sampler(engines, sampler={"journal": journal, "new_executor": AtOnce}, **config)
 
 
 def finished(engines: ScriptedEngines) -> set[int]:
@@ -117,7 +117,7 @@ def test_groups_of_other_weights_or_settings_are_ignored(tmp_path, changed, word
     killed_after(tmp_path, 5)
     journal = journal_in(tmp_path, **changed)
     [note] = journal.drain_warnings()
-    assert f"is from {word}" in note and "version-3.log" in note
+    assert f"was written with {word}" in note and "version-3.log" in note
     assert num_reused(journal) == 0
     assert journal_in(tmp_path, **changed).drain_warnings() == []
 

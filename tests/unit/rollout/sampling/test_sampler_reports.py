@@ -181,7 +181,7 @@ def test_group_being_scored_continues_in_the_next_step():
     sampler = make_sampler(
         TellsWhenFull(),
         judge=SlowOnTheFirst(HALF),
-        sampler={"scoring": lambda: ThreadPoolExecutor(2)},
+        sampler={"new_executor": lambda: ThreadPoolExecutor(2)},
         mode="partial",
         max_staleness=1,
         saved_groups="all",

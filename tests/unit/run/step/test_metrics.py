@@ -129,7 +129,7 @@ def test_spread_over_engines_and_ranks():
     assert (found["memory/rank_min_mib"], found["memory/rank_max_mib"]) == (7, 9)
 
 
-def test_tail_of_group_times():
+def test_group_times_and_engine_load():
     found = metrics()
     lengths = [found[f"response_length/{name}"] for name in ("mean", "p50", "p95", "max")]
     assert lengths == [63.75, 75.0, pytest.approx(98.5), 100.0]
