@@ -1,13 +1,13 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make test         the test suite, two parts at once, each shown when it is done; make test-all adds
-#                   the minutes-long ones; both test the report's page where chromium is installed
+#                   tests that take minutes; both test the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
 
-# Python 3.11, 3.12 or 3.13; empty: the newest that is there.
+# Python 3.11, 3.12 or 3.13; empty: tools/make_venv.sh chooses one.
 PYTHON ?=
 VENV ?= .venv
 # Where pip finds torch's "+cpu" wheels, if your package index has none: PyTorch's CPU wheel index.
@@ -21,7 +21,7 @@ BROWSER := $(if $(shell command -v chromium),,and not browser)
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-whole test-nodes test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -29,7 +29,7 @@ quickstart: install
 # two parts at a time: one computes while another waits for processes that start
 test: install
 	$(MAKE) --no-print-directory --output-sync=target --jobs=2 \
-		test-unit-tensors test-unit-others test-distributed test-whole
+		test-unit-tensors test-unit-others test-distributed test-e2e
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
@@ -46,7 +46,7 @@ test-unit-others:
 test-distributed:
 	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests/distributed
 
-test-whole:
+test-e2e:
 	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests/browser tests/e2e
 
 test-nodes: install
@@ -57,7 +57,7 @@ test-megatron: install $(MEGATRON)
 		$(BIN)/pytest -m "not gpu and not full" --durations=6 \
 		tests/distributed/trainer tests/distributed/head/test_ddp.py
 
-# its wheels begin with Python 3.12; what the trainer needs of it runs on 3.11 as well
+# pip installs it on Python 3.12 and later only, but the parts that the trainer uses run on 3.11
 $(MEGATRON): | $(STAMP)
 	rm -rf $@.wheel $@.part
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \

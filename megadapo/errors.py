@@ -28,13 +28,13 @@ class SamplingError(MegadapoError):
 
 
 class RewardError(MegadapoError):
-    """A reward function failed, and the configuration says to stop then."""
+    """A reward function failed, and its `on_failure` is "stop"."""
 
     exit_code = 3
 
 
 class WeightError(MegadapoError):
-    """A weight is missing, unknown, or does not have the shape its layout says."""
+    """A weight is missing, unknown, or has another shape than the layout requires."""
 
     exit_code = 3
 
@@ -59,7 +59,7 @@ class ProcessDiedError(InfraError):
     """A process of the run is gone."""
 
 
-class OutOfMemory(ProcessDiedError):
+class NodeOutOfMemoryError(ProcessDiedError):
     """A process was killed because its node's memory was nearly full."""
 
 

@@ -62,7 +62,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_plain(cls, value: object, info: ValidationInfo) -> object:
+    def _from_toml(cls, value: object, info: ValidationInfo) -> object:
         """Read "none" and lists as None and tuples, which TOML and JSON do not have."""
         if isinstance(value, list):
             return tuple(value)
@@ -78,7 +78,7 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _one_kind_of_error(
+    def _raise_config_error(
         cls, value: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
         try:

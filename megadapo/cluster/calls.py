@@ -15,7 +15,7 @@ from megadapo.errors import (
     InfraError,
     MegadapoError,
     NodeDiedError,
-    OutOfMemory,
+    NodeOutOfMemoryError,
     ProcessDiedError,
     ProcessHungError,
 )
@@ -30,7 +30,7 @@ GRACE_S = 3.0
 """Seconds to wait for further failures before the root cause is chosen."""
 
 _MEMORY = (
-    OutOfMemory,
+    NodeOutOfMemoryError,
     "its node's memory was nearly full, and Ray killed it: give the node more, or put less on it "
     "(fewer ranks or engines a node, trainer.offload, and on the CPU rollout.kv_cache_gib)",
 )

@@ -1,1 +1,1 @@
-"""The command line, one file a command: `add(parser)` declares it, `run(arguments)` does it."""
+"""The command line, a file per command: `add(commands)` declares it, `run(arguments)` runs it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megadapo.commands.common import Commands, add_command
 
 if TYPE_CHECKING:
-    from megadapo.config import reference
+    from megadapo.config import manual
 
 
 def add(commands: Commands) -> None:
@@ -27,22 +27,22 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.config import reference
+    from megadapo.config import manual
 
     if arguments.schema:
-        print(json.dumps(reference.json_schema(), indent=2))
+        print(json.dumps(manual.json_schema(), indent=2))
     elif arguments.markdown:
-        print(reference.markdown(), end="")
+        print(manual.markdown(), end="")
     elif arguments.metrics:
         from megadapo.observe.metrics.names import metrics_page
 
         print(metrics_page(), end="")
     else:
-        _show(reference.tables(arguments.section))
+        _show(manual.tables(arguments.section))
     return 0
 
 
-def _show(tables: list[reference.Table]) -> None:
+def _show(tables: list[manual.Table]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

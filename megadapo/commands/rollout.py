@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megadapo.run.rollout_only import RolloutStep
 
 ABOUT = """Sample and score the batches of a run's first steps from the weights in model.path,
-without a trainer, and save them in run.folder + "-rollout", as observe.saved_groups says. The
+without a trainer. Save observe.saved_groups groups of each in run.folder + "-rollout". The
 batch of step 1 is the same as in training; later ones differ, because the weights do not change.
 For a checkpoint: megadapo export RUN FOLDER, then --model.path=FOLDER."""
 

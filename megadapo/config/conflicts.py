@@ -1,7 +1,8 @@
 """Combinations of sections that cannot work.
 
-A check's parameters are the sections it looks at, by name: where one of them has problems of its
-own, the check is left out and the others still run, so that a file is corrected in one go.
+A check's parameters are the sections that it reads, by name. If one of these sections has an error
+of its own, the check is skipped and the others still run, so a user sees as many problems as
+possible.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) ->
     batch = sampling.prompts_per_step * group
     if size % group:
         yield (
-            f"algorithm.responses_per_mini_batch = {size} cuts a group in two: it must be a "
+            f"algorithm.responses_per_mini_batch = {size} splits a group: it must be a "
             f"multiple of sampling.responses_per_prompt = {group}"
         )
     elif batch % size:
@@ -45,7 +46,7 @@ def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) ->
         )
     elif algorithm.bapo.scope == "lagged" and batch == size:
         yield (
-            'algorithm.bapo.scope = "lagged" searches over the update before in the same step, and '
+            'algorithm.bapo.scope = "lagged" uses the ratios of the step\'s previous update, and '
             f"algorithm.responses_per_mini_batch = {size} makes one update of a step: lower it, "
             'or set the scope to "minibatch"'
         )
@@ -60,20 +61,20 @@ def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator
         )
 
 
-def _check_chunks(
+def _check_context_parallel(
     trainer: TrainerConfig, data: DataConfig, rollout: RolloutConfig
 ) -> Iterator[str]:
     ranks = trainer.context_parallel
     longest = data.max_prompt_tokens + rollout.max_response_tokens
     if ranks > 1 and longest < 2 * ranks:
         yield (
-            f"trainer.context_parallel = {ranks} cuts each sequence in {2 * ranks} chunks, more "
-            f"than its data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens: "
-            "lower it, and raise trainer.data_parallel"
+            f"trainer.context_parallel = {ranks} splits each sequence into {2 * ranks} chunks, "
+            "more than its data.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{longest} tokens: lower it, and raise trainer.data_parallel"
         )
 
 
-def _check_lengths(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _check_overlong_buffer(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
     buffer, longest = algorithm.overlong_buffer, rollout.max_response_tokens
     if buffer >= longest:
         yield (
@@ -105,7 +106,7 @@ def _check_evaluation_engine(
         yield (
             f"evaluation.every = {evaluation.every} must be a multiple of checkpoint.every = "
             f'{checkpoint.every} with evaluation.placement = "engine": a run that was stopped '
-            "finds the weights of an evaluation under way in the checkpoint of its step"
+            "finds the weights of an unfinished evaluation in the checkpoint of its step"
         )
 
 
@@ -138,7 +139,7 @@ def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> I
         )
 
 
-def _check_steps(
+def _check_process_rewards(
     algorithm: AlgorithmConfig, reward: RewardConfig, sampling: SamplingConfig
 ) -> Iterator[str]:
     if not algorithm.compares_steps:
@@ -151,8 +152,8 @@ def _check_steps(
         )
     if sampling.changed("accuracy_range"):
         yield (
-            f"sampling.accuracy_range: with {process} a group has a signal where its steps differ, "
-            "whatever its accuracy; leave it out"
+            f"sampling.accuracy_range: with {process} a group is mixed if its steps differ, at any "
+            "accuracy; leave it out"
         )
 
 
@@ -161,7 +162,7 @@ def _check_critic(
 ) -> Iterator[str]:
     if algorithm.advantage != "gae":
         if critic != CriticConfig():
-            yield 'critic: there is one only with algorithm.advantage = "gae"; leave it out'
+            yield 'critic: it is used only with algorithm.advantage = "gae"; leave it out'
         return
     if critic.warmup >= run.num_steps:
         yield (
@@ -176,7 +177,7 @@ def _check_critic(
         )
 
 
-def _check_deadline(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[str]:
+def _check_timeouts(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[str]:
     if weights.deadline_s > trainer.timeout_s:
         yield (
             f"weights.deadline_s = {weights.deadline_s:g} is above trainer.timeout_s = "
@@ -250,7 +251,7 @@ def _check_cpu_optimizers(
         )
 
 
-def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+def _check_stale_logprobs(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     leaves_out = algorithm.importance.stale_logprobs == "none"
     if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
         yield (
@@ -260,7 +261,7 @@ def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Ite
         )
 
 
-def _check_ahead(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[str]:
+def _check_one_step_off(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[str]:
     if sampling.mode == "one_step_off" and cluster.placement == "colocated":
         yield (
             'sampling.mode = "one_step_off" generates while the trainer updates, but with '
@@ -273,7 +274,7 @@ def _check_branching(
 ) -> Iterator[str]:
     if sampling.branching.is_on and rollout.tools.tool is None:
         yield (
-            "sampling.branching.initial_rollouts: responses branch behind the calls of a tool, and "
+            "sampling.branching.initial_rollouts: responses branch after calls of a tool, and "
             "there is none: set rollout.tools.tool, or leave it out"
         )
     if algorithm.shared_prefix == "hard" and not sampling.branching.is_on:
@@ -286,21 +287,21 @@ def _check_branching(
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_mini_batches,
     _check_ranks,
-    _check_chunks,
-    _check_lengths,
+    _check_context_parallel,
+    _check_overlong_buffer,
     _check_evaluation,
     _check_evaluation_engine,
     _check_reference,
     _check_kl_control,
     _check_binary_rewards,
-    _check_steps,
+    _check_process_rewards,
     _check_critic,
-    _check_deadline,
+    _check_timeouts,
     _check_transport,
     _check_quantization,
     _check_router_replay,
     _check_cpu_optimizers,
-    _check_left_out,
-    _check_ahead,
+    _check_stale_logprobs,
+    _check_one_step_off,
     _check_branching,
 )

@@ -1,7 +1,7 @@
 """Checks of a run before any process starts: its files and the model's sizes.
 
-Nothing is downloaded. Models and data on the Hub are checked if they are cached; otherwise a
-message says that they were not.
+Nothing is downloaded. A model on the Hub is checked if it is cached. Messages report everything
+that is not checked.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def check_run(config: RunConfig) -> list[str]:
     """Check the files, devices and models that the configuration names.
 
     Returns:
-        Messages about everything that could not be checked.
+        Warnings about the configuration, and a message about everything that was not checked.
 
     Raises:
         MegadapoError: an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
-    notes = config.warnings()
+    warnings = config.warnings()
     checks = (
         _check_folder,
         _check_device,
@@ -53,12 +53,12 @@ def check_run(config: RunConfig) -> list[str]:
     )
     for check in checks:
         try:
-            notes += check(config)
+            warnings += check(config)
         except MegadapoError as error:
             problems.append(error)
     if problems:
         raise type(problems[0])("\n".join(str(problem) for problem in problems))
-    return notes
+    return warnings
 
 
 def _check_folder(config: RunConfig) -> list[str]:
@@ -72,12 +72,12 @@ def _check_folder(config: RunConfig) -> list[str]:
         raise ConfigError(f"run.folder = {config.run.folder}: {nearest} is a file") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"run.folder = {config.run.folder} cannot be made: {reason}") from None
+        raise ConfigError(f"run.folder = {config.run.folder} cannot be created: {reason}") from None
     return []
 
 
 def _check_device(config: RunConfig) -> list[str]:
-    """Check the devices that the layout needs; another cluster's GPUs are only mentioned."""
+    """Check that the devices fit the layout; GPUs of a joined cluster are not checked."""
     cluster, problems, notes = config.cluster, [], []
     found = has_gpu()
     if cluster.device == "cuda" and not found:
@@ -97,9 +97,9 @@ def _check_device(config: RunConfig) -> list[str]:
         notes.append('cluster.device = "auto" means the CPU: this machine has no NVIDIA GPU')
     rollout, num_trainer_ranks = config.rollout, config.trainer.num_ranks
     num_engine_ranks = rollout.num_engines * rollout.ranks_per_engine
-    lonely = cluster.placement == "colocated" and num_engine_ranks > num_trainer_ranks
+    lacks_trainer_ranks = cluster.placement == "colocated" and num_engine_ranks > num_trainer_ranks
     # processes without GPUs share cores and read weights from any process of their machine
-    if lonely and (cluster.device == "cuda" or (found and cluster.uses_cuda)):
+    if lacks_trainer_ranks and (cluster.device == "cuda" or (found and cluster.uses_cuda)):
         problems.append(
             f"rollout.num_engines x rollout.tensor_parallel x rollout.pipeline_parallel = "
             f"{num_engine_ranks} engine ranks cannot share the GPUs of {num_trainer_ranks} trainer "
@@ -130,8 +130,8 @@ def _check_model(config: RunConfig) -> list[str]:
         # on the CPU, vLLM's experts mistake every rank's expert numbers for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
     trainer = config.trainer
-    cuts_experts = trainer.expert_tensor_parallel > 1 and trainer.expert_parallel > 1
-    if cuts_experts and not config.cluster.uses_cuda:
+    splits_experts = trainer.expert_tensor_parallel > 1 and trainer.expert_parallel > 1
+    if splits_experts and not config.cluster.uses_cuda:
         # the ranks of one expert would gather different numbers of tokens, which Gloo cannot do
         raise ConfigError(
             "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs: set one of "
@@ -238,7 +238,7 @@ def _check_data(config: RunConfig) -> list[str]:
 
 def _check_resume(config: RunConfig) -> list[str]:
     resume = config.run.resume
-    # a run that has used its target once no longer needs it
+    # a path in run.resume is used once; after that it may be missing
     was_used = (config.run.folder / RESUME_TARGET_FILE).exists()
     if resume not in ("auto", "never") and not was_used and not Path(resume).is_dir():
         raise CheckpointError(f"run.resume = {resume}: no such checkpoint folder")

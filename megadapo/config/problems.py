@@ -1,4 +1,4 @@
-"""Pydantic's errors as one line a problem: the dotted key, the expected and the found value.
+"""Pydantic's errors as one line per problem: the dotted key, the expected and the found value.
 
 An unknown key is reported with the known key that was probably meant.
 """

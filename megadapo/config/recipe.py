@@ -1,4 +1,4 @@
-"""Recipes as nested tables: TOML files, overrides on the command line, and TOML output.
+"""Recipes as nested tables: reads TOML files and overrides, and writes TOML.
 
 `extends = "other.toml"` (relative to the file) bases a recipe on another one, so a variant states
 only its differences. A run's resolved `config.json` is read in the same way.

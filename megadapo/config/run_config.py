@@ -1,7 +1,7 @@
 """The configuration of a run: every section, from a file or from nested plain values.
 
 Each section is defined beside what it configures. Importing this module imports no torch, Ray, vLLM
-or Megatron, so `--dry-run` answers at once.
+or Megatron, so `--dry-run` is fast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunConfig(Section, title="megadapo"):
         return self.rollout.num_engines + self.evaluation.num_engines
 
     @property
-    def repeats_bits(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether the trainer computes the same bits twice: on a CPU, or if deterministic."""
         return self.trainer.deterministic or not self.cluster.uses_cuda
 
@@ -105,15 +105,15 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
         ConfigError: the message lists every unknown key, wrong value, missing key and conflict.
     """
     # a missing section is an empty one, so that the error names its required keys
-    complete = with_number_of_engines({name: {} for name in RunConfig.model_fields} | dict(table))
+    complete = resolve_num_engines({name: {} for name in RunConfig.model_fields} | dict(table))
     try:
         return RunConfig.model_validate(complete, context=COLLECT)
     except ValidationError as error:
-        sound = _sound_sections(complete, error)
+        valid = _valid_sections(complete, error)
         if table.keys() - RunConfig.model_fields.keys():
             # an unknown section may be a misspelt one of those that are missing
-            sound = {name: section for name, section in sound.items() if name in table}
-        problems = [*describe(error, RunConfig), *conflicts_between(sound)]
+            valid = {name: section for name, section in valid.items() if name in table}
+        problems = [*describe(error, RunConfig), *conflicts_between(valid)]
     raise ConfigError("\n".join(problems))
 
 
@@ -122,7 +122,7 @@ def to_dict(config: Section) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def _sound_sections(table: Mapping[str, Any], error: ValidationError) -> dict[str, Section]:
+def _valid_sections(table: Mapping[str, Any], error: ValidationError) -> dict[str, Section]:
     """Return the sections without a problem of their own."""
     wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
     return {
@@ -143,19 +143,19 @@ def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> 
 
 
 AUTO = "auto"
-NUM_ON_CPU = 2
+NUM_ENGINES_ON_CPU = 2
 """Engines without GPUs: a second engine speeds up small models more than a second thread."""
 
 
-def with_number_of_engines(table: dict[str, Any]) -> dict[str, Any]:
+def resolve_num_engines(table: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe with `rollout.num_engines = "auto"` replaced by a number."""
     rollout = table["rollout"]
     if not isinstance(rollout, dict) or rollout.get("num_engines") != AUTO:
         return table
-    return table | {"rollout": rollout | {"num_engines": _count(table)}}
+    return table | {"rollout": rollout | {"num_engines": _auto_num_engines(table)}}
 
 
-def _count(table: dict[str, Any]) -> int:
+def _auto_num_engines(table: dict[str, Any]) -> int:
     try:
         cluster = ClusterConfig.model_validate(table["cluster"])
         trainer = TrainerConfig.model_validate(table["trainer"])
@@ -163,5 +163,5 @@ def _count(table: dict[str, Any]) -> int:
     except ConfigError:
         return 1  # the check of the sections reports the problem
     if cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu()):
-        return NUM_ON_CPU
+        return NUM_ENGINES_ON_CPU
     return max(1, trainer.num_ranks // rollout.ranks_per_engine)

@@ -42,8 +42,8 @@ class CheckpointConfig(Section, title="checkpoint"):
     """Intervals between checkpoints, and the number of checkpoints to keep."""
 
     every: PositiveInt = 10
-    """Steps between checkpoints. The last step is always saved, also if a run ends early while its
-    trainer works."""
+    """Steps between checkpoints. The last completed step of a run is always saved, also if it ends
+    early, unless the trainer has failed."""
     every_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Minutes after which the next completed step is saved; 0: only `every` counts."""
     keep: Annotated[int, Field(ge=2)] = 2

@@ -18,12 +18,12 @@ from megadapo.doctor.nodes import (
 )
 from megadapo.observe.tables import TextTable
 
-_MAX_CLOCK_S = 0.1
+_MAX_CLOCK_OFFSET_S = 0.1
 _MIN_FREE_GIB = 20.0
 _SLOW_LINK = 0.5
 """Share of the median link's speed below which a link is slow."""
 _MIN_GB_PER_S = 0.2
-"""Lowest acceptable speed; a network of 1 Gb/s has half of it."""
+"""Lowest acceptable speed; a network of 1 Gb/s reaches about half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def _errors(facts: ClusterFacts) -> Iterator[str]:
         num_there = len(found.machine.gpus)
         if found.machine.uses_cuda and node.num_gpus != num_there:
             yield (
-                f"node {node.name}: Ray hands out {node.num_gpus} GPUs of {num_there}: restart Ray "
+                f"node {node.name}: Ray offers {node.num_gpus} of {num_there} GPUs: restart Ray "
                 f"there, with --num-gpus={num_there} if needed"
             )
         if node.sees_folder is False:
@@ -74,10 +74,10 @@ def _errors(facts: ClusterFacts) -> Iterator[str]:
                 "--folder: use storage that all nodes see, for checkpoints and logs"
             )
     if known:
-        yield from _other_versions(known)
+        yield from _version_differences(known)
 
 
-def _other_versions(known: list[tuple[Node, NodeFacts]]) -> Iterator[str]:
+def _version_differences(known: list[tuple[Node, NodeFacts]]) -> Iterator[str]:
     """Compare versions with those of the first node that answered."""
     first, expected = known[0][0], _versions(known[0][1])
     for node, found in known[1:]:
@@ -105,7 +105,7 @@ def _warnings(facts: ClusterFacts) -> Iterator[str]:
         if found.free_disk_gib < _MIN_FREE_GIB:
             yield f"node {node.name}: {found.free_disk_gib:.1f} GiB of disk are free"
         if node.clock is not None and abs(node.clock.ahead_ns) - node.clock.error_ns > (
-            _MAX_CLOCK_S * 1e9
+            _MAX_CLOCK_OFFSET_S * 1e9
         ):
             yield (
                 f"node {node.name}: its clock is {node.clock.ahead_ns * 1e-9:+.2f} s off this "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROBE_BYTES = 32 << 20
 """Size of the message that measures a link."""
-FIRST_BYTES = 1 << 20
+WARM_UP_BYTES = 1 << 20
 """Size of the message before it, which opens the connection."""
 MAX_ROUNDS = 16
 """Most rounds of messages; in each round every node sends to another."""
@@ -47,7 +47,7 @@ class Node:
 
     name: str
     num_gpus: int
-    """Number of GPUs that Ray hands out."""
+    """Number of GPUs that Ray offers to actors and tasks."""
     facts: NodeFacts | None
     failure: str = ""
     """Reason why there are no facts."""
@@ -134,19 +134,19 @@ class NodeInspector:
         """Return whether this node sees the question's file; if so, write an answer beside it."""
         return answer_to(question, ANSWER)
 
-    def offer(self) -> list[Any]:
+    def put_messages(self) -> list[Any]:
         """Put both messages for another node into the object store and return their references."""
         # in a list: Ray would resolve bare references
         import numpy as np
         import ray
 
-        return [ray.put(np.ones(size, dtype=np.uint8)) for size in (FIRST_BYTES, PROBE_BYTES)]
+        return [ray.put(np.ones(size, dtype=np.uint8)) for size in (WARM_UP_BYTES, PROBE_BYTES)]
 
-    def fetch(self, offer: list[Any]) -> float:
+    def time_transfer(self, messages: list[Any]) -> float:
         """Return the seconds that the large message takes after the small one."""
         import ray
 
-        first, probe = offer
+        first, probe = messages
         ray.get(first, timeout=ANSWER_TIMEOUT_S)
         started = time.perf_counter()
         ray.get(probe, timeout=ANSWER_TIMEOUT_S)
@@ -214,9 +214,9 @@ def _measure_links(inspectors: Sequence[tuple[str, ActorHandle[Any]]]) -> Iterat
     count = len(inspectors)
     for distance in range(1, min(count, MAX_ROUNDS + 1)):
         pairs = [(inspectors[i], inspectors[(i + distance) % count]) for i in range(count)]
-        offers = [_answer(source.offer.remote())[0] for (_, source), _ in pairs]
+        offers = [_answer(source.put_messages.remote())[0] for (_, source), _ in pairs]
         calls: list[Any] = [
-            target.fetch.remote(offer)
+            target.time_transfer.remote(offer)
             for (_, (_, target)), offer in zip(pairs, offers, strict=True)
         ]
         for ((source_name, _), (target_name, _)), call in zip(pairs, calls, strict=True):

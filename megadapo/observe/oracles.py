@@ -13,7 +13,7 @@ from megadapo.section import Section
 
 
 class OracleConfig(Section, title="oracles"):
-    """Bounds on what must hold while training."""
+    """Bounds that every step is checked against; a run that breaks one stops."""
 
     ratio_first_max_error: NonNegativeFloat = 0.0
     """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
@@ -44,12 +44,12 @@ BOUNDED = (
 
 
 def check_oracles(
-    records: Sequence[MetricRecord], config: OracleConfig, *, repeats_bits: bool
+    records: Sequence[MetricRecord], config: OracleConfig, *, is_deterministic: bool
 ) -> list[str]:
     """Check the newest step of the run against its bounds.
 
     Args:
-        repeats_bits: whether the trainer computes the same bits twice, so that the first ratio
+        is_deterministic: whether the trainer computes the same bits twice, so that the first ratio
             must be 1. Otherwise only the first step that breaks the bound is reported.
 
     Returns:
@@ -68,7 +68,7 @@ def check_oracles(
             f"step {newest['step']}: {metric} = {newest[metric]} is not within "
             f"oracles.{key} = {bound}: {meaning}"
         )
-        if repeats_bits or key != RATIO or not math.isfinite(newest[metric] or math.nan):
+        if is_deterministic or key != RATIO or not math.isfinite(newest[metric] or math.nan):
             raise OracleError(broken)
         if all(is_within(record, metric, bound) for record in records[:-1]):
             notes.append(

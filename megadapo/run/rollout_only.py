@@ -92,7 +92,7 @@ def _prepare_folder(config: RunConfig) -> Path:
     """Create the folder, delete older rollouts in it, and return it.
 
     Raises:
-        ConfigError: the model has no weights, or the folder holds a run or cannot be made.
+        ConfigError: the model has no weights, or the folder holds a run or cannot be created.
     """
     if config.model.init == "random":
         raise ConfigError(
@@ -112,5 +112,5 @@ def _prepare_folder(config: RunConfig) -> Path:
             rollouts_path(folder, step).unlink()
         (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"{folder} cannot be created: {error.strerror}") from error
     return folder

@@ -52,14 +52,16 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
                 that already holds one.
-            ConfigError: `run.folder` cannot be made, another driver holds it, or its run would
+            ConfigError: `run.folder` cannot be created, another driver holds it, or its run would
                 learn something else and `accept_changes` is not set.
         """
         folder = config.run.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"run.folder = {folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(
+                f"run.folder = {folder} cannot be created: {error.strerror}"
+            ) from error
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
             store = checkpoint_store(config)

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     rollout = _add_recipe_bench(
         benches,
         "rollout",
-        "time to a full batch on real engines, in rounds and by streaming",
+        "time to a full batch on real engines, in each sampling mode",
         num_steps=8,
     )
     rollout.set_defaults(run=_run_rollout, resume=None)
@@ -174,7 +174,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
     num_steps = arguments.warmup + arguments.steps
     python = step.check_python(arguments.trl_python)
     # the last step saves
-    with _running(arguments, num_steps + 1, step.OVERRIDES) as (config, records):
+    with _training_records(arguments, num_steps + 1, step.OVERRIDES) as (config, records):
         step.compare(
             config,
             records,
@@ -193,7 +193,7 @@ def _run_soak(arguments: argparse.Namespace) -> int:
 
     if arguments.steps < soak.FEWEST_STEPS:
         raise ConfigError(f"--steps must be at least {soak.FEWEST_STEPS}")
-    with _running(arguments, arguments.steps) as (config, records):
+    with _training_records(arguments, arguments.steps) as (config, records):
         holds = soak.run(
             records,
             num_steps=arguments.steps,
@@ -204,7 +204,7 @@ def _run_soak(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _running(
+def _training_records(
     arguments: argparse.Namespace, num_steps: int, overrides: Iterable[str] = ()
 ) -> Iterator[tuple[RunConfig, Iterator[MetricRecord]]]:
     """Train a recipe in a folder of its own; yield its configuration, and each step's record."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    summary = "compile report of all kernels, or time of a training step or the head by kernel"
+    summary = "report how all kernels compile, or the time of a training step or the head by kernel"
     parser = add_command(commands, "profile", summary, takes_overrides=True)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument("--step", metavar="CONFIG", help="profile a recipe's training step")
@@ -76,15 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
             trace=arguments.trace,
         )
     else:
-        from megadapo.lab.profiling import compile_report as kernels
+        from megadapo.lab.profiling import compile_report
 
-        architectures = arguments.arch or kernels.ARCHITECTURES
+        architectures = arguments.arch or compile_report.ARCHITECTURES
         results = [
-            kernels.compile_kernel(case, architecture)
-            for case in kernels.COMPILE_CASES
+            compile_report.compile_kernel(case, architecture)
+            for case in compile_report.COMPILE_CASES
             for architecture in architectures
         ]
-        print(kernels.format_compile_report(results))
+        print(compile_report.format_compile_report(results))
     return 0
 
 
@@ -94,7 +94,11 @@ def _profile_step(arguments: argparse.Namespace) -> None:
     from megadapo.lab.profiling.profiles import Updates, profile_training_step, trainer_alone
 
     trace: Path | None = arguments.trace
-    overrides = arguments.overrides if trace is None else [*_fixed(trace), *arguments.overrides]
+    overrides = (
+        arguments.overrides
+        if trace is None
+        else [*_traced_run_overrides(trace), *arguments.overrides]
+    )
     config = load_config(arguments.step, overrides)
     if (arguments.memory or arguments.nvtx) and not config.cluster.uses_cuda:
         option = "--memory" if arguments.memory else "--nvtx"
@@ -111,7 +115,7 @@ def _profile_step(arguments: argparse.Namespace) -> None:
         print(profile_training_step(trainer, updates))
 
 
-def _fixed(trace: Path) -> list[str]:
+def _traced_run_overrides(trace: Path) -> list[str]:
     """Return the overrides of the traced run."""
     # all nodes that share the trace's folder share this one
     folder = trace.absolute().with_name(f"{trace.name}.parts")

@@ -1,4 +1,4 @@
-"""`megadapo simulate`: compare ways to fill a batch on a virtual clock."""
+"""`megadapo simulate`: compare sampling modes on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megadapo.commands.common import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    summary = "compare ways to fill a batch on a virtual clock, in seconds and without engines"
+    summary = "simulate the sampling modes on a virtual clock, without engines"
     parser = add_command(commands, "simulate", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
     parser.add_argument("--engines", type=int, metavar="N", help="engines (default: the recipe's)")

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "weights", "size of weight updates")
+    parser = add_command(commands, "weights", "describe the weight updates of a run")
     reports = parser.add_subparsers(metavar="REPORT", required=True)
     plan = add_command(
         reports, "plan", "bytes per link and buffers of an update", takes_overrides=True

@@ -118,7 +118,11 @@ class StepWriter:
         run.complete(step, self._state_dict())
         self._updated = None
         # after the record, so that metrics.jsonl shows the step that broke a bound
-        broken = check_oracles(run.log.records, config.oracles, repeats_bits=config.repeats_bits)
+        broken = check_oracles(
+            run.log.records,
+            config.oracles,
+            is_deterministic=config.is_deterministic,
+        )
         run.log.show(*broken)
         if run.checkpoints.is_due(step):
             run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)

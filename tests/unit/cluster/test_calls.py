@@ -13,7 +13,7 @@ from megadapo.errors import (
     DataLostError,
     InfraError,
     NodeDiedError,
-    OutOfMemory,
+    NodeOutOfMemoryError,
     ProcessDiedError,
     ProcessHungError,
 )
@@ -27,10 +27,13 @@ def actor_died(message: str) -> of_ray.ActorDiedError:
 
 CASES = [
     (actor_died("Worker unexpectedly exits with a connection error code 2."), ProcessDiedError),
-    (actor_died("Worker exit type: NODE_OUT_OF_MEMORY"), OutOfMemory),
-    (actor_died("the worker was killed due to the node running low on memory."), OutOfMemory),
+    (actor_died("Worker exit type: NODE_OUT_OF_MEMORY"), NodeOutOfMemoryError),
+    (
+        actor_died("the worker was killed due to the node running low on memory."),
+        NodeOutOfMemoryError,
+    ),
     (actor_died("The actor died because its node has died. Node Id: 5a"), NodeDiedError),
-    (of_ray.OutOfMemoryError("task was killed"), OutOfMemory),
+    (of_ray.OutOfMemoryError("task was killed"), NodeOutOfMemoryError),
     (of_ray.NodeDiedError("unreachable"), NodeDiedError),
     (of_ray.LocalRayletDiedError(), NodeDiedError),
     (of_ray.ActorUnavailableError("no route", b"a" * 16), NodeDiedError),
@@ -68,7 +71,7 @@ def test_ray_explains_memory_deaths_and_the_caller_others():
     plain = translate_error(actor_died("exit"), "engine 0", "start", describe)
     assert str(plain) == "engine 0 died: out of blocks"
     for_memory = translate_error(actor_died("NODE_OUT_OF_MEMORY"), "engine 0", "start", describe)
-    assert type(for_memory) is OutOfMemory and "memory was nearly full" in str(for_memory)
+    assert type(for_memory) is NodeOutOfMemoryError and "memory was nearly full" in str(for_memory)
 
 
 def test_own_errors_keep_their_type_and_failed_calls_are_translated():

@@ -143,7 +143,7 @@ def test_impossible_run_folder_is_found_early(recipe, tmp_path, fails, monkeypat
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
     message = fails(2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
-    assert f"run.folder = {folder} cannot be made" in message
+    assert f"run.folder = {folder} cannot be created" in message
     assert set(tmp_path.rglob("*")) == before
 
 

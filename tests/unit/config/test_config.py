@@ -128,7 +128,7 @@ def test_five_wrong_keys_and_values_give_five_messages(recipe: Path) -> None:
         "  trainer.data_parallel: expected int, found float 2.0",
         "  weights.deadline_s = 0.5 must be at least 1",
         "  dapo: unknown section; did you mean algorithm?",
-        "  algorithm.responses_per_mini_batch = 24 cuts a group in two: it must be a multiple of "
+        "  algorithm.responses_per_mini_batch = 24 splits a group: it must be a multiple of "
         "sampling.responses_per_prompt = 16",
     ]
 

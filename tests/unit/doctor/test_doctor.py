@@ -187,7 +187,7 @@ def test_equal_nodes_have_no_problems():
         (with_machine(packages=GPU.packages | {"torch": "2.12"}), "torch 2.12, but 99.0"),
         (with_machine(packages=GPU.packages | {"vllm": None}), "vllm is not installed"),
         (replace(OTHER, facts=OTHER_SOURCES), "megadapo 0.1.0 (abd), but 0.1.0 (abc)"),
-        (replace(OTHER, num_gpus=0), "Ray hands out 0 GPUs of 8"),
+        (replace(OTHER, num_gpus=0), "Ray offers 0 of 8 GPUs"),
         (replace(OTHER, sees_folder=False), "storage that all nodes see"),
     ],
     ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],

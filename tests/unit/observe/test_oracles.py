@@ -27,8 +27,8 @@ def record(step: int = 1, **values: float | None) -> MetricRecord:
 CONFIG = OracleConfig(logprob_abs_max=1e-4, logprob_abs_mean=1e-5, max_skipped_steps=2)
 
 
-def check(*records, repeats_bits=True):
-    return check_oracles(list(records), CONFIG, repeats_bits=repeats_bits)
+def check(*records, is_deterministic=True):
+    return check_oracles(list(records), CONFIG, is_deterministic=is_deterministic)
 
 
 def test_a_healthy_step_passes():
@@ -55,13 +55,13 @@ def test_a_broken_bound_stops_the_run_and_is_named(metric, value):
 def test_a_ratio_beside_1_is_reported_once_where_bits_need_not_repeat():
     """The order of a sum must neither end a run on GPUs nor be hidden; NaN is no rounding."""
     broken = {"policy__ratio_first_max_error": 1e-6}
-    (note,) = check(record(1), record(2, **broken), repeats_bits=False)
+    (note,) = check(record(1), record(2, **broken), is_deterministic=False)
     assert "step 2" in note and "trainer.deterministic" in note
-    assert not check(record(1, **broken), record(2, **broken), repeats_bits=False)
+    assert not check(record(1, **broken), record(2, **broken), is_deterministic=False)
     with pytest.raises(OracleError, match="ratio_first_max_error"):
-        check(record(policy__ratio_first_max_error=math.nan), repeats_bits=False)
+        check(record(policy__ratio_first_max_error=math.nan), is_deterministic=False)
     with pytest.raises(OracleError, match="logprob_abs_max"):
-        check(record(parity__logprob_abs_max=1.0), repeats_bits=False)
+        check(record(parity__logprob_abs_max=1.0), is_deterministic=False)
 
 
 def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():

@@ -71,7 +71,7 @@ def test_each_due_step_is_evaluated_once(tmp_path, start, every, evaluated):
 
 def test_impossible_folder_is_one_message(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be made"):
+    with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be created"):
         open_and_close(config_of(tmp_path / "file" / "run"))
 
 

@@ -1,4 +1,4 @@
-"""The configuration's manual: every field of every section as rows, as Markdown and as a schema.
+"""The manual of the configuration: every key as a table row, as Markdown and in a JSON schema.
 
 Types, defaults and descriptions come from the sections themselves.
 """

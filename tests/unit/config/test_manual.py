@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from megadapo.cli import main
+from megadapo.config.manual import json_schema, markdown, tables
 from megadapo.config.problems import known_keys
-from megadapo.config.reference import json_schema, markdown, tables
 from megadapo.config.run_config import RunConfig
 from megadapo.errors import ConfigError
 
