@@ -83,7 +83,7 @@ class AlgorithmConfig(Section, title="algorithm"):
     """Advantages, reward shaping, loss reduction and mini-batches; defaults are DAPO's."""
 
     responses_per_mini_batch: PositiveInt = 512
-    """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
+    """Responses of one optimizer update; a multiple of sampling.responses_per_prompt."""
     advantage: AdvantageRule = "grpo"
     """Advantage of a response or token. grpo: reward less the group's mean, over its standard
     deviation; grpo-process: of each token, from scores of steps; rloo: reward less the mean of the

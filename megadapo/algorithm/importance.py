@@ -40,8 +40,8 @@ class ImportanceConfig(Section, title="algorithm.importance"):
     importance weight; rollout: the engine's at sampling, without a weight; none: the token is left
     out of the loss."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio behind a weight: the token's own, or the geometric mean over the weighted tokens of its
-    response."""
+    """Ratio that becomes a weight: the token's own, or the geometric mean over the weighted tokens
+    of its response."""
     bound: Literal["truncate", "mask", "none"] = "truncate"
     """Treatment of a weight outside low to high: moved to the bound, set to 0, or kept."""
     low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -47,11 +47,12 @@ _TAKEN = ("mean", "shaped_mean", "overlong_penalty_mean")
 
 
 class RewardFunction(Section, title="reward.functions"):
-    """An entry of reward.functions; one that only names its function may be that name alone."""
+    """One entry of the list reward.functions; the list's default is ["rule"]. The reward is the
+    weighted sum of the entries' scores. An entry without other keys may be the function's name."""
 
     function: str
-    """Function that scores: "MODULE:FUNCTION", with modules looked for in the working folder too,
-    or a built-in one; docs/rewards.md lists these and explains how functions are called."""
+    """Function that scores: "MODULE:FUNCTION", where MODULE may be a file of the working folder, or
+    a built-in one; docs/rewards.md lists these and explains how functions are called."""
     weight: float = 1.0
     """Factor of its score in the sum that is the reward."""
     name: str | None = None
@@ -61,12 +62,12 @@ class RewardFunction(Section, title="reward.functions"):
     options: dict[str, Any] = {}
     """Keyword arguments of its calls."""
     right_above: float = 0.0
-    """Score above which a response counts as right, for accuracy and for choosing groups, if the
-    function does not say so itself; only the first function that scores a prompt is asked."""
+    """Score above which a response counts as correct, if the function returns no `correct`.
+    Accuracy and the selection of groups use the first function that scores a prompt."""
     on_failure: Literal["score", "stop"] = "score"
     """Reaction to a failure on a response: give failure_score and continue, or stop the run."""
     failure_score: float = 0.0
-    """Score of a response on which it failed; such a response is not right."""
+    """Score of a response on which it failed; such a response is not correct."""
     step_separators: tuple[str, ...] = ()
     """Texts that end a step of a response, for a function that returns one score a step;
     empty: it returns spans of tokens, if it scores steps."""
@@ -77,7 +78,7 @@ class RewardFunction(Section, title="reward.functions"):
     num_workers: PositiveInt = 1
     """Number of its processes, one thread each."""
     memory_mib: Annotated[int, Field(ge=64)] = 4096
-    """Address space of one of its processes, in MiB."""
+    """Limit of the address space of each of its processes, in MiB."""
     output_kib: PositiveInt = 1024
     """KiB that one call may print, or write to any one file."""
     network: bool = False

@@ -122,9 +122,9 @@ class TrainerConfig(Section, title="trainer"):
     parts of each layer, or with "full" all but each layer's input (least memory, a third more
     work). The MLP keeps two thirds of a layer's activations; fused attention keeps few."""
     overlap_data_parallel: bool = False
-    """Sum gradients over data parallel during the last backward pass, and gather updated weights
-    during the next forward pass, in place of after and before it. The second helps with two or more
-    updates a step: after the last, all weights are gathered at once."""
+    """Sum gradients over the data-parallel ranks while the last backward pass still runs, and
+    gather updated weights while the next forward pass already runs. The second helps with two or
+    more updates per step: after the last, all weights are gathered at once."""
     bucket_parameters: NonNegativeInt = 0
     """Parameters per message of this overlap, on the first stage's first chunk (other chunks send
     one message each); 0: megatron-core's choice, 40 million or more."""

@@ -13,9 +13,9 @@ METRICS = {
     "time/train_s": "Seconds of old log-probs, reference, critic and updates.",
     "time/sync_s": "Seconds of the weight update, sleeping and waking of engines included.",
     "time/reward_s": "Seconds that responses waited to be scored.",
-    "time/evaluate_s": "Seconds the run waited for evaluations since the record before.",
-    "time/checkpoint_s": "Seconds spent on checkpoints since the record before, so those of the "
-    "step before.",
+    "time/evaluate_s": "Seconds the run waited for evaluations since the previous record.",
+    "time/checkpoint_s": "Seconds spent on checkpoints since the previous record, so on the "
+    "checkpoint of the previous step.",
     "time/group_p50_s": "Median seconds from a group's submission to its last token.",
     "time/group_p95_s": "95th percentile of the same.",
     "time/group_max_s": "Largest value of the same.",
@@ -122,8 +122,8 @@ METRICS = {
     "even, null without experts.",
     "experts/max_load": "Most tokens of one expert, relative to the mean of its layer.",
     "weights/bytes": "Bytes that trainer ranks gave to engines in the update.",
-    "weights/density": "Share of elements that changed since the update before; null after a full "
-    "update.",
+    "weights/density": "Share of elements that changed since the previous update; null after a "
+    "full update.",
     "weights/update_s": "Seconds of the whole update, within time/sync_s.",
     "weights/pause_s": "Part of it in which engines had neither old nor new weights.",
     "memory/driver_mib": "Private memory of the driver in MiB; memory/* shows leaks.",
