@@ -219,7 +219,7 @@ def test_incomplete_chunks_are_refused(run, metadata, tmp_path):
     stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
     stored.chunks[0].sizes = torch.Size([stored.size[0] - 1])
     _with_metadata(run, pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="do not add up"):
+    with pytest.raises(CheckpointError, match="do not cover it"):
         export_checkpoint(find_source(run, 3), tmp_path / "out")
 
 
