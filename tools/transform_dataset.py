@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megadapo.data.overlap import LINE, Problems, normalised, without_template
+from megadapo.data.overlap import LINE, ProblemIndex, normalised, without_template
 from megadapo.data.sources import Row, read_rows
 from megadapo.errors import ConfigError, DataError, InfraError, MegadapoError
 from megadapo.observe.files import append_line, replace_text
@@ -184,7 +184,7 @@ class Output:
 
     def __post_init__(self) -> None:
         self.refused_path = self.path.with_name(f"{self.path.name}.refused.jsonl")
-        self._held_out = Problems(self.held_out, without_template(self.held_out))
+        self._held_out = ProblemIndex(self.held_out, without_template(self.held_out))
 
     def is_held_out(self, text: str) -> bool:
         """Return whether a problem is held out, or contains a held-out one, or is part of one."""
