@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -139,8 +139,7 @@ class Generation:
         """Have vLLM end every unfinished response and return its tokens."""
         for group in groups:
             group.stop()
-        running = [one.request_id for group in groups for one in group.collectors]
-        await self._llm.abort(running, internal=True)
+        await self._end(one.request_id for group in groups for one in group.collectors)
 
     async def _add_request(
         self, group: InFlightGroup, prompt: TokensInput, params: SamplingParams
@@ -151,8 +150,13 @@ class Generation:
             str(self._num_requests), prompt, params, priority=group.request.priority
         )
         if group.is_stopped:  # during the submission
-            await self._llm.abort([collector.request_id], internal=True)
+            await self._end([collector.request_id])
         return collector
+
+    async def _end(self, request_ids: Iterable[str]) -> None:
+        """Have vLLM's core end requests; their last outputs come from its scheduler."""
+        # AsyncLLM.abort would end them here, without the tokens that the scheduler holds back
+        await self._llm.engine_core.abort_requests_async([*request_ids])
 
     async def _follow(self, group: InFlightGroup) -> None:
         """Wait for a group and its branches."""

@@ -21,7 +21,6 @@ GIB = 1 << 30
 # these modules import vLLM, so they are only named here
 EXTENSION = "megadapo.weights.sync.vllm_plugin.UpdateExtension"
 CPU_EXTENSION = "megadapo.rollout.engine.cpu_worker.CpuWorker"
-CPU_SCHEDULER = "megadapo.rollout.engine.scheduler.BatchingScheduler"
 
 VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """vLLM's names. One scale for a whole matrix would not work: the engine's ranks would have to agree
@@ -103,7 +102,6 @@ class EngineSpec:
             }
         return given | {
             "worker_extension_cls": CPU_EXTENSION,
-            "scheduler_cls": CPU_SCHEDULER,
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU

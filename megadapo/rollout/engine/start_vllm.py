@@ -18,6 +18,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from megadapo.rollout.engine.activity import ActivityCounter
 from megadapo.rollout.engine.cpu_worker import expert_config
+from megadapo.rollout.engine.scheduler import scheduler_class
 from megadapo.rollout.engine.spec import EngineSpec
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
@@ -56,6 +57,8 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
     usage = UsageContext.ENGINE_CONTEXT
     cpu_experts = spec.returns_experts and not spec.uses_cuda
     config = expert_config(arguments) if cpu_experts else arguments.create_engine_config(usage)
+    # only now is it known whether scheduling is asynchronous
+    config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config)
     llm = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,

@@ -1,0 +1,92 @@
+"""A real engine with vLLM's asynchronous scheduling, which only CUDA engines use by default."""
+
+import asyncio
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine import start_vllm
+from megadapo.rollout.engine.activity import ActivityCounter
+from megadapo.rollout.engine.generation import Generation
+from megadapo.rollout.types import SamplingSettings
+from tests.support.rollout.async_cpu import make_asynchronous
+from tests.support.rollout.engine_checks import bits, make_requests
+from tests.support.rollout.engine_specs import engine_spec
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=100)
+# 120 responses of up to 270 tokens do not fit: vLLM preempts some
+CONFIG = RolloutConfig(max_num_seqs=120, kv_cache_gib=0.001)
+
+
+@contextmanager
+def started(model, folder):
+    """Start an engine without an actor around it."""
+    spec = engine_spec(
+        model=str(model),
+        max_model_len=300,
+        weights_from="folder",
+        config=CONFIG,
+        log_file=folder / "engine-0.log",
+    )
+    os.environ.update(spec.environment())
+    llm = start_vllm.start_vllm(spec, counter := ActivityCounter(CONFIG.max_num_seqs))
+    generation = Generation(llm)
+    try:
+        yield llm, generation, counter
+    finally:
+        generation.close()
+        llm.shutdown(timeout=0)
+
+
+async def answers(generation, groups):
+    """Generate groups to their end."""
+    await generation.submit(groups, 0)
+    found = {}
+    while len(found) < len(groups):
+        found |= {one.key: one.responses for one in (await generation.collect(5.0, 1000))[0]}
+    return found
+
+
+def test_asynchronous_engine_sends_the_same_tokens_in_pieces(tiny_model, tmp_path, monkeypatch):
+    """Steps overlap, prompts are cached, responses preempted, stopped and continued."""
+    for name in engine_spec().environment():
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    make_asynchronous(monkeypatch)
+    groups = [replace(group, settings=SETTINGS) for group in make_requests(40, 3)]
+
+    async def stock():
+        with started(tiny_model, tmp_path) as (_, generation, _):
+            return await answers(generation, groups)
+
+    async def ours():
+        with started(tiny_model, tmp_path) as (llm, generation, counter):
+            whole = await answers(generation, groups)
+            preempted = counter.take(generation.num_tokens).num_preemptions
+            (overlapping,) = await llm.collective_rpc("num_overlapping")
+            assert overlapping > 50 and preempted > 0
+            await generation.submit(groups, 0)
+            await generation.collect(60.0, 20)
+            stopped = await generation.stop([one.key for one in groups], keep=True)
+            return whole, stopped, await answers(generation, stopped.unfinished)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start_vllm, "scheduler_class", lambda _: None)
+        expected = asyncio.run(stock())
+    whole, stopped, continued = asyncio.run(ours())
+    assert bits(whole) == bits(expected)
+    parts = [
+        (part, one.key, place)
+        for one in stopped.unfinished
+        for place, part in enumerate(one.responses)
+    ]
+    assert sum(part.finish_reason == "unfinished" for part, *_ in parts) > 20
+    for part, key, place in parts:
+        num_tokens = len(part.token_ids)
+        for full in (expected[key][place], continued[key][place]):
+            assert (full.token_ids[:num_tokens] == part.token_ids).all()
+            assert (full.logprobs[:num_tokens] == part.logprobs).all()
