@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 
 from megadapo.config import RunConfig
@@ -16,12 +16,14 @@ from megadapo.run.step.training import make_batch
 from megadapo.run.step.writer import StepWriter
 
 
-def train(config: RunConfig, *, replay: Path | None = None, accept_changes: bool = False) -> None:
+def train(
+    config: RunConfig, *, replay: Path | None = None, accept_changes: Collection[str] = ()
+) -> None:
     """Start or resume the run that `config` describes, and train to its last step.
 
     Args:
         replay: folder of saved rollouts to train on instead of sampling new ones.
-        accept_changes: whether a resumed run may change what it learns.
+        accept_changes: keys that a resumed run may change although they decide what it learns.
 
     Raises:
         RunInterruptedError: the run was asked to stop; every completed step is saved.

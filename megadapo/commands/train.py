@@ -35,8 +35,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--accept-changes",
-        action="store_true",
-        help="resume although data, rewards, objective or group size have changed",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="KEY[,KEY]",
+        help="resume although these keys, which decide what is learned, have changed since the "
+        "checkpoint, as in --accept-changes=reward.rule",
     )
     add_gpu(parser, purpose="GPU for whose memory --dry-run plans a run on CUDA")
     parser.set_defaults(run=run)
@@ -81,5 +84,5 @@ def _single_start(arguments: argparse.Namespace) -> list[str]:
     if arguments.replay is not None:
         words += ["--replay", str(arguments.replay)]
     if arguments.accept_changes:
-        words.append("--accept-changes")
+        words.append(f"--accept-changes={','.join(arguments.accept_changes)}")
     return [*words, *arguments.overrides]

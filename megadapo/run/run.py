@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from megadapo.observe.plot import plot_run
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import WriteTrainer
-from megadapo.run.state.config_diff import ConfigDiff, check_config_diff
+from megadapo.run.state.config_diff import check_config_diff
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.resume import checkpoint_store, find_resume_point
 from megadapo.run.state.run_checkpoints import RunCheckpoints
@@ -29,13 +29,12 @@ BOUNDED_PHASES = ("train", "evaluate")
 class Run:
     """One training run on disk and on screen."""
 
-    def __init__(self, config: RunConfig, lease: Lease, *, keeps_samples: bool) -> None:
-        """`keeps_samples`: whether groups in the checkpoint still match the configuration."""
+    def __init__(self, config: RunConfig, lease: Lease) -> None:
         self.folder = config.run.folder
         self.step = 0
         """Last completed step."""
         self.log = RunLog(config)
-        self.checkpoints = RunCheckpoints(config, self.log, self.phase, keeps_samples=keeps_samples)
+        self.checkpoints = RunCheckpoints(config, self.log, self.phase)
         self._config = config
         self._state: dict[str, Any] = {}
         self._lease = lease
@@ -44,16 +43,19 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Iterator[Self]:
+    def open(cls, config: RunConfig, *, accept_changes: Collection[str] = ()) -> Iterator[Self]:
         """Lease the run's folder, and bring it to the checkpoint that the run resumes from.
 
         On exit, wait for checkpoints and exports, and write to status.json how the run ended.
+
+        `accept_changes`: keys and tables that may differ from the checkpoint's configuration
+        although they decide what is learned.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
                 that already holds one.
             ConfigError: `run.folder` cannot be created, another driver holds it, or its run would
-                learn something else and `accept_changes` is not set.
+                learn something else that is not in `accept_changes`.
         """
         folder = config.run.folder
         try:
@@ -65,19 +67,16 @@ class Run:
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
             store = checkpoint_store(config)
-            point, diff = find_resume_point(config, store), ConfigDiff()
+            point, changes = find_resume_point(config, store), list[str]()
             if point.checkpoint is not None:
-                path = point.checkpoint.path
-                diff = check_config_diff(config, path, accept_changes=accept_changes)
-            run = cls(config, lease, keeps_samples=diff.keeps_samples)
+                changes = check_config_diff(config, point.checkpoint, accepted=accept_changes)
+            run = cls(config, lease)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
             store.remove_unfinished()
             run.checkpoints.resume_from(point)
             run._restore_step()
-            run.log.show(*diff.lines)
-            if not diff.keeps_samples:
-                run.log.show("reserved groups are dropped: the old configuration sampled them")
+            run.log.show(*changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
             stack.enter_context(run.log.opened())
@@ -163,16 +162,15 @@ class Run:
     def save(self, write_trainer: WriteTrainer, *, num_bytes: int = 0, wait: bool = False) -> None:
         """Begin to checkpoint the last completed step unless it is saved already.
 
-        A failed save is shown and repeated after the next step; the second failure in a row ends
-        the run.
+        A failed save is shown and repeated after each step; when none has succeeded for ten
+        minutes, the run ends.
 
         Args:
             num_bytes: approximate size of the trainer's files.
             wait: whether to wait for the checkpoint and raise any failure, as after the last step.
 
         Raises:
-            CheckpointError: it could not be written.
-            InfraError: a rank of the trainer is gone.
+            InfraError: it could not be written, or a rank of the trainer is gone.
         """
         wait = wait or self.finished
         self._lease.check()

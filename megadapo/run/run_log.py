@@ -52,7 +52,7 @@ class RunLog:
             yield
 
     def rewind(self, step: int) -> None:
-        """Delete records and saved rollouts of steps after `step`, which the run will repeat."""
+        """Set aside records and saved rollouts of steps after `step`, which the run will repeat."""
         self.metrics.rewind(step)
         self._rollouts.rewind(step)
         self.records = read_metrics(self._folder)

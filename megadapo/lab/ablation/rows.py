@@ -25,7 +25,7 @@ from megadapo.config.recipe import (
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.observe.metrics.records import read_metrics
-from megadapo.run.state.checkpoint import CHECKPOINTS, CheckpointStore
+from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.section import Section
 
 OWN_KEYS = ("run.folder", "run.seed", "run.resume")

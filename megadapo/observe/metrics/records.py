@@ -1,7 +1,7 @@
 """The metrics of a run: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
 
 A line is on the disk before `record` returns. A kill can tear at most the last line, which is
-dropped on the next open; `rewind` drops the steps after the one a run resumes from.
+dropped on the next open; `rewind` sets the steps after the one a run resumes from aside.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from megadapo.observe.metrics.writers import MetricWriter, open_writer
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+ASIDE_FOLDER = "aside"
+"""Folder of the records of steps that a run has repeated."""
 
 MetricRecord = dict[str, int | float | None]
 
@@ -104,9 +106,14 @@ class MetricsLog:
         append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:
-        """Drop everything recorded after `step`, which a resumed run repeats."""
+        """Move everything recorded after `step`, which a resumed run repeats, to `ASIDE_FOLDER`."""
         for path in (self._steps, self._evaluations):
-            _rewrite(path, lambda entry: entry["step"] <= step)
+            later = [entry for entry in _read(path) if entry["step"] > step]
+            if later:
+                aside = self._folder / ASIDE_FOLDER / path.name
+                aside.parent.mkdir(exist_ok=True)
+                append_line(aside, "".join(map(_line, later)))
+                _rewrite(path, lambda entry: entry["step"] <= step)
         self.close()
         self._purge_step = step + 1
         self._last_step = min(self._last_step, step)

@@ -11,12 +11,14 @@ import json
 import logging
 import os
 import re
+import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from megadapo.errors import DataError, InfraError
+from megadapo.observe.metrics.records import ASIDE_FOLDER
 from megadapo.observe.rollouts.saved_group import SavedGroup, decode_saved, encode_saved
 
 logger = logging.getLogger(__name__)
@@ -123,10 +125,13 @@ class RolloutLog:
             writing.result()
 
     def rewind(self, step: int) -> None:
-        """Delete the files of steps after `step`, which a resumed run writes again."""
+        """Set aside the files of steps after `step`, which a resumed run writes again."""
+        aside = self._run_folder / ASIDE_FOLDER / ROLLOUTS_FOLDER
         for later in saved_steps(self._run_folder):
             if later > step:
-                rollouts_path(self._run_folder, later).unlink()
+                aside.mkdir(parents=True, exist_ok=True)
+                path = rollouts_path(self._run_folder, later)
+                path.rename(aside / f"{uuid.uuid4().hex[:8]}-{path.name}")
         for unfinished in (self._run_folder / ROLLOUTS_FOLDER).glob(f"{_TEMPORARY}*"):
             unfinished.unlink()
 

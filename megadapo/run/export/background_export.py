@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from megadapo.cluster.watch.guard import Guard, kill_after_this_process
-from megadapo.run.state.checkpoint import step_folders, step_of
+from megadapo.run.state.checkpoint_store import step_folders, step_of
 from megadapo.weights.disk.export import PARTIAL
 from megadapo.weights.disk.files import remove_folder
 

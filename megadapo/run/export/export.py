@@ -16,7 +16,8 @@ from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import resolve_model_folder
 from megadapo.run.export.model_card import CARD_FILE, model_card
-from megadapo.run.state.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
+from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
+from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.conversion import quantize_folder

@@ -5,19 +5,19 @@ report size and SHA-256 of each, the run's state follows, then `manifest.json` l
 The folder is renamed to `step-N` only if it holds exactly these files. So a kill at any instant
 leaves the previous checkpoint untouched, and a missing or foreign file, or one on another node's
 disk, is found. A flipped byte is found before anything is loaded; torch would load it silently.
+
+Only what was read completely and differs is damaged. A file that cannot be read raises InfraError
+and changes nothing, since a file server that fails over makes sound checkpoints unreadable.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import re
 import shutil
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from operator import methodcaller
 from pathlib import Path
@@ -30,26 +30,20 @@ from megadapo.weights.disk.files import (
     Files,
     check_files,
     hashed_file,
-    remove_folder,
     sync_path,
+    unreadable,
 )
 
-FORMAT = "megadapo-checkpoint-2"
+FORMAT = "megadapo-checkpoint-3"
 MANIFEST = "manifest.json"
 DIGEST = "sha256"
 """Key of the manifest's own hash, which covers all other keys."""
-CHECKPOINTS = "checkpoints"
-"""Name of the checkpoints' folder in the run's folder."""
 STATE = "state.json"
 EVALUATING = "evaluating"
 """Key of a run's state: the earlier saved step whose weights are still being evaluated."""
 TRAINER = "trainer"
-HEADROOM = 1.02
-"""Disk space that files need, as a multiple of their bytes."""
-_LOGGER = logging.getLogger("megadapo.run")
-_STEP_NAME = re.compile(r"step-\d+")
-_TEMPORARY = "tmp-"
-_DAMAGED = "damaged-"
+CONFIG, SAMPLES = "config", "samples"
+"""Keys of a manifest: the run's configuration, and the digest of the rules of its samples."""
 
 WriteTrainer = Callable[[Path], Callable[[], Files]]
 """Begins to write the trainer's files into an empty folder.
@@ -66,6 +60,10 @@ class Checkpoint:
     state: dict[str, Any]
     files: Files = field(default_factory=dict, repr=False)
     """Entries of the trainer's files by path; the ranks that read the files compare them."""
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Configuration of the run that wrote it."""
+    samples: str | None = None
+    """Digest of the rules by which its groups were sampled and scored."""
 
     @property
     def trainer_folder(self) -> Path:
@@ -96,6 +94,8 @@ class OpenCheckpoint:
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             try:
                 trainer = self.wait()
+                # an end of the run, not a surprise at its next start
+                check_permissions(self.folder)
                 text = json.dumps(state, default=methodcaller("to_json"))
                 files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
                 files[STATE] = _write(self.folder / STATE, text)
@@ -107,162 +107,16 @@ class OpenCheckpoint:
                 os.rename(self.folder, self.final)
                 sync_path(self.final.parent)
             except (OSError, CheckpointError) as error:
-                raise _not_written(self.step, self.final.parent, error) from error
+                raise not_written(self.step, self.final.parent, error) from error
             stack.pop_all()
-        return Checkpoint(self.final, self.step, json.loads(text), trainer)
-
-
-class CheckpointStore:
-    """The checkpoints of one run, in `folder/step-N`."""
-
-    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0):
-        """
-        Args:
-            keep: number of newest checkpoints to keep.
-            keep_every: steps that are a multiple of it are never deleted; 0 turns this off.
-        """
-        self.folder = folder
-        self.damaged: dict[Path, str] = {}
-        """Reason why each checkpoint that its readers found unusable is unusable."""
-        self._keep = keep
-        self._keep_every = keep_every
-
-    def begin(
-        self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0
-    ) -> OpenCheckpoint:
-        """Begin to write the checkpoint of `step`, the last completed one.
-
-        `num_bytes`: approximate size of the trainer's files.
-
-        Raises:
-            CheckpointError: it exists, or the disk has no room for it.
-            MegadapoError: the trainer could not begin.
-        """
-        final = self.folder / f"step-{step}"
-        if final.exists():
-            raise CheckpointError(f"{final} exists already and is not overwritten")
-        temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-            try:
-                (temporary / TRAINER).mkdir(parents=True)
-                self._check_room(num_bytes)
-                wait = write_trainer(temporary / TRAINER)
-            except (OSError, CheckpointError) as error:
-                raise _not_written(step, self.folder, error) from error
-            stack.pop_all()
-        return OpenCheckpoint(step, final, temporary, wait)
-
-    def _check_room(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < num_bytes * HEADROOM:
-            raise CheckpointError(
-                f"it needs {num_bytes * HEADROOM / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are "
-                "free: make room, or lower checkpoint.keep"
-            )
-
-    def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete damaged checkpoints, and any that no rule keeps and no reader has `in_use`."""
-        for path in self._committed()[self._keep :]:
-            step = step_of(path)
-            if step not in in_use and not (self._keep_every and step % self._keep_every == 0):
-                _delete(path)
-        for path in self.folder.glob(f"{_DAMAGED}*"):
-            _delete(path)
-
-    def remove_unfinished(self) -> None:
-        """Delete checkpoints that were never completed; no save may be pending."""
-        for path in self._unfinished():
-            # a rank of a killed run may still write into it until it notices
-            with suppress(OSError):
-                remove_folder(path)
-
-    def newest(self, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint that verifies, and one line for each newer one skipped.
-
-        `hashes`: whether to hash the trainer's files; otherwise their reader must do it.
-
-        Raises:
-            CheckpointError: there are checkpoints, but no usable one. A start from step 0 would
-                lose the run.
-        """
-        found, skipped = self._first_sound(self._committed(), hashes=hashes)
-        if found is not None:
-            return found, skipped
-        if skipped:
-            raise CheckpointError(
-                "no checkpoint of this run can be used:\n  "
-                + "\n  ".join(skipped)
-                + "\nrestore one from a backup, or start over in another run.folder"
-            )
-        return None, [f"{path.name} was never completed" for path in self._unfinished()]
-
-    def newest_after(self, step: int) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest usable checkpoint after `step`, and one line for each unusable one.
-
-        The trainer's files are not hashed.
-        """
-        later = [path for path in self._committed() if step_of(path) > step]
-        return self._first_sound(later, hashes=False)
-
-    def _first_sound(
-        self, paths: Iterable[Path], *, hashes: bool
-    ) -> tuple[Checkpoint | None, list[str]]:
-        """Return the first checkpoint that verifies, and one line for each one before it."""
-        skipped: list[str] = []
-        for path in paths:
-            if path in self.damaged:
-                skipped.append(self.damaged[path])
-                continue
-            try:
-                return load(path, hashes=hashes), skipped
-            except CheckpointError as error:
-                skipped.append(str(error))
-        return None, skipped
-
-    def steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints, damaged ones included, oldest first."""
-        return [step_of(path) for path in step_folders(self.folder)]
-
-    def set_aside_after(self, step: int, *, damaged: bool = False) -> list[Path]:
-        """Rename checkpoints after `step`, which the resumed run will write again.
-
-        `damaged`: whether the next commit may delete them.
-        """
-        moved = []
-        for path in self._committed():
-            if step_of(path) > step:
-                prefix = _DAMAGED if damaged else "aside-"
-                aside = path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}")
-                moved.append(path.rename(aside))
-        return moved
-
-    def _committed(self) -> list[Path]:
-        return step_folders(self.folder)[::-1]
-
-    def _unfinished(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
-
-
-def _delete(path: Path) -> None:
-    try:
-        # the manifest first: after a kill in mid-deletion the folder cannot verify
-        if not path.is_symlink():
-            (path / MANIFEST).unlink(missing_ok=True)
-        remove_folder(path)
-    except OSError as error:
-        _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Return the entries of `folder` named step-N, lowest step first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _STEP_NAME.fullmatch(path.name)), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return N of a folder named step-N."""
-    return int(path.name.removeprefix("step-"))
+        return Checkpoint(
+            self.final,
+            self.step,
+            json.loads(text),
+            trainer,
+            json.loads(json.dumps(about.get(CONFIG, {}))),
+            about.get(SAMPLES),
+        )
 
 
 def load(path: Path, *, hashes: bool = True) -> Checkpoint:
@@ -272,8 +126,16 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
 
     Raises:
         CheckpointError: it is incomplete, damaged, from another program or user, or has links.
+        InfraError: a file cannot be read.
     """
-    if (path / MANIFEST).is_file():
+    try:
+        return _load(path, hashes=hashes)
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from error
+
+
+def _load(path: Path, *, hashes: bool) -> Checkpoint:
+    if os.path.lexists(path / MANIFEST):
         check_permissions(path)
     manifest = _read_manifest(path)
     try:
@@ -286,10 +148,15 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
         trainer = {name: files[name] for name in files if name.startswith(f"{TRAINER}/")}
         check_files(path, files if hashes else {n: files[n] for n in files.keys() - trainer})
         state = json.loads((path / STATE).read_text())
-    except (CheckpointError, OSError, ValueError) as error:
+    except (CheckpointError, ValueError) as error:
         raise CorruptCheckpointError(f"checkpoint {path}: {error}") from error
     return Checkpoint(
-        path, step, state, {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer}
+        path,
+        step,
+        state,
+        {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer},
+        manifest.get(CONFIG, {}),
+        manifest.get(SAMPLES),
     )
 
 
@@ -299,7 +166,7 @@ def _check_present(folder: Path, files: Files) -> None:
         # by name: a file server's folder listing may show another node's files late
         try:
             num_bytes = (folder / name).stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
                 f"{name} is missing: do all nodes share the folder {folder.parent}?"
             ) from None
@@ -311,11 +178,13 @@ def _check_present(folder: Path, files: Files) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"checkpoint {path} has no {MANIFEST}: it was never completed")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"checkpoint {path} has no {MANIFEST}: it was never completed"
+        ) from None
+    except (IsADirectoryError, NotADirectoryError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a megadapo checkpoint (format is not {FORMAT})")
@@ -335,7 +204,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _not_written(step: int, folder: Path, error: Exception) -> CheckpointError:
+def not_written(step: int, folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot write the checkpoint of step {step} to {folder}: {error}; "
         "earlier checkpoints are untouched"

@@ -1,17 +1,18 @@
-"""The difference between the configurations of a run's last start and of this one."""
+"""The difference between the configurations of a checkpoint and of the run that resumes from it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from megadapo.config import RunConfig, load_config, to_dict
-from megadapo.config.recipe import RESOLVED_FILE
+from megadapo.config import RunConfig, to_dict
 from megadapo.errors import ConfigError
+from megadapo.run.state.checkpoint import Checkpoint
 
 RESERVE_KEYS = (
     *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
@@ -20,13 +21,14 @@ RESERVE_KEYS = (
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
     "sampling.accuracy_range",
 )
-"""Keys that decide how a group is sampled, scored or selected: groups in the reserve depend on
-them."""
+"""Keys that decide how a group is sampled, scored or selected."""
 SAMPLING_KEYS = (
     *RESERVE_KEYS,
     *("run.seed", "data.shuffle", "model.dtype", "rollout.quantization", "rollout.vllm"),
+    "trainer.router_replay",
 )
-"""Keys that decide a group's tokens, log-probs and scores, given the weights."""
+"""Keys that decide a group's tokens, log-probs and scores, given the weights. Groups that wait in a
+journal or a checkpoint are used only if none has changed."""
 LEARNING_KEYS = (
     *RESERVE_KEYS,
     *("run.seed", "data.shuffle", "sampling.mode", "sampling.prompts_per_step"),
@@ -38,58 +40,73 @@ START_KEYS = ("run.resume", "run.folder")
 """Keys that each start chooses."""
 
 
-@dataclass(frozen=True)
-class ConfigDiff:
-    """The changes between a checkpoint's configuration and the resumed run's."""
-
-    lines: tuple[str, ...] = ()
-    """One line for each changed key."""
-    keeps_samples: bool = True
-    """Whether groups in the checkpoint still match the configuration."""
-
-
-def check_config_diff(config: RunConfig, checkpoint: Path, *, accept_changes: bool) -> ConfigDiff:
+def check_config_diff(
+    config: RunConfig, checkpoint: Checkpoint, *, accepted: Collection[str] = ()
+) -> list[str]:
     """Compare a configuration with the one of the run that wrote a checkpoint.
 
     A checkpoint from another folder starts a new run, whose changes are only listed.
 
+    Args:
+        accepted: keys and tables that may change although they decide what is learned.
+
+    Returns:
+        One line for each changed key.
+
     Raises:
-        ConfigError: a run in its own folder would learn something else, and `accept_changes` is
-            not set.
+        ConfigError: a run in its own folder would learn something else, and a key of it is not
+            accepted.
     """
-    folder = checkpoint.parent.parent
-    try:
-        before = to_dict(load_config(folder, []))
-    except (ConfigError, OSError):
-        return ConfigDiff((f"{folder / RESOLVED_FILE} cannot be read: changes are not known",))
-    old, new = dict(_leaves(before)), dict(_leaves(to_dict(config)))
+    folder = checkpoint.path.parent.parent
+    # as JSON, which has no tuples
+    old, new = (
+        dict(_leaves(json.loads(json.dumps(plain))))
+        for plain in (checkpoint.config, to_dict(config))
+    )
     changes = {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in new | old
         if old.get(key) != new.get(key) and key not in START_KEYS
     }
-    learning = [f"  {key}: {line}" for key, line in changes.items() if _within(key, LEARNING_KEYS)]
-    own = folder.resolve() == config.run.folder.resolve()
-    if learning and own and not accept_changes:
+    refused = [
+        key for key in changes if _within(key, LEARNING_KEYS) and not _within(key, tuple(accepted))
+    ]
+    if refused and folder.resolve() == config.run.folder.resolve():
         raise ConfigError(
             "\n".join(
                 [
                     f"the run in {folder} would learn something else with these changes:",
-                    *learning,
-                    "undo them, choose another run.folder, or add --accept-changes",
+                    *(f"  {key}: {changes[key]}" for key in refused),
+                    "undo them, choose another run.folder, or add "
+                    f"--accept-changes={','.join(refused)}",
                 ]
             )
         )
-    return ConfigDiff(
-        tuple(f"changed: {key}: {line}" for key, line in changes.items()),
-        keeps_samples=not any(_within(key, RESERVE_KEYS) for key in changes),
-    )
+    return [f"changed: {key}: {line}" for key, line in changes.items()]
 
 
 def samples_digest(config: RunConfig) -> str:
-    """Return a digest of everything that sampled groups depend on except the weights."""
+    """Return a digest of everything that sampled groups depend on except the weights.
+
+    It covers the modules of reward functions, but not what these import.
+    """
     found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLING_KEYS)}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    sources = [_source_digest(one.function) for one in config.reward.functions]
+    return hashlib.sha256(json.dumps([found, sources], sort_keys=True).encode()).hexdigest()
+
+
+def _source_digest(function: str) -> str | None:
+    """Return a hash of the file with MODULE:FUNCTION, which is not imported; None without one."""
+    module, colon, _ = function.partition(":")
+    parts = module.split(".") if colon else []
+    folders: list[str] | None = [*sys.path, ""]
+    spec = None
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = [] if spec is None else spec.submodule_search_locations
+    if spec is None or spec.origin is None:
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 def _leaves(plain: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, DataError
 from megadapo.observe.files import replace_text
-from megadapo.run.state.checkpoint import CHECKPOINTS, Checkpoint, CheckpointStore, load
+from megadapo.run.state.checkpoint import Checkpoint, load
+from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
+from megadapo.run.state.status import STATUS_FILE, read_status
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,13 @@ def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:
     return ResumePoint(checkpoint, messages, ResumeTarget(path, checkpoint.step))
 
 
+def _recorded_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint that the run's status names, 0 without one."""
+    with suppress(DataError):
+        return read_status(folder).checkpoint_step
+    return 0
+
+
 def find_checkpoint(
     config: RunConfig, store: CheckpointStore
 ) -> tuple[Checkpoint | None, list[str]]:
@@ -103,11 +113,19 @@ def find_checkpoint(
     The trainer's files are not hashed here: the ranks that load them do that.
 
     Raises:
-        CheckpointError: it does not exist, or "never" would mix two runs in one folder.
+        CheckpointError: it does not exist, "never" would mix two runs in one folder, or the run had
+            checkpoints and has none.
+        InfraError: the folder cannot be read.
     """
     if config.run.resume == "auto":
         checkpoint, skipped = store.newest(hashes=False)
         messages = [f"skipped: {line}" for line in skipped]
+        if checkpoint is None and (saved := _recorded_step(config.run.folder)):
+            raise CheckpointError(
+                f"{config.run.folder / STATUS_FILE} says that step {saved} was saved, but "
+                f"{store.folder} has no checkpoint: is its disk mounted here? To start over from "
+                'step 0 in this folder, set run.resume = "never"'
+            )
     elif config.run.resume == "never":
         if store.steps():
             raise CheckpointError(

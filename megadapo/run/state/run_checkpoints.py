@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
+import math
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,12 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 from megadapo.config import RunConfig, to_dict
-from megadapo.errors import CorruptCheckpointError, MegadapoError
+from megadapo.errors import CorruptCheckpointError, InfraError, MegadapoError
 from megadapo.rollout.journal.journal import delete_journals_before
 from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.rollouts import without_samples
 from megadapo.run.run_log import RunLog
-from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, OpenCheckpoint, WriteTrainer
+from megadapo.run.state.checkpoint import (
+    CONFIG,
+    EVALUATING,
+    SAMPLES,
+    Checkpoint,
+    OpenCheckpoint,
+    WriteTrainer,
+)
+from megadapo.run.state.config_diff import samples_digest
 from megadapo.run.state.resume import (
     ResumePoint,
     ResumeTarget,
@@ -29,6 +36,8 @@ from megadapo.run.state.resume import (
     pinned_steps,
 )
 
+FAILING_S = 600.0
+"""Seconds without a successful save, since the first that failed, after which the run ends."""
 SAVE_MARGIN = 1.5
 """Factor on the slowest save so far: the time reserved for a save that must finish."""
 _VERSIONED = ("megadapo", "torch", "megatron-core", "transformers", "vllm", "ray")
@@ -42,17 +51,13 @@ class RunCheckpoints:
         config: RunConfig,
         log: RunLog,
         phase: Callable[[str], AbstractContextManager[None]],
-        *,
-        keeps_samples: bool,
     ) -> None:
-        """`keeps_samples`: whether groups in the checkpoint still match the configuration."""
         self.current: Checkpoint | None = None
         """Checkpoint to resume from."""
         self._config = config
         self._folder = config.run.folder
         self._log = log
         self._phase = phase
-        self._keeps_samples = keeps_samples
         self._store = checkpoint_store(config)
         self._exports = BackgroundExports(self._folder, log.show)
         self._target: ResumeTarget | None = None
@@ -63,7 +68,12 @@ class RunCheckpoints:
         """Step of the newest save, complete or pending, or the step resumed from."""
         self._began_at = time.monotonic()
         self._slowest_s = 0.0
-        self._has_failed = False
+        self._failing_since = math.inf
+        """Time of the first failed save since one has succeeded."""
+        self._num_bytes = 0
+        """Approximate size of a checkpoint."""
+        self._low_space: str | None = None
+        """Warning about the disk that was shown last."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -91,8 +101,10 @@ class RunCheckpoints:
     def resume_from(self, point: ResumePoint) -> None:
         """Bring the run's folder to the state it had at `point`."""
         checkpoint = point.checkpoint
-        if checkpoint is not None and not self._keeps_samples:
+        dropped = []
+        if checkpoint is not None and checkpoint.samples != samples_digest(self._config):
             checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
+            dropped = ["groups that wait in the checkpoint are dropped: other rules made them"]
         self.current = checkpoint
         step = 0 if checkpoint is None else checkpoint.step
         self._saved_step = step
@@ -105,7 +117,7 @@ class RunCheckpoints:
         self._exports.tidy(step)
         # without a checkpoint no record counts, not even the first evaluation
         self._log.rewind(step if checkpoint is not None else -1)
-        self._log.show(*point.messages, *(f"set aside: {path}" for path in aside))
+        self._log.show(*point.messages, *(f"set aside: {path}" for path in aside), *dropped)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
         """Resume from the checkpoint before the current one, which proved to be damaged.
@@ -129,7 +141,7 @@ class RunCheckpoints:
         update leaves weights that belong to no step.
         """
         run, section = self._config.run, self._config.checkpoint
-        if step >= run.num_steps or self._has_failed or step % section.every == 0:
+        if step >= run.num_steps or step % section.every == 0 or self._failing_since < math.inf:
             return True
         if 0 < run.grace_s < self._log.expected_s("train") + self.reserved_s:
             return True
@@ -153,6 +165,7 @@ class RunCheckpoints:
         """
         if step == self._saved_step:
             return
+        self._num_bytes = num_bytes
         assert self._pending is None, "settle the save before"
         self._exports.collect()
         in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
@@ -174,7 +187,7 @@ class RunCheckpoints:
             last: whether no later step can repeat a failed save.
 
         Raises:
-            MegadapoError: the save failed, and it is the last or the one before failed too.
+            InfraError: the save failed, and it is the last, or all have failed for `FAILING_S`.
         """
         with self._phase("checkpoint") if wait else nullcontext():
             if self._pending is None or not (wait or self._pending.done()):
@@ -183,13 +196,18 @@ class RunCheckpoints:
             try:
                 self.current = pending.result()
             except MegadapoError as error:
-                is_second, self._has_failed, self._saved_step = self._has_failed, True, -1
-                if is_second or last:
-                    raise
+                now, self._saved_step = time.monotonic(), -1
+                if last or now - self._failing_since >= FAILING_S:
+                    raise InfraError(str(error)) from error
+                self._failing_since = min(self._failing_since, now)
                 self._log.show(f"{error}; it is tried again after the next step")
                 return
-        self._has_failed = False
+        self._failing_since = math.inf
         self._log.status.update(checkpoint_step=self.current.step)
+        low = self._store.low_space(self._num_bytes)
+        if low is not None and low != self._low_space:
+            self._log.show(low)
+        self._low_space = low
         delete_journals_before(self._folder, self.current.step)
         self._start_export()
 
@@ -238,9 +256,8 @@ def _provenance(config: RunConfig, *, policy_version: int) -> dict[str, Any]:
             continue  # the trainer's machine may have no vLLM, and an engine's no megatron-core
     return {
         "policy_version": policy_version,
-        "config_sha256": hashlib.sha256(
-            json.dumps(to_dict(config), sort_keys=True).encode()
-        ).hexdigest(),
+        CONFIG: to_dict(config),
+        SAMPLES: samples_digest(config),
         "layout": {
             "num_ranks": trainer.num_ranks,
             "tensor_parallel": trainer.tensor_parallel,

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -57,12 +58,13 @@ class StatusFile:
     def __init__(self, folder: Path, *, num_steps: int) -> None:
         """Write the status of a driver that starts."""
         self._path = folder / STATUS_FILE
-        try:
-            restarts = read_status(folder).restarts + 1
-        except DataError:
-            restarts = 0
+        restarts = checkpoint_step = 0
+        with suppress(DataError):
+            before = read_status(folder)
+            restarts, checkpoint_step = before.restarts + 1, before.checkpoint_step
         self._status = Status(
             num_steps=num_steps,
+            checkpoint_step=checkpoint_step,
             restarts=restarts,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -26,7 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megadapo.errors import CheckpointError, CorruptCheckpointError
+from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError, MegadapoError
 from megadapo.trainer.checkpoint.pieces import (
     OwnedRun,
     Piece,
@@ -35,7 +35,7 @@ from megadapo.trainer.checkpoint.pieces import (
 )
 from megadapo.trainer.checkpoint.save import RankReport
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
-from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file
+from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable
 from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, Window
 
 OPTIMIZER_FILE = "optimizer.json"
@@ -133,8 +133,10 @@ def load_checkpoint(
     path = folder / OPTIMIZER_FILE
     try:
         count = int(json.loads(path.read_bytes())["num_updates"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
     set_num_updates(optimizer, count)
     put_masters_into_weights(runs, chunks)
 
@@ -143,19 +145,23 @@ def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Compare a checkpoint's files with their hashes, each file on one rank.
 
     Raises:
-        CorruptCheckpointError: a file differs; raised on every rank.
+        CorruptCheckpointError: a file differs.
+        InfraError: a rank cannot read a file. Both are raised on every rank.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
-    problems: list[str] = [""] * num_ranks
+    problems: list[MegadapoError | None] = [None] * num_ranks
     try:
         check_files(folder, own)
-        problem = ""
-    except CorruptCheckpointError as error:
-        problem = str(error)
+        problem = None
+    except (CorruptCheckpointError, InfraError) as error:
+        problem = error
     torch.distributed.all_gather_object(problems, problem)
-    if found := [problem for problem in problems if problem]:
-        raise CorruptCheckpointError("; ".join(found))
+    if found := [problem for problem in problems if problem is not None]:
+        # what one rank cannot read may be sound: nothing is damaged before all have read it
+        kinds = [type(problem) for problem in found]
+        kind = InfraError if InfraError in kinds else CorruptCheckpointError
+        raise kind("; ".join(str(problem) for problem in found if isinstance(problem, kind)))
 
 
 def reader_of(file: str, num_ranks: int) -> int:

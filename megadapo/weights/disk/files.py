@@ -6,16 +6,19 @@ Each rank reports the hashes of its files, so no process reads them again to lis
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megadapo.errors import CorruptCheckpointError, WeightError
+from megadapo.errors import CorruptCheckpointError, InfraError, WeightError
 
+_LOGGER = logging.getLogger("megadapo.weights")
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 """Folders of the Hub's cache: files of a snapshot are links to blobs of the same model."""
 
@@ -86,20 +89,41 @@ def entry_of(path: Path) -> FileEntry:
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Compare the files of a folder with their entries.
 
+    A file that differs is read a second time, from the disk instead of the page cache.
+
     Raises:
-        CorruptCheckpointError: A file is missing or differs.
+        CorruptCheckpointError: A file differs in two complete reads.
+        InfraError: A file cannot be read here, which says nothing about what is in it.
     """
     for name, expected in sorted(files.items()):
+        path = folder / name
         try:
-            found = entry_of(folder / name)
+            if entry_of(path) == expected:
+                continue
+            _forget_cached(path)
+            found = entry_of(path)
         except OSError as error:
-            raise CorruptCheckpointError(
-                f"{folder / name} cannot be read: {error.strerror}"
-            ) from error
+            raise unreadable(path, error) from error
         if found != expected:
-            raise CorruptCheckpointError(
-                f"{folder / name} is damaged: it does not match its SHA-256"
-            )
+            raise CorruptCheckpointError(f"{path} is damaged: it does not match its SHA-256")
+        _LOGGER.warning(
+            "%s was read wrongly once and rightly then: memory or network of %s may be faulty",
+            *(path, socket.gethostname()),
+        )
+
+
+def unreadable(path: Path, error: OSError) -> InfraError:
+    """Return the error of a file or folder that this node cannot read."""
+    return InfraError(
+        f"{path} cannot be read on node {socket.gethostname()}: {error.strerror or error}; "
+        "is its file system mounted there? Nothing was changed"
+    )
+
+
+def _forget_cached(path: Path) -> None:
+    """Let the kernel drop a file's pages, so that the next read comes from the disk."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def remove_folder(path: Path) -> None:

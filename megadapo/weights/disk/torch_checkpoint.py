@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megadapo.errors import CheckpointError
-from megadapo.weights.disk.files import FileEntry, hashed_file
+from megadapo.weights.disk.files import FileEntry, hashed_file, unreadable
 
 METADATA_FILE = ".metadata"
 
@@ -70,7 +70,7 @@ _DAMAGED = (
 )
 """Errors that reading a damaged pickle raises, depending on where it is damaged."""
 
-_UNREADABLE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError)
+_MISMATCHED = (FileNotFoundError, EOFError, RuntimeError, pickle.UnpicklingError)
 """Errors that torch's reader raises for a missing, short or changed file."""
 
 _Targets = dict[tuple[str, torch.Size | None], Tensor]
@@ -125,7 +125,8 @@ class StoredTensors:
         """Fill all targets; opens every file once.
 
         Raises:
-            CheckpointError: A file cannot be read or does not match the metadata.
+            CheckpointError: A file is missing or does not match the metadata.
+            InfraError: A file cannot be read.
         """
         wanted: dict[str, list[Window]] = defaultdict(list)
         for window in windows:
@@ -136,8 +137,10 @@ class StoredTensors:
         }
         try:
             self._reader.read_data(LoadPlan(items), _ReadInto(targets))
-        except _UNREADABLE as error:
+        except _MISMATCHED as error:
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+        except OSError as error:
+            raise unreadable(self.folder, error) from error
 
     def _items(self, key: str, windows: list[Window]) -> list[ReadItem]:
         stored = self.tensors[key]
@@ -209,15 +212,18 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: It is missing or damaged, names a class that is not admitted (and is not
-            called), or points at files outside of the folder.
+    CheckpointError: It is missing or damaged, names a class that is not admitted (and is not
+        called), or points at files outside of the folder.
+    InfraError: It cannot be read.
     """
     path = folder / METADATA_FILE
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     except _DAMAGED as error:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megadapo.run.state.checkpoint import Checkpoint, CheckpointStore, WriteTrainer
+from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk.files import Files, entry_of
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.run.state.checkpoint import CheckpointStore, WriteTrainer
+from megadapo.run.state.checkpoint import WriteTrainer
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.sources import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition

@@ -12,7 +12,8 @@ from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.inputs import SamplingInputs
-from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
+from megadapo.run.state.checkpoint import EVALUATING, load
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,

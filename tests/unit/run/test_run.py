@@ -112,7 +112,7 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
     changed = config_of(tmp_path, {"reward.rule": "boxed"})
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
         open_and_close(changed)
-    with Run.open(changed, accept_changes=True) as run:
+    with Run.open(changed, accept_changes=["reward.rule"]) as run:
         assert run.checkpoints.current.state == {
             "sampler": {"drawing": 7, "reserve": [], "unfinished": [], "waiting": None},
             "kl": 0.5,

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megadapo.errors import CorruptCheckpointError
+from megadapo.errors import CorruptCheckpointError, InfraError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import (
@@ -102,13 +102,19 @@ def test_damage_of_any_file_is_named(ranks, tmp_path):
             if damaged is not None:
                 victim.write_bytes(damaged)
             if damaged != content:
-                with pytest.raises(CorruptCheckpointError, match=re.escape(str(victim))):
+                # a node whose mount is late sees no file, which says nothing about it
+                kind = InfraError if damaged is None else CorruptCheckpointError
+                with pytest.raises(kind, match=re.escape(str(victim))):
                     check_files(saved, files)
         victim.write_bytes(content)
     victim = saved / "__3_0.distcp"
     victim.write_bytes(victim.read_bytes()[:3000] + bytes(1) + victim.read_bytes()[3001:])
-    for refusal in ranks.on("qwen2-tied", _check, saved, files, **TP2):
+    for refusal in ranks.on("qwen2-tied", _check, saved, files, CorruptCheckpointError, **TP2):
         assert str(victim) in refusal
+    # one rank cannot read another file: nothing is damaged before all have read theirs
+    (saved / "__2_0.distcp").rename(tmp_path / "away")
+    for refusal in ranks.on("qwen2-tied", _check, saved, files, InfraError, **TP2):
+        assert "__2_0.distcp cannot be read on node" in refusal and "damaged" not in refusal
 
 
 def test_failed_write_names_the_rank_and_next_save_works(ranks, tmp_path):
@@ -142,11 +148,11 @@ def _save_twice(rendezvous, settings, folder):
     return files[1]
 
 
-def _check(rendezvous, settings, folder, files):
+def _check(rendezvous, settings, folder, files, kind):
     from megadapo.trainer.checkpoint.checkpoint import check_across_ranks
 
     build(rendezvous, settings)
-    with pytest.raises(CorruptCheckpointError) as caught:
+    with pytest.raises(kind) as caught:
         check_across_ranks(folder, files)
     return str(caught.value)
 

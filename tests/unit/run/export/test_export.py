@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megadapo.cli import main
 from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
 from megadapo.run.export.export import export_checkpoint, find_source
-from megadapo.run.state.checkpoint import CheckpointStore
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk.torch_checkpoint import read_metadata
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run

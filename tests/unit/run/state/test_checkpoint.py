@@ -1,5 +1,6 @@
 """The checkpoint store: a checkpoint is complete and verified, or absent."""
 
+import errno
 import os
 import shutil
 import signal
@@ -7,16 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megadapo.errors import CheckpointError, CorruptCheckpointError
+from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError
 from megadapo.run.state import checkpoint as checkpoint_module
-from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
+from megadapo.run.state import checkpoint_store
+from megadapo.run.state.checkpoint import MANIFEST, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
+from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.weights.disk import files as files_module
 from megadapo.weights.disk.files import Files, check_files
 from tests.support.runs.checkpoints import save_checkpoint, saved_store, written_by
 
@@ -109,12 +114,58 @@ def test_file_of_another_step_is_found(tmp_path, name):
     why_skipped(store)
 
 
-def test_next_commit_deletes_damaged_checkpoint(tmp_path):
-    store = saved(tmp_path, 1, 2)
-    assert len(store.set_aside_after(1, damaged=True)) == 1
-    assert len(list(tmp_path.iterdir())) == 2
-    save_checkpoint(store, 2, write_trainer=written_by(write_shards), state=STATE)
-    assert steps_in(tmp_path) == ["step-1", "step-2"]
+def test_damaged_checkpoint_stays_until_as_many_newer_ones_are_kept(tmp_path):
+    """It may be the best one that is left, and only people can tell."""
+    store = saved(tmp_path, 1, 2, keep=2)
+    (aside,) = store.set_aside_after(1, damaged=True)
+    for step in (2, 3, 4):
+        assert aside.exists()
+        save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
+    assert steps_in(tmp_path) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize("file", [MANIFEST, STATE_FILE, "trainer/shard-0.distcp"])
+def test_unreadable_checkpoint_is_not_damaged(tmp_path, monkeypatch, file):
+    """A file server that fails over gives ESTALE for sound files."""
+    store, real = saved(tmp_path, 1, 2), Path.open
+
+    def stale(self: Path, *arguments: Any, **keys: Any) -> Any:
+        if self == tmp_path / "step-2" / file:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self, *arguments, **keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", stale)
+        with pytest.raises(InfraError, match=r"step-2.* cannot be read on node .*Stale file"):
+            store.newest()
+    checkpoint, skipped = store.newest()
+    assert checkpoint.step == 2 and skipped == []
+
+
+def test_file_that_is_read_wrongly_once_is_not_damaged(tmp_path, monkeypatch, caplog):
+    """Memory or network may flip a bit of what is read."""
+    store, real, wrong = saved(tmp_path, 1), files_module.entry_of, [True]
+
+    def flips_once(path: Path) -> Any:
+        entry = real(path)
+        return replace(entry, sha256="0" * 64) if wrong.pop() else entry
+
+    wrong[:] = [False] * 9 + [True]
+    monkeypatch.setattr(files_module, "entry_of", flips_once)
+    checkpoint, skipped = store.newest()
+    assert checkpoint.step == 1 and skipped == [] and "may be faulty" in caplog.text
+
+
+def test_checkpoint_that_could_not_be_loaded_is_not_committed(tmp_path):
+    """A file system that gives everyone write access would otherwise be found at the next start."""
+
+    def open_to_all(folder: Path) -> None:
+        write_shards(folder)
+        (folder / "shard-0.distcp").chmod(0o666)
+
+    with pytest.raises(CheckpointError, match="writable by everyone"):
+        save_checkpoint(saved(tmp_path, 1), 2, write_trainer=written_by(open_to_all), state=STATE)
+    assert steps_in(tmp_path) == ["step-1"]
 
 
 def test_pruning_follows_the_commit(tmp_path):
@@ -199,7 +250,7 @@ def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
 SAVER = """
 import os, sys
 from pathlib import Path
-from megadapo.run.state.checkpoint import CheckpointStore
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 
 @written_by
@@ -252,7 +303,8 @@ def test_sigkill_at_each_point_of_a_save(tmp_path, point):
     pid = os.fork()
     if pid == 0:
         name, file = POINTS[point]
-        owner = CheckpointStore if hasattr(CheckpointStore, name) else checkpoint_module
+        owners = (CheckpointStore, checkpoint_module, checkpoint_store)
+        owner = next(owner for owner in owners if hasattr(owner, name))
         original = getattr(owner, name)
 
         def killed(*args: Any, **options: Any) -> Any:

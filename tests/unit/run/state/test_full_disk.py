@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import RunConfig
-from megadapo.errors import CheckpointError, InfraError
+from megadapo.errors import InfraError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.run import Run
 from tests.support.processes.small_disk import fill, mount, on_a_small_disk
@@ -84,7 +84,7 @@ def test_failed_save_frees_its_space(tmp_path):
             fill(disk, leave=100_000).unlink()
             record(run, 4)
             run.complete(4, {"cursor": "x" * 2_000_000})
-            with pytest.raises(CheckpointError, match="step 4 .*No space left"):
+            with pytest.raises(InfraError, match="step 4 .*No space left"):
                 run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
             assert saved_steps(folder) == ["step-1", "step-2"]
             step(run, 5, num_bytes=900_000)
@@ -126,7 +126,7 @@ def test_read_only_folder_loses_nothing(tmp_path):
             step(run, 1)
             run.complete(2, {})
             mount(disk, read_only=True)
-            with pytest.raises(CheckpointError, match="step 2 .*Read-only"):
+            with pytest.raises(InfraError, match="step 2 .*Read-only"):
                 run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
             record(run, 2)
         with pytest.raises(InfraError, match="cannot be written.*: Read-only"):

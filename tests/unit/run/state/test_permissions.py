@@ -110,8 +110,8 @@ def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
     assert checkpoint is not None and checkpoint.step == 2 and "step-9 is a link" in notes[0]
     store.remove_unfinished()
     store.set_aside_after(2, damaged=True)
-    saved_store(store.folder, 3, 4, keep=2)
-    assert sorted(path.name for path in store.folder.iterdir()) == ["step-3", "step-4"]
+    saved_store(store.folder, 10, 11, keep=2)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step-10", "step-11"]
     assert sorted(outside.rglob("*")) == before and load(outside / "step-7").step == 7
 
 

@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 
-from megadapo.errors import CheckpointError, CorruptCheckpointError, RunInterruptedError
+from megadapo.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InfraError,
+    RunInterruptedError,
+)
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER
 from megadapo.run.run import Run
-from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore
+from megadapo.run.state import run_checkpoints
+from megadapo.run.state.checkpoint import EVALUATING
+from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import write_shard, written_by
 from tests.support.runs.runs_alone import (
@@ -54,7 +61,7 @@ def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
             run.complete(step, {"sampler": {"reserve": ["a group"], "step": step}})
             run.save(write_shard, wait=True)
     changed = config_of(tmp_path, {**saves, "reward.rule": "boxed"})
-    with Run.open(changed, accept_changes=True) as run:
+    with Run.open(changed, accept_changes=["reward.rule"]) as run:
         found_damaged(run)
         found_damaged(run)
         assert (run.step, [r["step"] for r in run.log.records]) == (1, [1])
@@ -165,14 +172,58 @@ def test_failed_save_is_repeated(tmp_path):
     assert saved_steps(tmp_path) == ["step-3"]
 
 
-def test_second_failed_save_ends_the_run(tmp_path):
+def test_saves_that_fail_for_long_end_the_run(tmp_path, monkeypatch):
+    """A file server that is away for two steps does not; a supervisor restarts after the end."""
+    monkeypatch.setattr(run_checkpoints, "FAILING_S", 0.05)
     with (
-        pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
-        Run.open(config_of(tmp_path, num_steps=9)) as run,
+        pytest.raises(InfraError, match="rank 1: no space"),
+        Run.open(config_of(tmp_path, num_steps=99)) as run,
     ):
-        advance(run, 9, lambda step: write_shard if step < 3 else fails)
+        advance(run, 5, lambda step: write_shard if step < 3 else fails)
+        time.sleep(0.1)
+        advance(run, 9, lambda step: fails)
     assert run.step == 5
     assert saved_steps(tmp_path) == ["step-2"]
+
+
+def test_transient_error_of_a_rank_keeps_the_checkpoint(tmp_path):
+    """Only CorruptCheckpointError falls back: the same checkpoint is read after a restart."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 4)
+    with pytest.raises(InfraError), Run.open(config_of(tmp_path)) as run:
+        raise InfraError("shard cannot be read on node a")
+    assert saved_steps(tmp_path) == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken link"])
+def test_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, kind):
+    """Its metrics and rollouts were deleted, without a word."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 3)
+    moved = (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    if kind == "broken link":
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"step 2 was saved, but .*is its disk mounted"):
+            open_and_close(config_of(tmp_path))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    (tmp_path / "checkpoints").unlink(missing_ok=True)
+    moved.rename(tmp_path / "checkpoints")
+    with Run.open(config_of(tmp_path)) as run:
+        assert run.step == 2
+
+
+def test_low_disk_space_names_what_can_be_deleted(tmp_path, monkeypatch):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+        aside = run.folder / "checkpoints" / "aside-step-1-abcd"
+        aside.mkdir()
+        (aside / "shard").write_bytes(b"x" * 1000)
+        run.complete(3, {})
+        run.save(write_shard, num_bytes=1 << 50, wait=False)
+        run.checkpoints.settle()
+    log = (tmp_path / "log.txt").read_text()
+    assert "are free" in log and "continues without checkpoints/aside-* (0.00 GiB)" in log
 
 
 def test_training_continues_during_a_save(tmp_path):
@@ -189,7 +240,7 @@ def test_training_continues_during_a_save(tmp_path):
     assert saved_steps(tmp_path) == ["step-2"]
     manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert manifest["policy_version"] == 2 and manifest["layout"]["num_ranks"] == 1
-    assert len(manifest["config_sha256"]) == 64 and "torch" in manifest["versions"]
+    assert manifest["config"]["run"]["num_steps"] == 5 and "torch" in manifest["versions"]
 
 
 def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
