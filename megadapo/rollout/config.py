@@ -52,7 +52,7 @@ OWN_ARGUMENTS = {
     "load_format": "megadapo chooses it: the engines of a run get their weights from the trainer",
     "worker_extension_cls": "megadapo's own extension receives the weights",
     "distributed_executor_backend": "an engine is one Ray actor with processes of its own",
-    "scheduler_cls": "megadapo needs its own scheduler on a CPU",
+    "scheduler_cls": "megadapo needs its own scheduler",
     "scheduling_policy": "megadapo serves prompts in their order, with vLLM's priorities",
     "logprobs_mode": "the trainer compares its log-probs with the engine's",
     "seed": "each response has a seed of its own, from run.seed",
