@@ -1,0 +1,212 @@
+"""The record and the Markdown report of the parts that have run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from parts import Part, Setting, config_of
+from runner import Outcome
+
+from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
+from megadapo.lab.plan import step_time
+from megadapo.lab.plan.phases import gpu_kinds, models_of
+from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.observe.tables import TextTable
+
+MIB = 2**20
+PLANNED = {
+    "start": "start trainer",
+    "rollout": "rollout",
+    "train": "train",
+    "sync": "sync",
+    "save": "checkpoint",
+}
+"""Phase of the plan -> phase in the run's status."""
+MEASURED = (
+    *("policy/ratio_first_max_error", "parity/logprob_abs_mean", "parity/logprob_abs_max"),
+    *("time/rollout_s", "time/train_s", "time/sync_s", "weights/bytes", "weights/density"),
+)
+MOST_OVER_PRODUCTS = 1.12
+LEAST_OVER_VERL = 2.0
+LOG_LINES = 40
+"""Lines of a failed part's log in the report."""
+
+
+def as_record(outcomes: list[Outcome], setting: Setting) -> dict[str, Any]:
+    """Return everything that was measured, as JSON values."""
+    return {
+        "rehearsed": setting.rehearses,
+        "parts": [
+            {
+                "name": one.part.name,
+                "result": one.result,
+                "reason": one.reason,
+                "seconds": round(one.seconds, 1),
+                "command": shlex.join(one.part.command),
+                "steps": _steps(one.part),
+                "memory": memory_by_phase(one, setting),
+                "memory_curve": [(round(s, 1), at, round(mib)) for s, at, mib in one.memory],
+            }
+            for one in outcomes
+        ],
+    }
+
+
+def memory_by_phase(outcome: Outcome, setting: Setting) -> dict[str, dict[str, float | None]]:
+    """Return the most MiB in each phase beside the plan's; empty without samples."""
+    if not outcome.memory:
+        return {}
+    config = config_of(outcome.part.overrides)
+    (kind,) = gpu_kinds(config, models_of(config), setting.card)
+    return {
+        phase.name: {
+            "planned": round(phase.total / MIB),
+            "measured": outcome.most_in(PLANNED[phase.name]),
+        }
+        for phase in kind.phases
+    }
+
+
+def optimizer_mib(part: Part, setting: Setting) -> float:
+    """Return the plan's MiB of a run's optimizer."""
+    config = config_of(part.overrides)
+    (kind,) = gpu_kinds(config, models_of(config), setting.card)
+    return max(phase.items.get("optimizer", 0) for phase in kind.phases) / MIB
+
+
+def write_report(path: Path, outcomes: list[Outcome], setting: Setting, day: date) -> None:
+    """Write the report of the parts so far."""
+    lines = [f"# First GPU: {day}{', rehearsed on a CPU' if setting.rehearses else ''}", ""]
+    lines += [*_machine(setting), "", "| part | result | seconds | note |"]
+    lines += ["| --- | --- | ---: | --- |"]
+    for one in outcomes:
+        note = one.reason.replace("|", "\\|")
+        lines.append(f"| {one.part.name} | {one.result} | {one.seconds:.0f} | {note} |")
+    for one in outcomes:
+        if found := list(_details(one, setting)):
+            lines += ["", f"## {one.part.name}", "", *found]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _machine(setting: Setting) -> list[str]:
+    """Return the GPU, the driver and the versions."""
+    machine = setting.machine
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_gib:.1f} GiB)" for gpu in machine.gpus)
+    versions = {"Python": machine.python, "CUDA of torch": machine.torch_cuda, **machine.packages}
+    known = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    return [
+        f"- GPU: {gpus or 'none'}, driver {machine.driver or 'none'}",
+        f"- {machine.num_cores} cores, {machine.memory_gib:.0f} GiB of memory, {machine.system}",
+        f"- {known}",
+    ]
+
+
+def _details(one: Outcome, setting: Setting) -> Iterator[str]:
+    log = setting.folder / "logs" / f"{one.part.name.replace(' ', '-')}.log"
+    if one.result == "skipped":
+        return
+    yield f"`{shlex.join(one.part.command)}`"
+    if one.result == "failed":
+        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from ("", "```", *text[-LOG_LINES:], "```")
+    if one.part.name.startswith("head "):
+        yield from _head(one, log)
+    elif one.part.name in ("plan", "profile", "tests") and one.result == "passed":
+        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from ("", "```", *text[-60:], "```")
+    if one.part.run is not None:
+        yield from _run(one, setting)
+
+
+def _head(one: Outcome, log: Path) -> Iterator[str]:
+    """Yield the table of the head's baselines, and the goals beside what was measured."""
+    file = next(word for word in one.part.command if word.startswith("--json="))
+    path = Path(file.removeprefix("--json="))
+    if not path.exists():
+        return
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    yield from ("", "```", *log.read_text(encoding="utf-8").splitlines()[-30:], "```", "")
+    for line in goals(results):
+        yield f"- {line}"
+
+
+def goals(results: list[dict[str, Any]]) -> list[str]:
+    """Return the head's goals beside what was measured at one shape."""
+    times = {one["name"]: one["best_ms"] for one in results if one["best_ms"] is not None}
+    own = times[OURS]
+    over = own / times[PRODUCTS]
+    lines = [
+        f"{over:.2f} x its three products; goal: at most {MOST_OVER_PRODUCTS} "
+        f"({_met(over <= MOST_OVER_PRODUCTS)})"
+    ]
+    for words, least in (("verl Triton", LEAST_OVER_VERL), ("Liger", 1.0)):
+        rivals = {name: ms for name, ms in times.items() if name.startswith(words)}
+        if not rivals:
+            absent = [one for one in results if one["name"].startswith(words)]
+            lines += [f"{one['name']} did not run: {one['absent']}" for one in absent]
+            continue
+        name = min(rivals, key=lambda one: rivals[one])
+        faster = rivals[name] / own
+        lines.append(
+            f"{faster:.2f} x the speed of {name}; goal: at least {least:.0f} "
+            f"({_met(faster >= least)})"
+        )
+    return lines
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "not met"
+
+
+def _steps(part: Part) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps."""
+    if part.run is None or not (file := part.run / METRICS_FILE).exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _run(one: Outcome, setting: Setting) -> Iterator[str]:
+    """Yield the steps of a run, and its memory and speed beside the plan's."""
+    steps = _steps(one.part)
+    if steps:
+        head = ["step", *MEASURED]
+        rows = [[str(step["step"]), *(_cell(step[name]) for name in MEASURED)] for step in steps]
+        title = f"{one.part.name}: steps"
+        yield from (TextTable(title=title, head=head, rows=rows).markdown(), "")
+        last = steps[-1]
+        sampled, trained = last["tokens/generated"], last["tokens/trained"]
+        yield f"- rollout: {sampled / last['time/rollout_s']:,.0f} tokens/s in the last step"
+        yield f"- update: {trained / last['time/train_s']:,.0f} tokens/s in the last step"
+        for line in _forecast(one.part, steps, setting):
+            yield f"- plan: {line.strip()}"
+    if memory := memory_by_phase(one, setting):
+        rows = [
+            [name, *(_cell(found[kind]) for kind in ("planned", "measured"))]
+            for name, found in memory.items()
+        ]
+        where = "processes" if setting.rehearses else "GPU"
+        head = ["phase", "MiB planned on a GPU", f"most MiB measured ({where})"]
+        title = f"{one.part.name}: memory"
+        yield TextTable(title=title, head=head, rows=rows).markdown()
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _forecast(part: Part, steps: list[dict[str, Any]], setting: Setting) -> list[str]:
+    """Return the plan's times for responses as long as the run's were."""
+    config = config_of(part.overrides)
+    mean = sum(step["response_length/mean"] for step in steps) / len(steps)
+    share = mean / config.rollout.max_response_tokens
+    traffic = step_time.UpdateTraffic(inside=steps[0]["weights/bytes"], between=0)
+    model = models_of(config).policy
+    prompt = config.data.max_prompt_tokens
+    with patch.multiple(step_time, MEAN_SHARE=share, PROMPT_TOKENS=prompt):
+        return step_time.describe_times(config, model, setting.card, traffic)

@@ -1,0 +1,267 @@
+"""The parts of the first contact with a GPU, the most valuable first, and their models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megadapo.config import RunConfig, load_config
+from megadapo.lab.plan.cards import CONTEXT_BYTES, H100, MIB, Card, card_of
+from megadapo.lab.plan.fit import problems
+from megadapo.lab.plan.phases import gpu_kinds, host_bytes, itemsize_of, models_of
+from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.observe.machine import GIB, Machine
+
+RECIPE = "configs/quickstart.toml"
+MEGADAPO = (sys.executable, "-m", "megadapo.cli")
+KILL_AND_RESUME = "tools/first_gpu/kill_and_resume.py"
+HEAD_SHAPES = {
+    "32B": "20480,5120,152064,bfloat16",
+    "32B slice": "20480,5120,19008,bfloat16",
+    "7B": "20480,3584,152064,bfloat16",
+    "1.5B": "20480,2048,151936,bfloat16",
+}
+"""Qwen2.5's heads: 32B whole and one of its 8 tensor-parallel slices."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(vocab_size=1024),
+    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24),
+    "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28),
+    "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
+    "7B": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, tie_word_embeddings=False
+    ),
+}
+"""Qwen2.5's models by size, and the rehearsal's."""
+HEADS = {"0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
+"""Attention heads, and those of keys and values."""
+EVERYTHING = '--trainer.offload=["optimizer", "gradients", "parameters"]'
+IN_UPDATES = '--trainer.offload=["optimizer", "gradients"]'
+LARGEST = "largest"
+MAIN_MEMORY_SHARE = 0.8
+"""Share of a machine's main memory that a run may plan with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command with its own time limit."""
+
+    name: str
+    limit_s: int
+    command: tuple[str, ...]
+    skipped: str | None = None
+    """Reason not to run it."""
+    unless: str | None = None
+    """First word of the parts that make this one unnecessary: one of them has passed."""
+    run: Path | None = None
+    """Folder of the run that the part starts."""
+    overrides: tuple[str, ...] = ()
+    """Configuration of that run."""
+    is_tight: bool = False
+    """Whether engines must leave less memory than the optimizer takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Machine and folder of all parts."""
+
+    folder: Path
+    machine: Machine
+    rehearses: bool
+
+    @property
+    def card(self) -> Card:
+        """The machine's GPU, and for the rehearsal's plan an H100."""
+        if self.rehearses:
+            return H100
+        gpu = self.machine.gpus[0]
+        card = card_of(gpu.name)
+        return card or replace(H100, name=gpu.name, memory_bytes=int(gpu.memory_gib * GIB))
+
+    @property
+    def num_steps(self) -> int:
+        return 2 if self.rehearses else 5
+
+
+def all_parts(setting: Setting) -> list[Part]:
+    """Return the parts in their order; models of random weights are written first."""
+    small = write_model(setting, "tiny" if setting.rehearses else "0.5B")
+    no_gpu = "needs a GPU" if setting.rehearses else None
+    verified = "--weights.verify=every"
+    bf16 = [*_bf16(small, setting), *_short(setting)]
+    fp8 = [*bf16, "--rollout.quantization=fp8", "--algorithm.importance.scope=all"]
+    return [
+        _command("doctor", 60, "doctor"),
+        _command("kernels", 120, "profile", "--arch", "90"),
+        Part(name="tests", limit_s=240, command=_tests(setting)),
+        *_heads(setting),
+        _train(setting, "quickstart", 180, _short(setting)),
+        _command("plan", 60, "plan", RECIPE, *bf16, "--cluster.device=cuda"),
+        # log-probs, ratio, memory, and updates that are compared to the bit
+        _train(setting, "bf16", 180, [*bf16, verified]),
+        _kill_and_resume(setting, bf16),
+        _train(setting, "delta", 150, [*bf16, verified, "--weights.mode=delta"]),
+        _train(setting, "fp8", 150, fp8, skipped=no_gpu),
+        _train(setting, "offload", 150, [*bf16, EVERYTHING]),
+        _profile(setting, small),
+        *_largest(setting),
+    ]
+
+
+def write_model(setting: Setting, size: str) -> Path:
+    """Write a model without weights, with the quickstart's tokenizer; return its folder."""
+    folder = setting.folder / f"model-{size}"
+    if folder.exists():
+        return folder
+    ignore = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree("configs/quickstart-base", folder, ignore=ignore)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"dtype": "bfloat16", "max_position_embeddings": 4096, "vocab_size": 151936}
+    if size in HEADS:
+        config["num_attention_heads"], config["num_key_value_heads"] = HEADS[size]
+    config |= SHAPES[size]
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder
+
+
+def config_of(overrides: Iterable[str]) -> RunConfig:
+    """Return the configuration of a run on one GPU."""
+    plain = [override.removeprefix("--") for override in overrides]
+    return load_config(RECIPE, [*plain, "cluster.device=cuda"])
+
+
+def _command(name: str, limit_s: int, *words: str) -> Part:
+    return Part(name=name, limit_s=limit_s, command=(*MEGADAPO, *words))
+
+
+def _tests(setting: Setting) -> tuple[str, ...]:
+    words = ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu")
+    return (sys.executable, *words, *(["--collect-only"] if setting.rehearses else []))
+
+
+def _heads(setting: Setting) -> list[Part]:
+    """Return one part per shape: a fault on a GPU ends its process."""
+    shapes, options = HEAD_SHAPES, ("--device=cuda", "--repeats=10")
+    if setting.rehearses:
+        shapes, options = {"tiny": "256,128,1024,float32"}, ("--device=cpu", "--repeats=2")
+    first = next(iter(shapes))
+    results = setting.folder / "results"
+    parts = [
+        _command(
+            *(f"head {name}", 120, "bench", "head", "--shape", shape, *options),
+            f"--json={results}/head-{name.replace(' ', '-')}.json",
+        )
+        for name, shape in shapes.items()
+    ]
+    # a baseline's fault cannot be caught: at least ours is timed
+    words = ("--only=megadapo", f"--json={results}/head-alone.json")
+    alone = _command("head alone", 60, "bench", "head", "--shape", shapes[first], *options, *words)
+    return [*parts, replace(alone, unless="head")]
+
+
+def _bf16(model: Path, setting: Setting) -> list[str]:
+    """Return a run's overrides: no answer of random weights is correct, so all groups count."""
+    own = ["--model.dtype=bfloat16", "--rollout.max_response_tokens=512"]
+    if setting.rehearses:
+        # some CPUs offer instructions for bf16 that vLLM may not use
+        own = ["--model.dtype=float32"]
+    return [
+        f"--model.path={model}",
+        "--model.init=random",
+        "--sampling.selection=all",
+        "--oracles.logprob_abs_max=1.0",
+        *own,
+    ]
+
+
+def _short(setting: Setting) -> list[str]:
+    return [
+        f"--run.num_steps={setting.num_steps}",
+        f"--checkpoint.every={setting.num_steps}",
+        "--rollout.num_engines=1",
+        "--trainer.optimizer.warmup_steps=1",
+        "--evaluation.every=0",
+    ]
+
+
+def _train(
+    setting: Setting,
+    name: str,
+    limit_s: int,
+    overrides: Iterable[str],
+    *,
+    skipped: str | None = None,
+) -> Part:
+    overrides = tuple(overrides)
+    run = setting.folder / name.replace(" ", "-")
+    command = (*MEGADAPO, "train", RECIPE, f"--run.folder={run}", *overrides)
+    return Part(
+        name=name, limit_s=limit_s, command=command, skipped=skipped, run=run, overrides=overrides
+    )
+
+
+def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
+    """Return the part whose first save needs memory that the engine has.
+
+    The trainer's optimizer is in main memory while the engine generates, and half of the optimizer
+    would fit beside the engine.
+    """
+    overrides = [*bf16, "--run.num_steps=8", "--checkpoint.every=2", IN_UPDATES]
+    phases = gpu_kinds(config_of(overrides), models_of(config_of(overrides)), setting.card)[0]
+    sizes = next(phase.items for phase in phases.phases if phase.name == "save")
+    beside = CONTEXT_BYTES + sizes["weights"] + 2 * 64 * MIB + sizes["optimizer"] // 2
+    if not setting.rehearses:
+        share = 1.0 - beside / setting.card.memory_bytes
+        overrides.append(f"--rollout.gpu_memory_utilization={share:.4f}")
+    part = _train(setting, "kill and resume", 240, overrides)
+    command = (sys.executable, KILL_AND_RESUME, *part.command)
+    return replace(part, command=command, is_tight=not setting.rehearses)
+
+
+def _profile(setting: Setting, model: Path) -> Part:
+    options = ["--steps", "2", "--trace", str(setting.folder / "trace.json.gz")]
+    options += [] if setting.rehearses else ["--memory", str(setting.folder / "memory")]
+    words = [*_bf16(model, setting), "--rollout.num_engines=1"]
+    return _command("profile", 180, "profile", "--step", RECIPE, *options, *words)
+
+
+def _largest(setting: Setting) -> list[Part]:
+    """Return runs of decreasing size; the first one that fits and passes is the only one."""
+    if setting.rehearses:
+        model = write_model(setting, "tiny")
+        small = [*_bf16(model, setting), *_short(setting)]
+        return [_train(setting, f"{LARGEST} tiny", 150, small)]
+    parts = []
+    for size, *options in (
+        ("7B",),
+        ("7B", "--trainer.optimizer.cpu_offload_fraction=1.0"),
+        ("3B",),
+        ("1.5B",),
+    ):
+        overrides = [*_bf16(write_model(setting, size), setting), *_short(setting), IN_UPDATES]
+        overrides += ["--run.num_steps=3", "--checkpoint.every=100000", *options]
+        overrides += ["--trainer.tokens_per_micro_batch=4096"]
+        name = f"{LARGEST} {size}" + (" optimizer in main memory" if options else "")
+        reason = misfit(overrides, setting)
+        part = _train(setting, name, 420, overrides, skipped=reason)
+        parts.append(replace(part, unless=LARGEST))
+    return parts
+
+
+def misfit(overrides: Iterable[str], setting: Setting) -> str | None:
+    """Return why a run does not fit on this machine by the plan, if it does not."""
+    config = config_of(overrides)
+    models = models_of(config)
+    if found := problems(config, models, setting.card):
+        return found[0].partition(";")[0]
+    itemsize = itemsize_of(config)
+    engine = engine_bytes(models.policy, config.rollout, setting.card, itemsize=itemsize)
+    needed = host_bytes(config, models, engine, 1) / GIB
+    if needed > MAIN_MEMORY_SHARE * setting.machine.memory_gib:
+        return f"needs {needed:.0f} GiB of main memory, and the machine has too little"
+    return None
