@@ -54,6 +54,7 @@ def _updates(place, settings, *, is_fused: bool) -> tuple[list[bytes], list[str]
     for step in (1, 2):
         metrics.append(repr(update(rank, batch, step=step).metrics))
         rank.leave_to_engines()
+        rank.take_gpu()
     rank.offload.load("parameters", "optimizer")
     return state_bits(rank), metrics
 
