@@ -136,15 +136,16 @@ def _packed(
     tokens = on_responses((one.token_ids for one in responses), 0, np.int64)
     for first, start, prompt in zip(cu_seqlens.tolist(), starts, prompts, strict=False):
         tokens[first:start] = prompt
-    weights = on_responses(loss_weights, 0.0, np.float32)
     versions = on_responses((one.policy_versions for one in responses), NO_VERSION, np.int32)
+    weights = on_responses(loss_weights, 0.0, np.float32)
+    weights[versions == NO_VERSION] = 0.0
     return PackedBatch(
         tokens=tokens,
         cu_seqlens=cu_seqlens.astype(np.int64),
         prompt_lengths=prompt_lengths,
         logprobs_rollout=on_responses((one.logprobs for one in responses), np.nan, np.float32),
         advantages=on_responses(advantages, 0.0, np.float32),
-        loss_weights=np.where(versions == NO_VERSION, np.float32(0.0), weights),
+        loss_weights=weights,
         policy_versions=versions,
         mini_batches=mini_batches(group_sizes, mini_batch_size),
         rewards=np.asarray(rewards, dtype=np.float64),

@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
     )
     rollout.set_defaults(run=_run_rollout, resume=None)
     _add_step(benches)
+    _add_driver(benches)
     soak = _add_recipe_bench(
         benches, "soak", "growth of memory and of step time over many steps", num_steps=500
     )
@@ -185,6 +186,36 @@ def _run_step(arguments: argparse.Namespace) -> int:
             num_steps=num_steps,
             json_file=arguments.json,
         )
+    return 0
+
+
+def _add_driver(benches: Commands) -> None:
+    summary = "time and memory of the driver's own work on a step of the paper's size"
+    parser = _add_bench(benches, "driver", summary)
+    for name, default, meaning in (
+        ("groups", 512, "groups of the step"),
+        ("responses", 16, "responses of a group"),
+        ("tokens", 5000, "mean length of a response"),
+        ("steps", 3, "measured steps; memory is fresh in the first"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{meaning} (default {default})"
+        )
+    parser.set_defaults(run=_run_driver)
+
+
+def _run_driver(arguments: argparse.Namespace) -> int:
+    from megadapo.lab.bench import driver
+
+    if min(arguments.groups, arguments.responses, arguments.tokens, arguments.steps) < 1:
+        raise ConfigError("--groups, --responses, --tokens and --steps must be at least 1")
+    driver.run(
+        arguments.groups,
+        arguments.responses,
+        arguments.tokens,
+        num_steps=arguments.steps,
+        json_file=arguments.json,
+    )
     return 0
 
 
