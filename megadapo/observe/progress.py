@@ -7,8 +7,10 @@ the same fields in the same order, so that programs can read it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self
@@ -129,7 +131,10 @@ class RunDisplay:
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            try:
+                self._live.stop()
+            except (OSError, SystemExit) as lost:
+                self._lose_console(lost)
             self._live = None
         _LOGGER.removeHandler(self._handler)
 
@@ -181,8 +186,23 @@ class RunDisplay:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        # Keep one line as one line at any width, and print [brackets] as they are.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        try:
+            # Keep one line as one line at any width, and print [brackets] as they are.
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit) as error:
+            self._lose_console(error)
+
+    def _lose_console(self, error: BaseException) -> None:
+        """Continue without a console: its terminal is gone, its pipe closed or its disk full.
+
+        rich ends the program if a pipe is closed.
+        """
+        file, self._console = self._console.file, Console(quiet=True)
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            # later prints and the flush at exit would fail as well
+            os.dup2(nowhere.fileno(), file.fileno())
+        cause = "a closed pipe" if isinstance(error, SystemExit) else str(error)
+        self.write(f"the console is lost ({cause}): only log.txt continues", console=False)
 
     def eta_s(self) -> float | None:
         """Return the expected seconds to the end of the run, or None before the first step."""

@@ -38,6 +38,8 @@ class AheadSampler:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
         self._pending: Future[SampledBatch] | None = None
         self._ready: SampledBatch | None = None
+        self._before: dict[str, Any] | None = None
+        """The sampler's state before it began the batch that is pending or waits."""
 
     def next_batch(self) -> SampledBatch:
         """Return the batch of the next step, and start to sample the one after it.
@@ -48,7 +50,9 @@ class AheadSampler:
         """
         self.wait()
         batch, self._ready = self._ready or self._sampler.next_batch(), None
+        self._before = None
         if self._engines.policy_version + 1 < self._num_steps:
+            self._before = self._sampler.state_dict()
             self._pending = self._executor.submit(self._sampler.next_batch)
         return batch
 
@@ -59,8 +63,12 @@ class AheadSampler:
             self._ready = pending.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state and the waiting batch; call `wait` before."""
-        assert self._pending is None, "wait() comes first"
+        """Return the sampler's state and the waiting batch.
+
+        A batch that is pending or has failed is left out, and a resumed run samples it again.
+        """
+        if self._ready is None and self._before is not None:
+            return {**self._before, "waiting": None}
         waiting = None if self._ready is None else UnencodedBatch(self._ready)
         return {**self._sampler.state_dict(), "waiting": waiting}
 

@@ -24,6 +24,8 @@ HEARTBEAT_S = 10.0
 STALE_S = 120.0
 """Seconds without a heartbeat after which a driver on another machine counts as dead: twelve
 heartbeats, and longer than a network folder caches file times."""
+UNKNOWN_S = 60.0
+"""Seconds that a driver continues without being able to read its lease."""
 _LOGGER = logging.getLogger("megadapo.run")
 
 
@@ -51,6 +53,8 @@ class Lease:
     def __init__(self, folder: Path, driver: Driver, heartbeat_s: float) -> None:
         self._path = folder / LEASE_FILE
         self._driver = driver
+        self._checked = time.monotonic()
+        """Time of the last check that could read the lease."""
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._send_heartbeats, args=(heartbeat_s,), daemon=True
@@ -78,9 +82,18 @@ class Lease:
         """Check that this driver still holds the lease.
 
         Raises:
-            InfraError: another driver took it, as after a long suspension of this one.
+            InfraError: another driver took it, as after a long suspension of this one, or the
+                folder has been unreadable for `UNKNOWN_S`.
         """
-        holder = _read(self._path)
+        try:
+            holder = _read(self._path)
+        except OSError as error:
+            if time.monotonic() - self._checked < UNKNOWN_S:
+                return
+            raise InfraError(
+                f"{self._path} cannot be read for {UNKNOWN_S:g} s: {error.strerror}"
+            ) from error
+        self._checked = time.monotonic()
         if holder is None or holder.token != self._driver.token:
             who = "no process" if holder is None else f"process {holder.pid} on {holder.host}"
             raise InfraError(
@@ -101,7 +114,10 @@ class Lease:
     def _send_heartbeats(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
             try:
-                os.utime(self._path)
+                holder = _read(self._path)
+                # another driver's lease must expire if that driver dies
+                if holder is not None and holder.token == self._driver.token:
+                    os.utime(self._path)
             except OSError:
                 # the folder may be unreachable for a moment; `check` finds one that stays away
                 continue
@@ -142,6 +158,9 @@ def _claim(path: Path, driver: Driver) -> bool:
             os.fsync(file.fileno())
         os.link(own, path)
     except FileExistsError:
+        # a file server repeats a request whose answer was lost: the link may be our own
+        with contextlib.suppress(OSError):
+            return path.samefile(own)
         return False
     except OSError as error:
         raise InfraError(f"{path} cannot be written: {error.strerror}") from error

@@ -46,6 +46,8 @@ class StopSignal:
         """Replace the present signal handlers."""
         if not self._previous:
             self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+            # a terminal that is closed ends nothing; processes that start later inherit this
+            self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if self._grace_s > 0:
                 number = signal.SIGALRM
                 self._previous[number] = signal.signal(number, lambda *_: self._stop_if_late())

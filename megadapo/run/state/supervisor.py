@@ -13,16 +13,14 @@ from types import FrameType
 from typing import Any
 
 from megadapo.cluster.processes import descendants
-from megadapo.errors import DataError, InfraError, RunInterruptedError
+from megadapo.errors import DataError, InfraError, MegadapoError, RunInterruptedError
 from megadapo.run.state.lease import STALE_S, heartbeat_of
 from megadapo.run.state.status import Status, read_status
 from megadapo.run.state.stop import SIGNALS
 
-RESTARTED = (InfraError.exit_code, RunInterruptedError.exit_code)
-"""Exit codes that a restart can fix: failed processes, and preemption."""
-CUT_OFF = 1
-"""Exit code of a driver that Ray's core ends when its daemons are gone; it then leaves its status
-as "running". After an unexpected error, which has the same code, it writes its status."""
+RESTARTED = (MegadapoError.exit_code, InfraError.exit_code, RunInterruptedError.exit_code)
+"""Exit codes that a restart can fix: an unexpected error, or Ray's core when its daemons are gone;
+failed processes; and preemption."""
 MAX_FRUITLESS = 3
 """Number of restarts in a row without a completed step after which the supervisor gives up."""
 RESUME = "--run.resume=auto"
@@ -71,6 +69,8 @@ class Supervisor:
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise InfraError(f"prctl: {os.strerror(ctypes.get_errno())}")
         previous = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        # a terminal that is closed ends neither the supervisor nor the driver, which inherits this
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             return self._run()
         finally:
@@ -82,7 +82,7 @@ class Supervisor:
         for restart in range(self._max_restarts + 1):
             code, status = self._start()
             fruitless = 0 if status is not None and status.step > status.resumed_from else fruitless
-            reason = self._why_not_restart(code, status, restart, fruitless)
+            reason = self._why_not_restart(code, restart, fruitless)
             if reason is not None:
                 if code != 0:
                     self._say(f"not restarting: {reason}")
@@ -128,15 +128,12 @@ class Supervisor:
                 self._say(f"the driver has sent no heartbeat for {self._stale_s:g} s: killing it")
                 driver.kill()
 
-    def _why_not_restart(
-        self, code: int, status: Status | None, restart: int, fruitless: int
-    ) -> str | None:
+    def _why_not_restart(self, code: int, restart: int, fruitless: int) -> str | None:
         if code == 0:
             return "it has finished"
         if self._asked_to_stop:
             return "it was asked to stop"
-        was_cut_off = code == CUT_OFF and status is not None and status.state == "running"
-        if code > 0 and code not in RESTARTED and not was_cut_off:
+        if code > 0 and code not in RESTARTED:
             return f"a restart cannot fix {_name(code)}"
         if restart == self._max_restarts:
             return f"the limit of {self._max_restarts} restarts is reached"

@@ -33,7 +33,7 @@ class _UpdatedStep:
     """A step whose update is complete and whose record is not written yet."""
 
     step: int
-    state: dict[str, Any]
+    state: Callable[[], dict[str, Any]]
     metrics: Callable[[], MetricRecord]
     """Returns the metrics to record if the weights cannot be published."""
 
@@ -54,7 +54,8 @@ class StepWriter:
         """Save the last complete step if an error ends this block, then re-raise the error."""
         try:
             yield
-        except MegadapoError as error:
+        except Exception as error:
+            # a boundary: whatever happened, what is complete must be saved
             self._save_last_step(error)
             raise
         finally:
@@ -78,8 +79,10 @@ class StepWriter:
     ) -> None:
         """Begin to save the step's rollouts, and finish sampling that runs beside the update.
 
-        After this call an early end of the run saves this step, whether or not it is published.
+        From here on an early end of the run saves this step, whether or not it is published.
         """
+        metrics = partial(step_metrics, step, sampled, update, config=self._config)
+        self._updated = _UpdatedStep(step, self._state_dict, metrics)
         saved = saved_groups(
             step,
             sampled,
@@ -93,8 +96,6 @@ class StepWriter:
         self._run.log.save_rollouts(step, saved)
         with self._run.phase("rollout"):
             self._rollouts.wait()
-        metrics = partial(step_metrics, step, sampled, update, config=self._config)
-        self._updated = _UpdatedStep(step, self._state_dict(), metrics)
 
     def finish_step(
         self,
@@ -131,7 +132,7 @@ class StepWriter:
     def _state_dict(self) -> dict[str, Any]:
         return {**self._rollouts.state_dict(), **self._trainer.state_dict()}
 
-    def _save_last_step(self, error: MegadapoError) -> None:
+    def _save_last_step(self, error: Exception) -> None:
         """Save the last complete step before `error` ends the run.
 
         Raises:
@@ -159,7 +160,7 @@ class StepWriter:
         if updated is None:
             return
         try:
-            run.complete(updated.step, updated.state)
+            run.complete(updated.step, updated.state())
             if not any(record["step"] == updated.step for record in run.log.records[-1:]):
                 run.log.record(updated.metrics())
         except MegadapoError as failed:

@@ -4,6 +4,8 @@ import io
 import logging
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -130,3 +132,34 @@ def test_sparkline(values, curve):
 def test_sparkline_of_a_long_run_fits_and_keeps_its_shape():
     curve = sparkline([float(i) for i in range(1001)], width=8)
     assert curve == "▁▂▃▄▅▆▇█"
+
+
+PRINTS = """
+import sys
+from pathlib import Path
+from megadapo.observe.progress import RunDisplay
+with RunDisplay(Path(sys.argv[1]), num_steps=3) as display:
+    display.note("one")
+    display.note("two")
+print("the table at the end")
+"""
+
+
+@pytest.mark.parametrize("output", ["full disk", "closed pipe"])
+def test_lost_console_ends_nothing(tmp_path, output):
+    """A closed laptop behind `| tee log` ended the run, with exit code 1 and nothing saved."""
+    command = [sys.executable, "-c", PRINTS, str(tmp_path)]
+    if output == "full disk":
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        code, errors = ended.returncode, ended.stderr
+    else:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.close()
+        errors = process.stderr.read()
+        code = process.wait()
+    assert (code, errors) == (0, "")
+    log = (tmp_path / "log.txt").read_text()
+    assert "one" in log and "two" in log and log.count("the console is lost") == 1

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from megadapo.errors import CheckpointError, DataError, SamplingError
+from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.sampler import SampledBatch
 from tests.support.rollout.samplers import RARE, contents, make_sampler, take
-from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
+from tests.support.rollout.scripted_engines import (
+    POLICY_VERSION,
+    KilledAfter,
+    KilledError,
+    ScriptedEngines,
+)
 
 
 def test_batch_has_mixed_groups():
@@ -293,3 +299,20 @@ def test_damaged_state_is_rejected(key):
     del state[key]
     with pytest.raises((CheckpointError, DataError)):
         make_sampler(ScriptedEngines()).load_state_dict(state)
+
+
+def test_batch_that_failed_ahead_is_sampled_again():
+    """A finished update could not be saved if the batch sampled beside it had failed."""
+    plain = ScriptedEngines()
+    sampler = make_sampler(plain)
+    sampler.next_batch()
+    dying = KilledAfter(plain.num_handed_back + 2)
+    expected = sampler.next_batch()
+    failed = AheadSampler(make_sampler(dying), dying, num_steps=10)
+    failed.next_batch()
+    with pytest.raises(KilledError):
+        failed.wait()
+    engines = ScriptedEngines()
+    resumed = AheadSampler(make_sampler(engines), engines, num_steps=10)
+    resumed.load_state_dict(failed.state_dict())
+    assert contents([resumed.next_batch()]) == contents([expected])

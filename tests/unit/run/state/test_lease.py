@@ -1,5 +1,6 @@
 """One driver per folder: a dead one loses its lease, a living one keeps it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import ConfigError, InfraError
+from megadapo.run.state import lease as lease_module
 from megadapo.run.state.lease import LEASE_FILE, Driver, Lease, holder_of
 from tests.support.processes.running import wait_until
 
@@ -163,3 +165,42 @@ def test_one_of_many_takes_a_stale_lease(tmp_path):
     for process in processes:
         process.communicate("\n")
     assert sorted(answers) == ["refused\n"] * 5 + ["taken\n"]
+
+
+def test_unreadable_lease_is_tolerated_for_a_minute(tmp_path, monkeypatch):
+    """A file server that fails over ended the run with a traceback."""
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    lease = Lease.take(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(lease_module, "_read", stale)
+        lease.check()
+        patched.setattr(lease_module, "UNKNOWN_S", 0.0)
+        with pytest.raises(InfraError, match="cannot be read for 0 s: Stale"):
+            lease.check()
+    lease.check()
+    lease.close()
+
+
+def test_link_whose_answer_was_lost_is_ones_own(tmp_path, monkeypatch):
+    """A file server repeats the request, and finds the link that it has just made."""
+    real = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", link_twice)
+    lease = Lease.take(tmp_path)
+    lease.check()
+    lease.close()
+
+
+def test_heartbeat_of_a_lost_lease_does_not_keep_it_fresh(tmp_path):
+    lease = Lease.take(tmp_path, heartbeat_s=0.02)
+    write(tmp_path, of_another_machine(), age_s=500)
+    time.sleep(0.2)
+    assert time.time() - (tmp_path / LEASE_FILE).stat().st_mtime > 400
+    lease.close()
