@@ -43,7 +43,7 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.lab.plan.fit import problems
+    from megadapo.lab.plan.fit import problems, warnings
     from megadapo.lab.plan.phases import gpu_kinds, models_of
     from megadapo.lab.plan.step_time import describe_times
     from megadapo.rollout.engine.spec import validate_engine_layout
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
     found = problems(config, models, card)
-    for problem in found:
-        print(f"megadapo: {problem}", file=sys.stderr)
+    for line in (*found, *warnings(config, models, card)):
+        print(f"megadapo: {line}", file=sys.stderr)
     return ConfigError.exit_code if found else 0
 
 
@@ -74,7 +74,7 @@ def check_memory(config: RunConfig, gpu: str) -> str:
     Raises:
         ConfigError: a phase does not fit; the error names it and the keys to change.
     """
-    from megadapo.lab.plan.fit import problems
+    from megadapo.lab.plan.fit import problems, warnings
     from megadapo.lab.plan.phases import fullest, gpu_kinds, models_of
 
     card = card_of(gpu)
@@ -84,7 +84,8 @@ def check_memory(config: RunConfig, gpu: str) -> str:
         return f"GPU memory is not checked: {error}"
     if found := problems(config, models, card):
         raise ConfigError("\n".join([*found, f"(--gpu selects another card than {card.name})"]))
-    return f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
+    line = f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
+    return "; ".join([line, *warnings(config, models, card)])
 
 
 def card_of(name: str) -> Card:
@@ -162,7 +163,13 @@ def _summary(
     """Describe sequences, caches, weight traffic and main memory, one line each."""
     from megadapo.lab.plan.cards import GIB
     from megadapo.lab.plan.fit import largest_sequence
-    from megadapo.lab.plan.phases import host_bytes, itemsize_of, longest_sequence, replayed_bytes
+    from megadapo.lab.plan.phases import (
+        host_bytes,
+        itemsize_of,
+        longest_sequence,
+        replayed_bytes,
+        snapshot_bytes,
+    )
     from megadapo.lab.plan.ranks import engine_bytes
     from megadapo.lab.plan.step_time import mean_context
 
@@ -178,8 +185,12 @@ def _summary(
         f"weight update: {traffic.inside / GIB:.2f} GiB from the busiest trainer rank inside its "
         f"node, {traffic.between / GIB:.2f} GiB through each GPU's network card",
     ]
-    if main_memory := host_bytes(config, models, engine, gpus_per_node):
-        lines.append(f"main memory of a node: {main_memory / GIB:.0f} GiB, pinned, for offloading")
+    pinned = host_bytes(config, models, engine, gpus_per_node) / GIB
+    snapshot = snapshot_bytes(config, models, gpus_per_node) / GIB
+    lines.append(
+        f"main memory of a node: {pinned + snapshot:.0f} GiB, {pinned:.0f} of it pinned for "
+        f"offloading and {snapshot:.0f} for a checkpoint that is being written"
+    )
     if replayed := replayed_bytes(config, models.policy):
         lines.append(
             f"trainer.router_replay: up to {replayed / GIB:.0f} GiB of main memory on each node, "

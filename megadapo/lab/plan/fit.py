@@ -7,7 +7,7 @@ from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.config.recipe import toml_value
-from megadapo.lab.plan.cards import GIB, Card
+from megadapo.lab.plan.cards import GIB, SAFE_SHARE, Card
 from megadapo.lab.plan.phases import (
     GpuKind,
     Models,
@@ -48,6 +48,17 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
             "rollout.tensor_parallel"
         )
     return found
+
+
+def warnings(config: RunConfig, models: Models, card: Card) -> list[str]:
+    """Describe the phases that fit, but by less than the estimates may be wrong."""
+    return [
+        f"{kind.name}, {phase.name}: {phase.total / card.memory_bytes:.0%} of a {card.name}, of "
+        "which some numbers are estimates; it may not fit"
+        for kind in gpu_kinds(config, models, card)
+        for phase in kind.phases
+        if SAFE_SHARE * card.memory_bytes < phase.total <= card.memory_bytes
+    ]
 
 
 def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int, str]:

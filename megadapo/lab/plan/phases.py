@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megadapo.config import RunConfig
 from megadapo.data.group_codec import expert_dtype
+from megadapo.lab.plan.activations import FP32_BYTES
 from megadapo.lab.plan.cards import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -14,6 +15,7 @@ from megadapo.lab.plan.cards import (
     GIB,
     GRAPH_BYTES,
     MIB,
+    ROTARY_TABLES,
     Card,
 )
 from megadapo.lab.plan.ranks import (
@@ -146,7 +148,10 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
         OPTIMIZER: state.optimizer,
         "trainer's CUDA, NCCL": _process_bytes(trainer),
     }
-    persistent = own | _buckets(config, BUCKETS_IN_FLIGHT)
+    # the tables outlive the update that made them
+    angles = models.policy.shape.head_dim * FP32_BYTES
+    tables = {"rotary tables": ROTARY_TABLES * longest_sequence(config) * angles}
+    persistent = own | tables | _buckets(config, BUCKETS_IN_FLIGHT)
     temporary = {
         "micro-batches": update.inputs,
         "activations": update.activations,
@@ -203,6 +208,7 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
         gradients=sum(state.gradients for state in states),
         optimizer=sum(state.optimizer for state in states),
         main_memory=sum(state.main_memory for state in states),
+        snapshot=sum(state.snapshot for state in states),
     )
 
 
@@ -228,6 +234,14 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
         for state in states
     )
     return min(gpus_per_node, config.trainer.num_ranks) * (rank_share + engine_share)
+
+
+def snapshot_bytes(config: RunConfig, models: Models, gpus_per_node: int) -> int:
+    """Return a node's main memory for the copy of a checkpoint that is being written."""
+    layout = ModelLayout(models.policy.family, models.policy.shape)
+    states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
+    num_ranks = min(gpus_per_node, config.trainer.num_ranks)
+    return num_ranks * max(state.snapshot for state in states)
 
 
 def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
@@ -272,13 +286,18 @@ def _awake(engine: EngineBytes) -> dict[str, int]:
 
 
 def _process_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of a CUDA context and of the communicators of a rank's groups."""
+    """Return the bytes of a CUDA context and of the communicators of a rank's groups.
+
+    All ranks have two: torch's, and the one in which megatron-core's optimizer sums norms. Gloo's
+    buffers are in main memory.
+    """
     sizes = (
         trainer.tensor_parallel,
         trainer.context_parallel,
         trainer.pipeline_parallel,
         trainer.data_parallel,
         trainer.expert_parallel,
+        trainer.num_ranks,
         trainer.num_ranks,
     )
     num_groups = sum(size > 1 for size in sizes)

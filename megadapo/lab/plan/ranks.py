@@ -53,6 +53,8 @@ class StateBytes:
     """This rank's share of Adam's two moments and, for bf16 weights, of their fp32 masters."""
     main_memory: int = 0
     """Main memory of the optimizer on the CPU, with the gradients and weights it works on."""
+    snapshot: int = 0
+    """Main memory of this rank's part of a checkpoint while it is written."""
 
     @property
     def total(self) -> int:
@@ -137,6 +139,7 @@ def state_bytes(
         gradients=kind.num_parameters * FP32_BYTES,
         optimizer=int((num_updated - on_cpu) * per_parameter),
         main_memory=int(on_cpu * (per_parameter + FP32_BYTES)),
+        snapshot=num_updated * (per_parameter + itemsize),
     )
 
 

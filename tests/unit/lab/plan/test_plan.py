@@ -9,7 +9,7 @@ from megadapo.cli import main
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import DataError
 from megadapo.lab.plan.cards import CARDS, GIB, H100, H200
-from megadapo.lab.plan.fit import largest_sequence, overflows, problems
+from megadapo.lab.plan.fit import largest_sequence, overflows, problems, warnings
 from megadapo.lab.plan.phases import (
     GpuKind,
     gpu_kinds,
@@ -17,6 +17,7 @@ from megadapo.lab.plan.phases import (
     longest_sequence,
     models_of,
     replayed_bytes,
+    snapshot_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
 from megadapo.lab.plan.step_time import update_flops
@@ -115,6 +116,33 @@ def test_misfit_is_refused_with_the_key_to_change(overrides, advice, capsys):
     assert advice in captured.err and "GiB" in captured.out
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_a_margin_in_every_phase(name):
+    """Contexts, NCCL's buffers and fragmentation are estimates: 99 percent of a card would fail."""
+    config = recipe(name)
+    for kind in kinds_of(config):
+        assert [phase.name for phase in kind.phases] == [
+            *("start", "rollout", "train", "sync", "save")
+        ]
+        assert all(phase.total < 0.95 * H100.memory_bytes for phase in kind.phases)
+    assert warnings(config, models_of(config), H100) == []
+
+
+def test_phase_without_margin_is_a_warning(capsys):
+    fuller = "--rollout.gpu_memory_utilization=0.87"
+    assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), fuller]) == 0
+    assert "stage 2 of 2, rollout: 98% of a H100-80G" in capsys.readouterr().err
+
+
+def test_node_has_room_for_a_checkpoint_in_writing():
+    """The snapshot stands beside the pinned tensors: 14 bytes a parameter on the 7B's one node."""
+    config = recipe("qwen2.5-7b")
+    snapshot = snapshot_bytes(config, models_of(config), 8)
+    assert snapshot == pytest.approx(14 * SIZES["Qwen2.5-7B"], rel=0.01)
+    fp32 = recipe("qwen2.5-7b", "model.dtype=float32")
+    assert snapshot_bytes(fp32, models_of(fp32), 8) == pytest.approx(snapshot * 12 / 14, rel=0.01)
+
+
 def test_advice_helps():
     long = recipe("qwen2.5-7b", "rollout.max_response_tokens=60000")
     (problem,) = problems(long, models_of(long), H100)
@@ -159,7 +187,7 @@ def test_cache_is_the_rest_of_the_engines_share():
     engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
     assert engine.token == 2 * 64 * 2 * 128 * 2
     budget = engine.weights + engine.workspace + engine.cache
-    assert budget == pytest.approx(0.85 * H100.memory_bytes, rel=1e-6)
+    assert budget == pytest.approx(0.83 * H100.memory_bytes, rel=1e-6)
 
 
 def test_offloaded_tensors_count_in_main_memory():
