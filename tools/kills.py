@@ -71,8 +71,8 @@ REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 TINY_BYTES = 1 << 20
 """vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
 POLL_S = 0.05
-LOOK_S = 2.0
-"""Between two looks at all shared memory."""
+SCAN_S = 2.0
+"""Seconds between two scans of shared memory."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class DisturbedRun:
             moment = self._random.choice(MOMENTS[1:] if was_start else MOMENTS)
             was_start = moment == "start"
             kill = Kill(self.seed, self.how.name, next(targets), moment)
-            if not self._wait_for(moment) or not self._strike(kill):
+            if not self._wait_for(moment) or not self._signal_one(kill):
                 return
             self.kills.append(kill)
 
@@ -198,7 +198,7 @@ class DisturbedRun:
             time.sleep(POLL_S)
         return False
 
-    def _strike(self, kill: Kill) -> bool:
+    def _signal_one(self, kill: Kill) -> bool:
         """Signal a process of the kind, waiting for there to be one, and see what becomes of it."""
         victims: list[tuple[psutil.Process, str]] = []
 
@@ -237,7 +237,7 @@ class DisturbedRun:
         return found if target == "everything" else found and [self._random.choice(found)]
 
     def _note_segments(self) -> None:
-        if time.monotonic() < self._looked + LOOK_S:
+        if time.monotonic() < self._looked + SCAN_S:
             return
         self._looked = time.monotonic()
         for pid, _ in descendants(self.folder):
@@ -309,7 +309,7 @@ def _differences(folder: Path, expected: Path) -> list[str]:
 
 
 def table(path: Path) -> str:
-    """FOLDER/kills.json for people."""
+    """Return FOLDER/kills.json as a table."""
     lines = ["| signal | target | phase | after step | outcome | seconds lost |", "|-|-|-|-|-|-|"]
     for entry in json.loads(path.read_text()):
         for kill in entry["kills"]:

@@ -3,8 +3,8 @@
     python tools/public_losses.py trl > tests/unit/algorithm/public/trl.json
     python tools/public_losses.py verl > tests/unit/algorithm/public/verl.json
 
-It calls their own functions and computes nothing itself. `test_public_losses.py` holds this project
-to the numbers, and needs neither library.
+It calls their own functions and computes nothing itself. `test_public_losses.py` compares this
+project with the numbers, and needs neither library.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ PACKAGES = {
 def attention_problem(
     capability: tuple[int, int], *, has_flash_attn: bool, deterministic: bool = False
 ) -> str | None:
-    """Return why attention would hold every pair of a micro-batch's tokens in memory, if it would.
+    """Return why a GPU lacks fused attention over packed sequences; None if it is there.
 
-    Transformer Engine falls back to that where neither cuDNN nor flash-attn takes the sequences.
-    Deterministic ones of cuDNN need a workspace on 9.0 that long sequences exceed
-    (get_attention_backend of Transformer Engine 2.20.2).
+    Without cuDNN's or flash-attn's kernels, Transformer Engine holds a score for every pair of a
+    micro-batch's tokens. cuDNN's deterministic kernels take too large a workspace for long
+    sequences on compute capability 9.0 (get_attention_backend of Transformer Engine 2.20.2).
     """
     what = f"compute capability {capability[0]}.{capability[1]}"
     if has_flash_attn or capability > PACKED_ATTENTION:

@@ -99,7 +99,7 @@ class Client:
             "max_tokens": max_tokens,
         }
         answer, num_retries = self.post(body)
-        content = _at(answer, "choices", 0, "message", "content")
+        content = _item_at(answer, "choices", 0, "message", "content")
         return content if isinstance(content, str) else "", num_retries
 
 
@@ -202,7 +202,7 @@ def reward_model_reward(
             "use_activation": use_activation,
         }
         given, num_retries = client.post(body)
-        return {"score": float(_at(given, "data", 0, "probs", index)), "retries": num_retries}
+        return {"score": float(_item_at(given, "data", 0, "probs", index)), "retries": num_retries}
 
     return _concurrently(ask, len(responses), max_concurrent)
 
@@ -222,7 +222,7 @@ def _concurrently(
         return list(threads.map(safely, range(num)))
 
 
-def _at(value: Any, *path: str | int) -> Any:
+def _item_at(value: Any, *path: str | int) -> Any:
     """Return the item of a JSON value at a path of keys and indices."""
     for step in path:
         try:

@@ -1,4 +1,4 @@
-"""Heartbeats: each process writes to a file that it runs, and how far its work has progressed.
+"""Heartbeats: each process writes to a file that it is alive and how far its work has progressed.
 
 The file is beside the process's log. A reader only looks for changes, so the clocks of two nodes
 may differ.
@@ -22,7 +22,7 @@ from megadapo.errors import ProcessHungError
 HEARTBEAT_S = 2.0
 """Longest time between two heartbeats."""
 HEARTBEATS_PER_LIMIT = 4
-MULTIPLE = 10.0
+SLOWEST_FACTOR = 10.0
 """Factor on the slowest recent progress; work that takes longer counts as hung."""
 RECENT_CALLS = 8
 CHECK_S = 1.0
@@ -218,7 +218,7 @@ class HeartbeatWatch:
             raise self._hung(silent, f"sent no heartbeat for {self._limit_s:g} s")
         busy = [one for one in self._watched if one.last.doing in self._with_progress]
         slowest_s = max((one.last.slowest_s for one in busy), default=0.0)
-        allowed_s = max(self._limit_s, MULTIPLE * slowest_s)
+        allowed_s = max(self._limit_s, SLOWEST_FACTOR * slowest_s)
         if any(one.stalled_s > allowed_s for one in busy):
             fewest = min(one.last.progress for one in busy)
             behind = [one for one in busy if one.last.progress == fewest]

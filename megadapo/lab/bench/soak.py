@@ -22,7 +22,7 @@ MAX_SLOWDOWN = 1.03
 """Limit of the last quarter's median step over the first quarter's."""
 MAX_BESIDE_SAVE = 1.05
 """Limit of the step during a save over the steps around it."""
-AROUND = 3
+NUM_NEIGHBOURS = 3
 """Steps before and after a step during a save, for the comparison."""
 FEWEST_STEPS = 12
 """Steps needed for quarters, and for a line through the last two thirds."""
@@ -79,9 +79,9 @@ class Soak:
         """
         ratios = []
         for number in range(self.save_every, len(self.seconds), self.save_every):
-            around = self.seconds[max(0, number - AROUND) : number]
-            around += self.seconds[number + 1 :][:AROUND]
-            if len(around) == 2 * AROUND:
+            around = self.seconds[max(0, number - NUM_NEIGHBOURS) : number]
+            around += self.seconds[number + 1 :][:NUM_NEIGHBOURS]
+            if len(around) == 2 * NUM_NEIGHBOURS:
                 ratios.append(self.seconds[number] / statistics.median(around))
         return float(statistics.median(ratios)) if len(ratios) > 1 else None
 

@@ -53,8 +53,8 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
 def warnings(config: RunConfig, models: Models, card: Card) -> list[str]:
     """Describe the phases that fit, but by less than the estimates may be wrong."""
     return [
-        f"{kind.name}, {phase.name}: {phase.total / card.memory_bytes:.0%} of a {card.name}, of "
-        "which some numbers are estimates; it may not fit"
+        f"{kind.name}, {phase.name}: {phase.total / card.memory_bytes:.0%} of the memory of "
+        f"one {card.name}; some of its parts are estimates, so it may not fit"
         for kind in gpu_kinds(config, models, card)
         for phase in kind.phases
         if SAFE_SHARE * card.memory_bytes < phase.total <= card.memory_bytes

@@ -1,7 +1,7 @@
-"""The metrics of a run: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
+"""The metrics of a run: `metrics.jsonl` (one object per step), `evaluations.jsonl`, other writers.
 
 A line is on the disk before `record` returns. A kill can tear at most the last line, which is
-dropped on the next open; `rewind` sets the steps after the one a run resumes from aside.
+dropped on the next open; `rewind` sets aside the steps after the one that a run resumes from.
 """
 
 from __future__ import annotations

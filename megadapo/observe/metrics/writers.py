@@ -75,7 +75,7 @@ class TensorboardWriter:
         try:
             self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
         except OSError as error:
-            self._go_without("metrics", error)
+            self._stop_writing("metrics", error)
 
     def write(self, record: Record, step: int) -> None:
         if self._lost:
@@ -85,9 +85,9 @@ class TensorboardWriter:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
         except OSError as error:
-            self._go_without(f"metrics from step {step} on", error)
+            self._stop_writing(f"metrics from step {step} on", error)
 
-    def _go_without(self, what: str, error: OSError) -> None:
+    def _stop_writing(self, what: str, error: OSError) -> None:
         # only writes that cannot be repeated may end a run
         self._lost = True
         logger.warning("tensorboard has no %s: %s", what, error)

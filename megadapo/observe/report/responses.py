@@ -41,7 +41,7 @@ class GroupEntry:
     from_reserve: bool
     prompt_id: str
     excerpt: str
-    """Begin of the prompt's last message."""
+    """Beginning of the prompt's last message."""
     correct: list[bool]
     truncated: list[bool]
     disagreed: list[bool]
@@ -74,7 +74,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
 
     Raises DataError for a damaged file.
     """
-    shelf = _Shelf(max_bytes)
+    kept = _GroupsWithinBytes(max_bytes)
     totals = []
     for run, folder in enumerate(folders):
         counts, num_groups, num_responses = Distributions(), 0, 0
@@ -87,11 +87,11 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
                 "prompt": group.prompt.to_json(),
                 "responses": [_shown_response(response) for response in group.responses],
             }
-            shelf.add(entry, _compress(shown))
+            kept.add(entry, _compress(shown))
             num_groups += 1
             num_responses += len(lengths)
         totals.append((counts, num_groups, num_responses))
-    entries, chunks = shelf.contents()
+    entries, chunks = kept.contents()
     runs = [
         SavedRun(
             num_groups=num_groups,
@@ -105,7 +105,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
     return SavedResponses(runs=runs, entries=entries, chunks=chunks)
 
 
-class _Shelf:
+class _GroupsWithinBytes:
     """Groups up to a number of bytes, spread evenly over the steps."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -67,7 +67,7 @@ def read_rollouts(path: Path) -> Iterator[SavedGroup]:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not a saved group: {error!r}") from error
     if number == 0:
-        raise DataError(f"{path}: has no group, so it is cut off")
+        raise DataError(f"{path}: has no group: it is cut off")
 
 
 def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:

@@ -224,7 +224,7 @@ class ResultReader:
             start, stop = _span(step)
             if not ends[-1] <= start < stop <= num_tokens:
                 raise WrongResult(
-                    f"returned a step of tokens {start} to {stop} behind token {ends[-1]} of "
+                    f"returned a step of tokens {start} to {stop} after token {ends[-1]} of "
                     f"{num_tokens}: steps must be in order, in the response, and not overlap"
                 )
             ends.append(stop)

@@ -1,4 +1,4 @@
-"""Exports a checkpoint and says how much memory that took beyond what was there before.
+"""Exports a checkpoint and prints how much more memory that took.
 
 Run as a program: what else a test process holds must not be in the number.
 """

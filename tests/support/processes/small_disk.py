@@ -1,4 +1,4 @@
-"""A disk of one megabyte that a test may fill or make read-only, without any right to do so."""
+"""A disk of one megabyte that a test may fill or make read-only, without privileges."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Results of an update that no trainer made."""
+"""Made-up results of an update."""
 
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.trainer.types import Metrics, UpdateResult

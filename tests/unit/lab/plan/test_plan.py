@@ -131,7 +131,7 @@ def test_recipes_have_a_margin_in_every_phase(name):
 def test_phase_without_margin_is_a_warning(capsys):
     fuller = "--rollout.gpu_memory_utilization=0.87"
     assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), fuller]) == 0
-    assert "stage 2 of 2, rollout: 98% of a H100-80G" in capsys.readouterr().err
+    assert "stage 2 of 2, rollout: 98% of the memory of one H100-80G" in capsys.readouterr().err
 
 
 def test_node_has_room_for_a_checkpoint_in_writing():
