@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             warnings.append(check_replay(config, arguments.replay))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
-            warnings.append(check_memory(config, arguments.gpu))
+            warnings += check_memory(config, arguments.gpu)
         print(to_toml(config), end="")
         for warning in warnings:
             print(f"megadapo: {warning}", file=sys.stderr)

@@ -20,14 +20,6 @@ from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.tables import TextTable
 
 MIB = 2**20
-PLANNED = {
-    "start": "start trainer",
-    "rollout": "rollout",
-    "train": "train",
-    "sync": "sync",
-    "save": "checkpoint",
-}
-"""Phase of the plan -> phase in the run's status."""
 MEASURED = (
     *("policy/ratio_first_max_error", "parity/logprob_abs_mean", "parity/logprob_abs_max"),
     *("time/rollout_s", "time/train_s", "time/sync_s", "weights/bytes", "weights/density"),
@@ -64,12 +56,13 @@ def memory_by_phase(outcome: Outcome, setting: Setting) -> dict[str, dict[str, f
         return {}
     config = config_of(outcome.part.overrides)
     (kind,) = gpu_kinds(config, models_of(config), setting.card)
+    planned = {phase.name: phase.total for phase in kind.phases}
+    for name in ("sync", "checkpoint"):
+        # engines wake at the end
+        planned[name] = max(planned[name], planned["rollout"])
     return {
-        phase.name: {
-            "planned": round(phase.total / MIB),
-            "measured": outcome.most_in(PLANNED[phase.name]),
-        }
-        for phase in kind.phases
+        name: {"planned": round(total / MIB), "measured": outcome.most_in(name)}
+        for name, total in planned.items()
     }
 
 

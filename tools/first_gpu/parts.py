@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.config import RunConfig, load_config
-from megadapo.lab.plan.cards import CONTEXT_BYTES, H100, MIB, Card, card_of
+from megadapo.lab.plan.cards import H100, Card, card_of
 from megadapo.lab.plan.fit import problems
-from megadapo.lab.plan.phases import gpu_kinds, host_bytes, itemsize_of, models_of
+from megadapo.lab.plan.phases import gpu_kinds, host_items, itemsize_of, models_of
 from megadapo.lab.plan.ranks import engine_bytes
 from megadapo.observe.machine import GIB, Machine
 
@@ -212,11 +212,13 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
     would fit beside the engine.
     """
     overrides = [*bf16, "--run.num_steps=8", "--checkpoint.every=2", IN_UPDATES]
-    phases = gpu_kinds(config_of(overrides), models_of(config_of(overrides)), setting.card)[0]
-    sizes = next(phase.items for phase in phases.phases if phase.name == "save")
-    beside = CONTEXT_BYTES + sizes["weights"] + 2 * 64 * MIB + sizes["optimizer"] // 2
+    config = config_of(overrides)
+    (kind,) = gpu_kinds(config, models_of(config), setting.card)
+    phases = {phase.name: phase for phase in kind.phases}
+    beside = phases["rollout"].total + phases["checkpoint"].items["optimizer"] // 2
     if not setting.rehearses:
-        share = 1.0 - beside / setting.card.memory_bytes
+        budget = config.rollout.gpu_memory_utilization
+        share = 1.0 + budget - beside / setting.card.memory_bytes
         overrides.append(f"--rollout.gpu_memory_utilization={share:.4f}")
     part = _train(setting, "kill and resume", 240, overrides)
     command = (sys.executable, KILL_AND_RESUME, *part.command)
@@ -261,7 +263,7 @@ def misfit(overrides: Iterable[str], setting: Setting) -> str | None:
         return found[0].partition(";")[0]
     itemsize = itemsize_of(config)
     engine = engine_bytes(models.policy, config.rollout, setting.card, itemsize=itemsize)
-    needed = host_bytes(config, models, engine, 1) / GIB
+    needed = sum(host_items(config, models, engine, 1).values()) / GIB
     if needed > MAIN_MEMORY_SHARE * setting.machine.memory_gib:
         return f"needs {needed:.0f} GiB of main memory, and the machine has too little"
     return None

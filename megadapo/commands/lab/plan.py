@@ -62,14 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
+    for warning in warnings(config, models, card):
+        print(f"megadapo: warning: {warning}", file=sys.stderr)
     found = problems(config, models, card)
-    for line in (*found, *warnings(config, models, card)):
-        print(f"megadapo: {line}", file=sys.stderr)
+    for problem in found:
+        print(f"megadapo: {problem}", file=sys.stderr)
     return ConfigError.exit_code if found else 0
 
 
-def check_memory(config: RunConfig, gpu: str) -> str:
-    """Check the memory plan of a run on GPUs; return a line for the user.
+def check_memory(config: RunConfig, gpu: str) -> list[str]:
+    """Check the memory plan of a run on GPUs; return lines for the user.
 
     Raises:
         ConfigError: a phase does not fit; the error names it and the keys to change.
@@ -81,11 +83,11 @@ def check_memory(config: RunConfig, gpu: str) -> str:
     try:
         models = models_of(config)
     except DataError as error:
-        return f"GPU memory is not checked: {error}"
+        return [f"GPU memory is not checked: {error}"]
     if found := problems(config, models, card):
         raise ConfigError("\n".join([*found, f"(--gpu selects another card than {card.name})"]))
-    line = f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
-    return "; ".join([line, *warnings(config, models, card)])
+    fits = f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
+    return [fits, *(f"warning: {warning}" for warning in warnings(config, models, card))]
 
 
 def card_of(name: str) -> Card:
@@ -151,6 +153,7 @@ def _memory_table(kind: GpuKind, card: Card) -> str:
     totals = [phase.total for phase in kind.phases]
     rows.append(["total", *(f"{total / GIB:.1f}" for total in totals)])
     rows.append(["free", *(f"{(card.memory_bytes - total) / GIB:.1f}" for total in totals)])
+    rows.append(["share of the card", *(f"{total / card.memory_bytes:.1%}" for total in totals)])
     title = f"{kind.name}: GiB on each of {kind.num_gpus} {card.name}"
     return TextTable(
         title=title, head=["", *(phase.name for phase in kind.phases)], rows=rows
@@ -162,13 +165,14 @@ def _summary(
 ) -> list[str]:
     """Describe sequences, caches, weight traffic and main memory, one line each."""
     from megadapo.lab.plan.cards import GIB
-    from megadapo.lab.plan.fit import largest_sequence
+    from megadapo.lab.plan.fit import CROWDED, largest_sequence, overflows
     from megadapo.lab.plan.phases import (
-        host_bytes,
+        fullest,
+        gpu_kinds,
+        host_items,
         itemsize_of,
         longest_sequence,
         replayed_bytes,
-        snapshot_bytes,
     )
     from megadapo.lab.plan.ranks import engine_bytes
     from megadapo.lab.plan.step_time import mean_context
@@ -185,12 +189,13 @@ def _summary(
         f"weight update: {traffic.inside / GIB:.2f} GiB from the busiest trainer rank inside its "
         f"node, {traffic.between / GIB:.2f} GiB through each GPU's network card",
     ]
-    pinned = host_bytes(config, models, engine, gpus_per_node) / GIB
-    snapshot = snapshot_bytes(config, models, gpus_per_node) / GIB
-    lines.append(
-        f"main memory of a node: {pinned + snapshot:.0f} GiB, {pinned:.0f} of it pinned for "
-        f"offloading and {snapshot:.0f} for a checkpoint that is being written"
-    )
+    host = host_items(config, models, engine, gpus_per_node)
+    parts = " + ".join(f"{size / GIB:.0f} {name}" for name, size in host.items() if size)
+    lines.append(f"main memory of a node: {sum(host.values()) / GIB:.0f} GiB = {parts}")
+    kinds = gpu_kinds(config, models, card)
+    if not overflows(kinds, card, CROWDED):
+        limit = f"{CROWDED:.0%} of a {card.name}, {CROWDED * card.memory_bytes / GIB:.1f} GiB"
+        lines.append(f"every phase is below {limit}: a {fullest(kinds)}")
     if replayed := replayed_bytes(config, models.policy):
         lines.append(
             f"trainer.router_replay: up to {replayed / GIB:.0f} GiB of main memory on each node, "

@@ -1,4 +1,4 @@
-"""GPU models, and the GPU memory that is not available for tensors."""
+"""GPU models by their data sheets."""
 
 from __future__ import annotations
 
@@ -58,20 +58,3 @@ CARDS = {card.name: card for card in (H100, H200, A100)}
 def card_of(device: str) -> Card | None:
     """Return the card with this name in its driver; None for an unknown one, such as PCIe."""
     return next((card for card in CARDS.values() if card.device == device), None)
-
-
-# Memory besides tensors; it cannot be known without a GPU. Round numbers, rather too large.
-CONTEXT_BYTES = 800 * MIB
-"""A process's CUDA context with its loaded kernels and the workspaces of cuBLAS and cuDNN."""
-COMMUNICATOR_BYTES = 400 * MIB
-"""NCCL's buffers of one group of GPUs, connections to the peers of point-to-point messages among
-them: 4 MiB (NCCL_BUFFSIZE) per channel, peer and direction."""
-GRAPH_BYTES = GIB
-"""CUDA graphs of an engine rank, which it keeps while it sleeps."""
-ROTARY_TABLES = 32
-"""Tables of rotary angles that megatron-core keeps, one per length of a micro-batch's longest
-sequence: the size of the cache of RotaryEmbedding.forward."""
-SAFE_SHARE = 0.95
-"""Share of a card above which a phase may not fit, since the numbers above are estimates."""
-FRAGMENTATION = 0.05
-"""Share of a step's temporary memory that is lost between its tensors."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.config.recipe import toml_value
-from megadapo.lab.plan.cards import GIB, SAFE_SHARE, Card
+from megadapo.lab.plan.cards import GIB, Card
 from megadapo.lab.plan.phases import (
     GpuKind,
     Models,
@@ -21,24 +21,35 @@ from megadapo.trainer.config import StateKind
 
 STEP_TOKENS = 256
 """Precision of the longest sequence, in tokens."""
+WITH_BUDGET = ("start engines", "rollout", "restart engine")
+"""Phases with rollout.gpu_memory_utilization of the card."""
+CROWDED = 0.95
+"""Share of a card above which a phase gets a warning, because the estimates are not exact."""
 
 
-def overflows(kinds: list[GpuKind], card: Card) -> list[tuple[GpuKind, Phase]]:
-    """Return the phases of all kinds of GPU that exceed the card's memory."""
+def overflows(kinds: list[GpuKind], card: Card, share: float = 1.0) -> list[tuple[GpuKind, Phase]]:
+    """Return the phases of all kinds of GPU that exceed this share of the card's memory."""
+    limit = share * card.memory_bytes
+    return [(kind, phase) for kind in kinds for phase in kind.phases if phase.total > limit]
+
+
+def warnings(config: RunConfig, models: Models, card: Card) -> list[str]:
+    """Describe the phases that fit, but barely, with the keys to change; [] if none is."""
     return [
-        (kind, phase) for kind in kinds for phase in kind.phases if phase.total > card.memory_bytes
+        f"{kind.name}, {phase.name}: {phase.total / GIB:.1f} GiB are more than {CROWDED:.0%} of a "
+        f"{card.name}, and the plan is an estimate; {advice}"
+        for kind, phase, advice in _advised(config, models, card, CROWDED)
+        if phase.total <= card.memory_bytes
     ]
 
 
 def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
     """Describe the phases that do not fit, with the keys to change; [] if all fit."""
-    found = []
-    for kind, phase in overflows(gpu_kinds(config, models, card), card):
-        missing = phase.total - card.memory_bytes
-        found.append(
-            f"{kind.name}, {phase.name}: {phase.total / GIB:.1f} GiB exceed a {card.name} by "
-            f"{missing / GIB:.1f} GiB; {_advice(config, models, card, kind, phase)}"
-        )
+    found = [
+        f"{kind.name}, {phase.name}: {phase.total / GIB:.1f} GiB exceed a {card.name} by "
+        f"{(phase.total - card.memory_bytes) / GIB:.1f} GiB; {advice}"
+        for kind, phase, advice in _advised(config, models, card, 1.0)
+    ]
     cache_tokens = _cache_tokens(config, models, card)
     longest = longest_sequence(config)
     if cache_tokens < longest:
@@ -48,17 +59,6 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
             "rollout.tensor_parallel"
         )
     return found
-
-
-def warnings(config: RunConfig, models: Models, card: Card) -> list[str]:
-    """Describe the phases that fit, but by less than the estimates may be wrong."""
-    return [
-        f"{kind.name}, {phase.name}: {phase.total / card.memory_bytes:.0%} of the memory of "
-        f"one {card.name}; some of its parts are estimates, so it may not fit"
-        for kind in gpu_kinds(config, models, card)
-        for phase in kind.phases
-        if SAFE_SHARE * card.memory_bytes < phase.total <= card.memory_bytes
-    ]
 
 
 def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int, str]:
@@ -103,21 +103,39 @@ def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> boo
     return not any(phase.name == "train" for _, phase in over)
 
 
-def _advice(config: RunConfig, models: Models, card: Card, kind: GpuKind, phase: Phase) -> str:
+def _advised(
+    config: RunConfig, models: Models, card: Card, share: float
+) -> list[tuple[GpuKind, Phase, str]]:
+    """Return the phases above this share of the card, with the key to change.
+
+    Where one change helps several phases of a kind of GPU, only the fullest is returned.
+    """
+    found: dict[tuple[str, str], tuple[GpuKind, Phase, str]] = {}
+    over = overflows(gpu_kinds(config, models, card), card, share)
+    for kind, phase in sorted(over, key=lambda pair: pair[1].total, reverse=True):
+        advice = _advice(config, models, card, kind, phase, share)
+        found.setdefault((kind.name, advice), (kind, phase, advice))
+    return list(found.values())
+
+
+def _advice(
+    config: RunConfig, models: Models, card: Card, kind: GpuKind, phase: Phase, share: float
+) -> str:
     remedies = _remedies(config) if phase.name == "train" else _offloads(config)
     for changes in remedies:
         trainer = config.trainer.model_copy(update=changes)
         other = config.model_copy(update={"trainer": trainer})
-        left = overflows(gpu_kinds(other, models, card), card)
+        left = overflows(gpu_kinds(other, models, card), card, share)
         if not any((a.name, b.name) == (kind.name, phase.name) for a, b in left):
             return "set " + ", ".join(
                 f"trainer.{key} = {toml_value(value)}" for key, value in changes.items()
             )
-    if phase.name == "rollout":
-        others = phase.total - int(config.rollout.gpu_memory_utilization * card.memory_bytes)
-        share = int(100 * (card.memory_bytes - others) / card.memory_bytes) / 100
-        if share > 0.0:
-            return f"lower rollout.gpu_memory_utilization to {share:.2f}"
+    if phase.name in WITH_BUDGET:
+        budget = int(config.rollout.gpu_memory_utilization * card.memory_bytes)
+        room = share * card.memory_bytes - (phase.total - budget)
+        fits = int(100 * room / card.memory_bytes) / 100
+        if fits > 0.0:
+            return f"lower rollout.gpu_memory_utilization to {fits:.2f}"
     return (
         "split the model further: raise trainer.tensor_parallel or trainer.pipeline_parallel, or "
         "trainer.data_parallel, which splits the optimizer"

@@ -1,4 +1,9 @@
-"""Memory plan: each kind of GPU in each phase of a step."""
+"""Memory plan: each kind of GPU in each phase of a run.
+
+Phases have the names of the run's status and are in its order. "restart engine" is the only other
+one: it is inside a rollout. The first "sync" has the name "publish weights" in the status. Engines
+that share GPUs wake at the end of "sync" and "checkpoint", and then need the memory of "rollout".
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,15 @@ from dataclasses import dataclass
 
 from megadapo.config import RunConfig
 from megadapo.data.group_codec import expert_dtype
-from megadapo.lab.plan.activations import FP32_BYTES
-from megadapo.lab.plan.cards import (
+from megadapo.lab.plan.cards import GIB, MIB, Card
+from megadapo.lab.plan.overhead import (
     COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
     FRAGMENTATION,
-    GIB,
     GRAPH_BYTES,
-    MIB,
-    ROTARY_TABLES,
-    Card,
+    engine_process_bytes,
+    sleeping_bytes,
+    table_bytes,
+    trainer_process_bytes,
 )
 from megadapo.lab.plan.ranks import (
     EngineBytes,
@@ -130,46 +134,42 @@ def itemsize_of(config: RunConfig) -> int:
 
 
 def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: EngineBytes) -> GpuKind:
-    trainer, is_shared = config.trainer, config.cluster.placement == "colocated"
+    trainer = config.trainer
     state = _state(config, models, kind)
-    update = update_bytes(
-        models.policy,
-        trainer,
-        kind,
-        update_load(config, trainer),
-        itemsize=itemsize_of(config),
-        fused=True,
-    )
-    asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
-    awake = {"engine weights": engine.weights} if is_shared else {}
-    own = {
-        WEIGHTS: state.weights,
-        GRADIENTS: state.gradients,
-        OPTIMIZER: state.optimizer,
-        "trainer's CUDA, NCCL": _process_bytes(trainer),
-    }
-    # the tables outlive the update that made them
-    angles = models.policy.shape.head_dim * FP32_BYTES
-    tables = {"rotary tables": ROTARY_TABLES * longest_sequence(config) * angles}
-    persistent = own | tables | _buckets(config, BUCKETS_IN_FLIGHT)
-    temporary = {
-        "micro-batches": update.inputs,
-        "activations": update.activations,
-        "one layer's backward, or the head": update.working,
-        "between the tensors": int(FRAGMENTATION * update.total),
-    }
-    offload = trainer.offload if is_shared else ()
-    idle = _without(persistent, offload, "gradients", "optimizer")
-    phases = [
-        # weights are copied into the buffers of the trainer, and there is no optimizer yet
-        Phase(name="start", items=own | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0} | asleep),
-        Phase(name="train", items=persistent | asleep | temporary),
-        Phase(name="sync", items=idle | asleep | awake),
-        Phase(name="save", items=_without(persistent, offload, "gradients") | asleep),
-    ]
-    if is_shared:
-        generating = _without(idle, offload, "parameters")
-        phases.insert(1, Phase(name="rollout", items=generating | _awake(engine)))
+    process = {"trainer's CUDA, NCCL": trainer_process_bytes(config)}
+    own = {WEIGHTS: state.weights, GRADIENTS: state.gradients, OPTIMIZER: state.optimizer}
+    kept = own | process | _buckets(config, BUCKETS_IN_FLIGHT)
+    kept["position tables"] = table_bytes(config, head_dim=models.policy.shape.head_dim)
+    # weights are copied into the trainer's buffers before the optimizer exists
+    loading = own | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
+    start = max(loading, own, key=lambda items: sum(items.values())) | process
+    temporary = _update_items(config, models, kind)
+    if config.cluster.placement == "separate":
+        phases = [
+            Phase(name="start trainer", items=start),
+            Phase(name="train", items=kept | temporary),
+            Phase(name="sync", items=kept),
+            Phase(name="checkpoint", items=kept),
+        ]
+    else:
+        asleep = {"engine, asleep": sleeping_bytes(config)}
+        idle = _without(kept, trainer.offload, "gradients", "optimizer")
+        generating = _without(idle, trainer.offload, "parameters")
+        phases = [
+            Phase(name="start engines", items=_starting(config, engine)),
+            Phase(name="start trainer", items=start | asleep),
+            Phase(name="rollout", items=generating | _awake(config, engine)),
+            Phase(
+                name="restart engine",
+                items=generating | _starting(config, engine) | _repacked(engine),
+            ),
+            Phase(name="train", items=kept | asleep | temporary),
+            Phase(
+                name="sync",
+                items=idle | asleep | {"engine weights": engine.weights} | _repacked(engine),
+            ),
+            Phase(name="checkpoint", items=_without(kept, trainer.offload, "gradients") | asleep),
+        ]
     return GpuKind(
         name=kind.name,
         num_gpus=trainer.num_ranks // trainer.pipeline_parallel,
@@ -177,13 +177,36 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
     )
 
 
+def _update_items(config: RunConfig, models: Models, kind: RankKind) -> dict[str, int]:
+    """Return what exists only while a rank computes old log-probs and updates."""
+    update = update_bytes(
+        models.policy,
+        config.trainer,
+        kind,
+        update_load(config, config.trainer),
+        itemsize=itemsize_of(config),
+        fused=True,
+    )
+    return {
+        "micro-batches": update.inputs,
+        "activations": update.activations,
+        "one layer's backward, or the head": update.working,
+        "between the tensors": int(FRAGMENTATION * update.total),
+    }
+
+
 def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
-    # the bucket holds received weights until they are copied
-    items = _awake(engine) | _buckets(config, 1)
+    # the bucket holds received weights until they are copied; its group is of engines and trainer
+    items = _awake(config, engine) | _buckets(config, 1)
+    items["engine's CUDA, NCCL"] += COMMUNICATOR_BYTES
     return GpuKind(
         name="engine rank",
         num_gpus=config.num_engines * config.rollout.ranks_per_engine,
-        phases=(Phase(name="rollout", items=items), Phase(name="sync", items=items)),
+        phases=(
+            Phase(name="start engines", items=_starting(config, engine)),
+            Phase(name="rollout", items=items),
+            Phase(name="sync", items=items | _repacked(engine)),
+        ),
     )
 
 
@@ -212,8 +235,10 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
     )
 
 
-def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_node: int) -> int:
-    """Return a node's pinned main memory for offloaded tensors and for CPU-only ones."""
+def host_items(
+    config: RunConfig, models: Models, engine: EngineBytes, gpus_per_node: int
+) -> dict[str, int]:
+    """Return a node's main memory by purpose; the processes' own memory is extra."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
     offload: tuple[StateKind, ...] = ()
@@ -225,7 +250,7 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
         if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
             engine_share += GRAPH_BYTES
     has_reference = config.algorithm.objective.kl_coef != 0.0
-    rank_share = max(
+    trainer_share = max(
         state.main_memory
         + (state.optimizer if "optimizer" in offload else 0)
         # torch rounds a pinned block up to a power of two, and a chunk's weights are one block
@@ -233,15 +258,13 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
         + (state.weights if has_reference else 0)
         for state in states
     )
-    return min(gpus_per_node, config.trainer.num_ranks) * (rank_share + engine_share)
-
-
-def snapshot_bytes(config: RunConfig, models: Models, gpus_per_node: int) -> int:
-    """Return a node's main memory for the copy of a checkpoint that is being written."""
-    layout = ModelLayout(models.policy.family, models.policy.shape)
-    states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
+    shares = {
+        "offloaded by the trainer": trainer_share,
+        "weights of sleeping engines": engine_share,
+        "snapshot of a save": max(state.snapshot for state in states),
+    }
     num_ranks = min(gpus_per_node, config.trainer.num_ranks)
-    return num_ranks * max(state.snapshot for state in states)
+    return {name: num_ranks * share for name, share in shares.items()}
 
 
 def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
@@ -276,37 +299,23 @@ def _buckets(config: RunConfig, number: int) -> dict[str, int]:
     return {"weight buckets": number * int(config.weights.bucket_mib * MIB)}
 
 
-def _awake(engine: EngineBytes) -> dict[str, int]:
+def _awake(config: RunConfig, engine: EngineBytes) -> dict[str, int]:
     return {
         "engine weights": engine.weights,
         "engine workspace": engine.workspace,
         "KV cache": engine.cache,
-        "engine's CUDA": CONTEXT_BYTES,
+        "engine's CUDA, NCCL": engine_process_bytes(config.rollout),
     }
 
 
-def _process_bytes(trainer: TrainerConfig) -> int:
-    """Return the bytes of a CUDA context and of the communicators of a rank's groups.
-
-    All ranks have two: torch's, and the one in which megatron-core's optimizer sums norms. Gloo's
-    buffers are in main memory.
-    """
-    sizes = (
-        trainer.tensor_parallel,
-        trainer.context_parallel,
-        trainer.pipeline_parallel,
-        trainer.data_parallel,
-        trainer.expert_parallel,
-        trainer.num_ranks,
-        trainer.num_ranks,
-    )
-    num_groups = sum(size > 1 for size in sizes)
-    return CONTEXT_BYTES + num_groups * COMMUNICATOR_BYTES
+def _starting(config: RunConfig, engine: EngineBytes) -> dict[str, int]:
+    """Return what an engine needs at its start: vLLM refuses to start without its whole budget."""
+    budget = engine.weights + engine.workspace + engine.cache
+    return {
+        "engine's free budget": budget,
+        "engine's CUDA, NCCL": engine_process_bytes(config.rollout),
+    }
 
 
-def sleeping_bytes(config: RunConfig) -> int:
-    """Return the GPU memory of a sleeping engine rank."""
-    vllm = config.rollout.vllm
-    keeps_graphs = not (vllm.get("enforce_eager") or vllm.get("sleep_mode_offload_cudagraph"))
-    keeps_buffers = config.rollout.ranks_per_engine > 1 and not vllm.get("enable_nccl_comm_suspend")
-    return CONTEXT_BYTES + keeps_graphs * GRAPH_BYTES + keeps_buffers * COMMUNICATOR_BYTES
+def _repacked(engine: EngineBytes) -> dict[str, int]:
+    return {"engine's layer to repack": engine.repacked} if engine.repacked else {}

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megadapo.lab.plan.cards import GRAPH_BYTES, Card
+from megadapo.lab.plan.cards import Card
+from megadapo.lab.plan.overhead import GRAPH_BYTES
 from megadapo.models.description import ModelDescription
 from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
@@ -54,7 +55,7 @@ class StateBytes:
     main_memory: int = 0
     """Main memory of the optimizer on the CPU, with the gradients and weights it works on."""
     snapshot: int = 0
-    """Main memory of this rank's part of a checkpoint while it is written."""
+    """This rank's part of a checkpoint, of which a save makes a copy in main memory."""
 
     @property
     def total(self) -> int:
@@ -72,6 +73,9 @@ class EngineBytes:
     """Rest of the budget; negative if it is exceeded."""
     token: int
     """Cache of one token."""
+    repacked: int
+    """Memory that a weight update needs beside the weights. vLLM repacks experts and quantised
+    weights layer by layer, so it holds one layer as it arrives and as it computes with it."""
 
     @property
     def cache_tokens(self) -> int:
@@ -139,7 +143,7 @@ def state_bytes(
         gradients=kind.num_parameters * FP32_BYTES,
         optimizer=int((num_updated - on_cpu) * per_parameter),
         main_memory=int(on_cpu * (per_parameter + FP32_BYTES)),
-        snapshot=num_updated * (per_parameter + itemsize),
+        snapshot=num_updated * (itemsize + per_parameter),
     )
 
 
@@ -168,11 +172,13 @@ def engine_bytes(
     workspace += 0 if rollout.vllm.get("enforce_eager") else GRAPH_BYTES
     num_layers = max(len(layout.engine_layers(position)) for position in positions)
     kv_heads = max(1, shape.num_kv_heads // tp)
+    repacks = model.routing is not None or rollout.quantization == "fp8"
     return EngineBytes(
         weights=weights,
         workspace=workspace,
         cache=int(rollout.gpu_memory_utilization * card.memory_bytes) - weights - workspace,
         token=2 * num_layers * kv_heads * shape.head_dim * itemsize,
+        repacked=2 * weights // num_layers if repacks else 0,
     )
 
 

@@ -191,7 +191,7 @@ def sizes(recipe: str) -> Iterator[tuple[dict[str, int], int]]:
                 "awake": sum(size for name, size in rollout.items() if name not in train),
                 "asleep": asleep,
                 "weights": asleep + rollout["engine weights"],
-                "start": phases["start"]["weights"],
+                "start": sum(phases["start trainer"].values()) - asleep,
                 "temporary": sum(train.values())
                 - always
                 - asleep

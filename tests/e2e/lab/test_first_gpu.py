@@ -59,7 +59,7 @@ def test_machine_without_gpu_is_refused_at_once(tmp_path):
 
 def test_largest_model_depends_on_main_memory(tool, tmp_path):
     in_main_memory = "largest 7B optimizer in main memory"
-    small, large = (parts_on_gpu(tool, tmp_path, memory) for memory in (64, 512))
+    small, large = (parts_on_gpu(tool, tmp_path, memory) for memory in (128, 512))
     assert small[in_main_memory].skipped.startswith("needs ")
     assert large[in_main_memory].skipped is small["largest 3B"].skipped is None
     assert "exceed" in large["largest 7B"].skipped

@@ -1,5 +1,6 @@
 """Shipped recipes fit on their GPUs, and advice for others helps."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,9 @@ from megadapo.lab.plan.fit import largest_sequence, overflows, problems, warning
 from megadapo.lab.plan.phases import (
     GpuKind,
     gpu_kinds,
-    host_bytes,
     longest_sequence,
     models_of,
     replayed_bytes,
-    snapshot_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
 from megadapo.lab.plan.step_time import update_flops
@@ -46,8 +45,12 @@ def kinds_of(config: RunConfig) -> list[GpuKind]:
     return gpu_kinds(config, models_of(config), H100)
 
 
+def items_in(kind: GpuKind, phase: str) -> dict[str, int]:
+    return next(one.items for one in kind.phases if one.name == phase)
+
+
 def bytes_in(kind: GpuKind, phase: str) -> int:
-    return next(one.total for one in kind.phases if one.name == phase)
+    return sum(items_in(kind, phase).values())
 
 
 @pytest.mark.parametrize("name", published_models())
@@ -62,9 +65,47 @@ def test_built_in_models_have_their_published_size(name):
 def test_shipped_recipes_fit_in_every_phase(name):
     config = recipe(name)
     models = models_of(config)
-    assert problems(config, models, H100) == []
+    assert problems(config, models, H100) == warnings(config, models, H100) == []
+    for kind in gpu_kinds(config, models, H100):
+        shares = {phase.name: phase.total / H100.memory_bytes for phase in kind.phases}
+        assert max(shares.values()) < 0.95, shares
     largest, _ = largest_sequence(config, models, H100)
     assert largest >= longest_sequence(config)
+
+
+def test_phases_are_those_of_a_run_in_order():
+    """With names other than those of the run's status, a number has no phase to compare with."""
+    engine = {"engine weights", "engine workspace", "KV cache"}
+    for kind in kinds_of(recipe("qwen2.5-32b")):
+        names = [phase.name for phase in kind.phases]
+        assert names[:4] == ["start engines", "start trainer", "rollout", "restart engine"]
+        assert names[4:] == ["train", "sync", "checkpoint"]
+        items = {phase.name: phase.items.keys() for phase in kind.phases}
+        assert not any("trainer" in name for name in items["start engines"])
+        for asleep in ("start trainer", "train", "checkpoint"):
+            assert "engine, asleep" in items[asleep] and not engine & items[asleep]
+        assert engine <= items["rollout"]
+        assert engine & items["sync"] == {"engine weights"}
+        assert "optimizer" in items["checkpoint"] and "gradients" not in items["checkpoint"]
+    sources = [CONFIGS.parent / "megadapo" / "train.py"]
+    sources += (CONFIGS.parent / "megadapo" / "run").rglob("*.py")
+    named = re.findall(r'phase\("([^"]+)"', "".join(path.read_text() for path in sources))
+    assert set(names) - {"restart engine"} <= set(named)
+
+
+def test_crowded_phase_is_a_warning(capsys):
+    argv = ["plan", str(CONFIGS / "qwen2.5-32b.toml")]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert "every phase is below 95% of a H100-80G" in captured.out and "GiB" not in captured.err
+    assert main([*argv, "--rollout.gpu_memory_utilization=0.85"]) == 0
+    captured = capsys.readouterr()
+    assert "every phase" not in captured.out
+    assert "warning: trainer rank of stage 1 of 2, rollout" in captured.err
+    assert "more than 95% of a H100-80G, and the plan is an estimate; set" in captured.err
+    dry_run = ["train", *argv[1:], "--dry-run", "--rollout.gpu_memory_utilization=0.85"]
+    assert main(dry_run) == 0
+    assert "megadapo: warning: trainer rank of stage 1" in capsys.readouterr().err
 
 
 def test_parameters_of_all_stages_add_up_to_the_model():
@@ -84,10 +125,12 @@ def test_parameters_of_all_stages_add_up_to_the_model():
         ("trainer.recompute=[]", 0, "train"),
         ("trainer.tokens_per_micro_batch=65536", 1, "train"),
         ("trainer.sequence_parallel=false", 0, "train"),
-        ("trainer.data_parallel=4", 0, "save"),
-        ("rollout.gpu_memory_utilization=0.87", 0, "rollout"),
+        ("trainer.data_parallel=4", 0, "checkpoint"),
+        ("rollout.gpu_memory_utilization=0.83", 0, "rollout"),
+        ("rollout.gpu_memory_utilization=0.83", 0, "restart engine"),
+        ("rollout.gpu_memory_utilization=0.83", 0, "start engines"),
         ('trainer.offload=["gradients"]', 0, "rollout"),
-        ('trainer.offload=["optimizer"]', 1, "save"),
+        ('trainer.offload=["optimizer"]', 1, "checkpoint"),
         ("trainer.data_parallel=4", 1, "train"),
         ("weights.bucket_mib=1024", 1, "sync"),
         ("rollout.tensor_parallel=2", 0, "sync"),
@@ -103,8 +146,8 @@ def test_each_key_takes_memory_where_it_should(override, kind, phase):
     [
         (["trainer.tokens_per_micro_batch=200000"], "trainer.tokens_per_micro_batch = 22528"),
         (["trainer.recompute=[]", UNSPLIT], "trainer.sequence_parallel = true"),
-        (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
-        (["rollout.gpu_memory_utilization=0.93"], f"trainer.offload = {EVERYTHING}"),
+        (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.87"),
+        (["rollout.gpu_memory_utilization=0.9"], f"trainer.offload = {EVERYTHING}"),
         (["trainer.tensor_parallel=1", "trainer.data_parallel=64", UNSPLIT], "split the model"),
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
@@ -114,33 +157,6 @@ def test_misfit_is_refused_with_the_key_to_change(overrides, advice, capsys):
     assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *argv]) == 2
     captured = capsys.readouterr()
     assert advice in captured.err and "GiB" in captured.out
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_have_a_margin_in_every_phase(name):
-    """Contexts, NCCL's buffers and fragmentation are estimates: 99 percent of a card would fail."""
-    config = recipe(name)
-    for kind in kinds_of(config):
-        assert [phase.name for phase in kind.phases] == [
-            *("start", "rollout", "train", "sync", "save")
-        ]
-        assert all(phase.total < 0.95 * H100.memory_bytes for phase in kind.phases)
-    assert warnings(config, models_of(config), H100) == []
-
-
-def test_phase_without_margin_is_a_warning(capsys):
-    fuller = "--rollout.gpu_memory_utilization=0.87"
-    assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), fuller]) == 0
-    assert "stage 2 of 2, rollout: 98% of the memory of one H100-80G" in capsys.readouterr().err
-
-
-def test_node_has_room_for_a_checkpoint_in_writing():
-    """The snapshot stands beside the pinned tensors: 14 bytes a parameter on the 7B's one node."""
-    config = recipe("qwen2.5-7b")
-    snapshot = snapshot_bytes(config, models_of(config), 8)
-    assert snapshot == pytest.approx(14 * SIZES["Qwen2.5-7B"], rel=0.01)
-    fp32 = recipe("qwen2.5-7b", "model.dtype=float32")
-    assert snapshot_bytes(fp32, models_of(fp32), 8) == pytest.approx(snapshot * 12 / 14, rel=0.01)
 
 
 def test_advice_helps():
@@ -171,15 +187,19 @@ def test_separate_engines_are_a_kind_of_gpu():
     config = recipe("qwen2.5-32b", "cluster.placement=separate")
     *trainers, engine = kinds_of(config)
     assert engine.num_gpus == 128
-    assert {phase.name for phase in engine.phases} == {"rollout", "sync"}
-    assert "rollout" not in {phase.name for phase in trainers[0].phases}
+    assert [phase.name for phase in engine.phases] == ["start engines", "rollout", "sync"]
+    names = [phase.name for phase in trainers[0].phases]
+    assert names == ["start trainer", "train", "sync", "checkpoint"]
     assert all("engine" not in name for phase in trainers[0].phases for name in phase.items)
 
 
 def test_critic_takes_memory():
     changes = ("algorithm.advantage=gae", "sampling.selection=all")
     before, after = kinds_of(recipe("qwen2.5-7b")), kinds_of(recipe("qwen2.5-7b", *changes))
-    assert bytes_in(after[0], "save") > 1.6 * bytes_in(before[0], "save")
+    for name in ("weights", "optimizer"):
+        assert (
+            items_in(after[0], "checkpoint")[name] > 1.9 * items_in(before[0], "checkpoint")[name]
+        )
 
 
 def test_cache_is_the_rest_of_the_engines_share():
@@ -187,26 +207,7 @@ def test_cache_is_the_rest_of_the_engines_share():
     engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
     assert engine.token == 2 * 64 * 2 * 128 * 2
     budget = engine.weights + engine.workspace + engine.cache
-    assert budget == pytest.approx(0.83 * H100.memory_bytes, rel=1e-6)
-
-
-def test_offloaded_tensors_count_in_main_memory():
-    models = models_of(recipe("qwen2.5-7b"))
-    engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
-
-    def counted(*overrides: str) -> float:
-        return host_bytes(recipe("qwen2.5-7b", *overrides), models, engine, 8) / GIB
-
-    size = SIZES["Qwen2.5-7B"] / GIB
-    kept = counted('trainer.offload=["gradients"]')
-    assert kept == pytest.approx(8 * 2 * size, rel=0.01)
-    assert counted() == pytest.approx(12 * size + kept, rel=0.01)
-    assert counted(f"trainer.offload={EVERYTHING}") - counted() == 8 * 4
-    assert counted("weights.mode=delta") == counted()
-    assert counted("cluster.placement=separate") == 0.0
-    # masters, moments, and gradients on the CPU
-    adam = counted('trainer.offload=["gradients"]', "trainer.optimizer.cpu_offload_fraction=0.5")
-    assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
+    assert budget == pytest.approx(0.81 * H100.memory_bytes, rel=1e-6)
 
 
 def test_replayed_experts_are_counted():
@@ -215,7 +216,7 @@ def test_replayed_experts_are_counted():
         recipe("qwen3-30b-a3b", *override) for override in ([], ["trainer.router_replay=true"])
     ]
     (before, *_), (after, *_) = kinds_of(free), kinds_of(replayed)
-    more = bytes_in(after, "train") - bytes_in(before, "train")
+    more = items_in(after, "train")["micro-batches"] - items_in(before, "train")["micro-batches"]
     responses = replayed.algorithm.responses_per_mini_batch // replayed.trainer.data_parallel
     share = responses * longest_sequence(replayed) // replayed.trainer.context_parallel
     assert more == pytest.approx(48 * 8 * share, rel=0.15)
@@ -230,7 +231,7 @@ def test_everything_but_the_process_can_be_offloaded():
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
     found = {name: {"weights", "gradients", "optimizer"} & items for name, items in phases.items()}
     assert (found["rollout"], found["sync"]) == (set(), {"weights"})
-    assert (len(found["train"]), found["save"]) == (3, {"weights", "optimizer"})
+    assert (len(found["train"]), found["checkpoint"]) == (3, {"weights", "optimizer"})
 
 
 def test_quantised_engines_halve_all_but_the_vocabulary():
