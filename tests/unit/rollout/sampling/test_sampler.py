@@ -11,6 +11,7 @@ from megadapo.rollout.sampling.sampler import SampledBatch
 from tests.support.rollout.samplers import RARE, contents, make_sampler, take
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
+    AtOnce,
     KilledAfter,
     KilledError,
     ScriptedEngines,
@@ -303,16 +304,18 @@ def test_damaged_state_is_rejected(key):
 
 def test_batch_that_failed_ahead_is_sampled_again():
     """A finished update could not be saved if the batch sampled beside it had failed."""
+    # scoring in threads decides how many groups a batch waits for
+    in_order = {"new_executor": AtOnce}
     plain = ScriptedEngines()
-    sampler = make_sampler(plain)
+    sampler = make_sampler(plain, sampler=in_order)
     sampler.next_batch()
     dying = KilledAfter(plain.num_handed_back + 2)
     expected = sampler.next_batch()
-    failed = AheadSampler(make_sampler(dying), dying, num_steps=10)
+    failed = AheadSampler(make_sampler(dying, sampler=in_order), dying, num_steps=10)
     failed.next_batch()
     with pytest.raises(KilledError):
         failed.wait()
     engines = ScriptedEngines()
-    resumed = AheadSampler(make_sampler(engines), engines, num_steps=10)
+    resumed = AheadSampler(make_sampler(engines, sampler=in_order), engines, num_steps=10)
     resumed.load_state_dict(failed.state_dict())
     assert contents([resumed.next_batch()]) == contents([expected])
