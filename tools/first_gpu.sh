@@ -7,4 +7,4 @@
 # FOLDER (default: first-gpu) gets logs and runs. FOLDER/results has first-gpu.json and report.md,
 # small enough for benchmarks/results. The exit code is 0 if no part failed. --rehearse runs small
 # versions on a CPU, and names the parts that need a GPU.
-cd "$(dirname "$0")/.." && exec python tools/first_gpu "$@"
+cd "$(dirname "$0")/.." && exec python tools/first_gpu/runner.py "$@"

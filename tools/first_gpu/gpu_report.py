@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from parts import Part, Setting, config_of
-from runner import Outcome
+from parts import Outcome, Part, Setting, config_of
 
 from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
 from megadapo.lab.plan import step_time

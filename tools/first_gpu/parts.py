@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megadapo.observe.machine import GIB, Machine
 
 RECIPE = "configs/quickstart.toml"
 MEGADAPO = (sys.executable, "-m", "megadapo.cli")
-KILL_AND_RESUME = "tools/first_gpu/kill_and_resume.py"
+KILL_AND_RESUME = "kill-and-resume"
 HEAD_SHAPES = {
     "32B": "20480,5120,152064,bfloat16",
     "32B slice": "20480,5120,19008,bfloat16",
@@ -63,6 +63,23 @@ class Part:
     """Configuration of that run."""
     is_tight: bool = False
     """Whether engines must leave less memory than the optimizer takes."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """The result of one part."""
+
+    part: Part
+    result: str = "passed"
+    """One of passed, failed and skipped."""
+    reason: str = ""
+    seconds: float = 0.0
+    memory: list[tuple[float, str, float]] = field(default_factory=list)
+    """Seconds since the start, phase of the run, and MiB in use."""
+
+    def most_in(self, phase: str) -> float | None:
+        """Return the most MiB in use in a phase."""
+        return max((used for _, at, used in self.memory if at == phase), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +238,7 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
         share = 1.0 + budget - beside / setting.card.memory_bytes
         overrides.append(f"--rollout.gpu_memory_utilization={share:.4f}")
     part = _train(setting, "kill and resume", 240, overrides)
-    command = (sys.executable, KILL_AND_RESUME, *part.command)
+    command = (sys.executable, "tools/first_gpu/runner.py", KILL_AND_RESUME, *part.command)
     return replace(part, command=command, is_tight=not setting.rehearses)
 
 

@@ -1,45 +1,110 @@
-"""Runs a part within its time, watches the memory of its run, and ends what it leaves behind."""
+"""Run all checks and benchmarks that need a GPU, on the first machine with one.
+
+tools/first_gpu.sh starts this, and its first lines say how. A part is ended after its time; the
+memory of its run is watched, and the processes it leaves are ended.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 import psutil
-from parts import Part
+from gpu_report import as_record, optimizer_mib, write_report
+from parts import KILL_AND_RESUME, Outcome, Part, Setting, all_parts
 
 from megadapo.errors import DataError
-from megadapo.run.state.status import read_status
+from megadapo.lab.record import write_record
+from megadapo.observe.machine import GIB, inspect_machine
+from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.run.state.status import Status, read_status
 
+BUDGET_S = 25 * 60.0
+"""Time of all parts together."""
+SHORTEST_S = 20.0
+"""Time without which a part does not start."""
+MIB = 2**20
 MARK = "MEGADAPO_FIRST_GPU"
 """Variable in the environment of every process of a part."""
 GRACE_S = 20.0
 """Time between a request to end and a kill."""
 SAMPLE_S = 0.25
+POLL_S = 0.05
+KILLED = "MEGADAPO_KILLED"
+"""Variable in the environment of the processes of the killed run."""
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """The result of one part."""
+def main() -> int:
+    """Run the parts; return 1 if one of them failed."""
+    parser = argparse.ArgumentParser(prog="tools/first_gpu.sh", description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="small versions of all parts")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only parts named so")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("first-gpu"))
+    arguments = parser.parse_args()
+    if arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists; name another folder")
+    machine = inspect_machine()
+    if not (arguments.rehearse or machine.uses_cuda):
+        parser.error("no GPU, or a torch without CUDA: megadapo doctor says more; try --rehearse")
+    setting = Setting(
+        folder=arguments.folder.absolute(), machine=machine, rehearses=arguments.rehearse
+    )
+    results = setting.folder / "results"
+    for folder in (results, setting.folder / "logs"):
+        folder.mkdir(parents=True)
+    outcomes: list[Outcome] = []
+    until = time.monotonic() + BUDGET_S
+    for part in all_parts(setting):
+        if arguments.only and part.name not in arguments.only:
+            continue
+        outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
+        outcomes.append(outcome)
+        note = f": {outcome.reason}" if outcome.reason else ""
+        print(f"{part.name}: {outcome.result} in {outcome.seconds:.0f} s{note}", flush=True)
+        # after each part: what is known stays known if the machine is taken away
+        write_record(results / "first-gpu.json", as_record(outcomes, setting))
+        write_report(results / "report.md", outcomes, setting, date.today())
+    print(results / "report.md")
+    return int(any(outcome.result == "failed" for outcome in outcomes))
 
-    part: Part
-    result: str = "passed"
-    """One of passed, failed and skipped."""
-    reason: str = ""
-    seconds: float = 0.0
-    memory: list[tuple[float, str, float]] = field(default_factory=list)
-    """Seconds since the start, phase of the run, and MiB in use."""
 
-    def most_in(self, phase: str) -> float | None:
-        """Return the most MiB in use in a phase."""
-        return max((used for _, at, used in self.memory if at == phase), default=None)
+def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: float) -> Outcome:
+    """Run a part unless there is a reason not to."""
+    passed = [one.part.name for one in done if one.result == "passed"]
+    reason = part.skipped
+    if part.unless and (enough := [name for name in passed if name.split()[0] == part.unless]):
+        reason = f"{enough[0]} has passed"
+    if left_s < SHORTEST_S:
+        reason = f"the {BUDGET_S / 60:.0f} minutes are used up"
+    if reason is not None:
+        return Outcome(part=part, result="skipped", reason=reason)
+    log = setting.folder / "logs" / f"{part.name.replace(' ', '-')}.log"
+    limit_s = min(part.limit_s, left_s)
+    outcome = run_part(part, log, limit_s=limit_s, on_gpu=not setting.rehearses)
+    if part.is_tight and outcome.result == "passed":
+        check_pressure(outcome, setting)
+    return outcome
+
+
+def check_pressure(outcome: Outcome, setting: Setting) -> None:
+    """Fail a part whose save would have found room for the optimizer beside a waking engine."""
+    used = outcome.most_in("rollout")
+    free = setting.machine.gpus[0].memory_gib * GIB / MIB - (used or 0.0)
+    needed = optimizer_mib(outcome.part, setting)
+    note = f"{free:,.0f} MiB were free in rollouts, and the optimizer takes {needed:,.0f} MiB"
+    outcome.reason = note
+    if free >= needed:
+        outcome.result, outcome.reason = "failed", f"no memory pressure: {note}"
 
 
 def run_part(part: Part, log: Path, *, limit_s: float, on_gpu: bool) -> Outcome:
@@ -150,3 +215,52 @@ def _resident_mib(pid: int) -> float:
                 total += one.memory_info().rss
         return total / 2**20
     return 0.0
+
+
+def kill_and_resume(command: list[str]) -> str | None:
+    """Start a run, kill its driver after the first save, resume it; return what went wrong.
+
+    `command` is `megadapo train` with `--run.folder`, and saves several steps before the last.
+    """
+    prefix = "--run.folder="
+    (folder,) = (Path(word.removeprefix(prefix)) for word in command if word.startswith(prefix))
+    mark = str(os.getpid())
+    process = subprocess.Popen(command, env=os.environ | {KILLED: mark})
+    while not _has_saved(status := _status(folder)):
+        if process.poll() is not None:
+            return f"the run ended with {process.returncode} before it was killed"
+        time.sleep(POLL_S)
+    process.kill()
+    process.wait()
+    assert status is not None
+    print(f"killed after step {status.step}, saved at {status.checkpoint_step}", flush=True)
+    print(f"{end_marked(mark, KILLED)} processes outlived it by 20 s and were ended", flush=True)
+    code = subprocess.run(command).returncode
+    if code:
+        return f"the resumed run ended with {code}"
+    ended = read_status(folder)
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    if steps != list(range(1, ended.num_steps + 1)):
+        return f"metrics.jsonl has the steps {steps}"
+    if ended.resumed_from < status.checkpoint_step:
+        return f"the run resumed from step {ended.resumed_from}"
+    print(f"resumed from step {ended.resumed_from} and finished {ended.num_steps} steps")
+    return None
+
+
+def _status(folder: Path) -> Status | None:
+    with suppress(DataError):
+        return read_status(folder)
+    return None
+
+
+def _has_saved(status: Status | None) -> bool:
+    """Return whether the run is in a step after one that it saved."""
+    return status is not None and 0 < status.checkpoint_step < status.step + 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [KILL_AND_RESUME]:
+        sys.exit(kill_and_resume(sys.argv[2:]))
+    sys.exit(main())
