@@ -40,7 +40,7 @@ def as_record(outcomes: list[Outcome], setting: Setting) -> dict[str, Any]:
                 "reason": one.reason,
                 "seconds": round(one.seconds, 1),
                 "command": shlex.join(one.part.command),
-                "steps": _steps(one.part),
+                "steps": steps_of(one.part),
                 "memory": memory_by_phase(one, setting),
                 "memory_curve": [(round(s, 1), at, round(mib)) for s, at, mib in one.memory],
             }
@@ -156,7 +156,7 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "not met"
 
 
-def _steps(part: Part) -> list[dict[str, Any]]:
+def steps_of(part: Part) -> list[dict[str, Any]]:
     """Return the metrics of a run's steps."""
     if part.run is None or not (file := part.run / METRICS_FILE).exists():
         return []
@@ -165,7 +165,7 @@ def _steps(part: Part) -> list[dict[str, Any]]:
 
 def _run(one: Outcome, setting: Setting) -> Iterator[str]:
     """Yield the steps of a run, and its memory and speed beside the plan's."""
-    steps = _steps(one.part)
+    steps = steps_of(one.part)
     if steps:
         head = ["step", *MEASURED]
         rows = [[str(step["step"]), *(_cell(step[name]) for name in MEASURED)] for step in steps]

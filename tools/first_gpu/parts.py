@@ -41,6 +41,7 @@ HEADS = {"0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
 """Attention heads, and those of keys and values."""
 EVERYTHING = '--trainer.offload=["optimizer", "gradients", "parameters"]'
 IN_UPDATES = '--trainer.offload=["optimizer", "gradients"]'
+DELTAS = "--weights.mode=delta"
 LARGEST = "largest"
 MAIN_MEMORY_SHARE = 0.8
 """Share of a machine's main memory that a run may plan with."""
@@ -110,6 +111,9 @@ def all_parts(setting: Setting) -> list[Part]:
     no_gpu = "needs a GPU" if setting.rehearses else None
     verified = "--weights.verify=every"
     bf16 = [*_bf16(small, setting), *_short(setting)]
+    # so few elements change that deltas are sent: an update of many is sent in full
+    lr = "--trainer.optimizer.lr=" + ("1e-10" if setting.rehearses else "1e-6")
+    delta = [*bf16, verified, DELTAS, lr]
     fp8 = [*bf16, "--rollout.quantization=fp8", "--algorithm.importance.scope=all"]
     return [
         _command("doctor", 60, "doctor"),
@@ -121,7 +125,7 @@ def all_parts(setting: Setting) -> list[Part]:
         # log-probs, ratio, memory, and updates that are compared to the bit
         _train(setting, "bf16", 180, [*bf16, verified]),
         _kill_and_resume(setting, bf16),
-        _train(setting, "delta", 150, [*bf16, verified, "--weights.mode=delta"]),
+        _train(setting, "delta", 150, delta),
         _train(setting, "fp8", 150, fp8, skipped=no_gpu),
         _train(setting, "offload", 150, [*bf16, EVERYTHING]),
         _profile(setting, small),

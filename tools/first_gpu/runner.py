@@ -20,8 +20,8 @@ from datetime import date
 from pathlib import Path
 
 import psutil
-from gpu_report import as_record, optimizer_mib, write_report
-from parts import KILL_AND_RESUME, Outcome, Part, Setting, all_parts
+from gpu_report import as_record, optimizer_mib, steps_of, write_report
+from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts
 
 from megadapo.errors import DataError
 from megadapo.lab.record import write_record
@@ -33,6 +33,8 @@ BUDGET_S = 25 * 60.0
 """Time of all parts together."""
 SHORTEST_S = 20.0
 """Time without which a part does not start."""
+MOST_CHANGED = 0.1
+"""Share of changed elements below which an update is certainly a delta."""
 MIB = 2**20
 MARK = "MEGADAPO_FIRST_GPU"
 """Variable in the environment of every process of a part."""
@@ -93,6 +95,8 @@ def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: fl
     outcome = run_part(part, log, limit_s=limit_s, on_gpu=not setting.rehearses)
     if part.is_tight and outcome.result == "passed":
         check_pressure(outcome, setting)
+    if DELTAS in part.overrides and outcome.result == "passed":
+        check_deltas(outcome)
     return outcome
 
 
@@ -105,6 +109,16 @@ def check_pressure(outcome: Outcome, setting: Setting) -> None:
     outcome.reason = note
     if free >= needed:
         outcome.result, outcome.reason = "failed", f"no memory pressure: {note}"
+
+
+def check_deltas(outcome: Outcome) -> None:
+    """Fail a part whose updates were all sent in full, as they are if many elements change."""
+    found = [step["weights/density"] for step in steps_of(outcome.part)]
+    densities = [density for density in found if density is not None]
+    if not densities or min(densities) > MOST_CHANGED:
+        outcome.result, outcome.reason = "failed", "all weight updates were sent in full"
+    else:
+        outcome.reason = f"deltas of {min(densities):.1%} to {max(densities):.1%} of the elements"
 
 
 def run_part(part: Part, log: Path, *, limit_s: float, on_gpu: bool) -> Outcome:

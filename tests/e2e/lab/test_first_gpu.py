@@ -1,6 +1,7 @@
 """The script for the first GPU: its parts without one, their limits, and what it chooses to run."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_first_save_does_not_fit_beside_a_waking_engine(tool, tmp_path):
     free = card.memory_bytes - totals["rollout"]
     assert 0.3 * optimizer < free < 0.7 * optimizer
     assert max(totals.values()) < card.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("densities", "result"), [([None, None], "failed"), ([0.4], "failed"), ([None, 0.02], "passed")]
+)
+def test_delta_part_fails_if_all_updates_were_full(tool, tmp_path, densities, result):
+    """With a large learning rate every update was sent in full, and the part passed."""
+    lines = [json.dumps({"weights/density": density}) + "\n" for density in densities]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    part = tool.parts.Part(name="delta", limit_s=1, command=(), run=tmp_path)
+    outcome = tool.parts.Outcome(part=part)
+    tool.runner.check_deltas(outcome)
+    assert outcome.result == result and outcome.reason
 
 
 def test_part_that_takes_too_long_is_ended_with_its_processes(tool, tmp_path, monkeypatch):
