@@ -67,6 +67,8 @@ def test_main_memory_has_offloaded_tensors_and_the_snapshot_of_a_save():
     assert engines == pytest.approx(8 * 2 * size, rel=0.01)
     # weights, masters and two moments of every parameter, each on one rank
     assert snapshot == pytest.approx(14 * size, rel=0.01)
+    # fp32 weights are their own masters
+    assert counted("model.dtype=float32")[2] == pytest.approx(12 * size, rel=0.01)
     assert counted('trainer.offload=["gradients"]') == (0.0, engines, snapshot)
     assert counted(f"trainer.offload={EVERYTHING}")[0] - optimizer == 8 * 4
     assert counted("weights.mode=delta") == counted()
