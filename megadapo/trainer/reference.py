@@ -274,11 +274,11 @@ def _write_copy(
             raise OSError(f"{target / own_name}: {error}") from error
         written.append(own_name)
     if base_folder is not None:
-        copy_config_and_tokenizer(base_folder, target, dtype)
+        # not what is in the folder: other ranks' unfinished files are there too
+        written += copy_config_and_tokenizer(base_folder, target, dtype)
         manifest = manifest_of(positions)
         (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-        of_ranks = {rank_file_name(position) for position in positions}
-        written += sorted({path.name for path in target.iterdir()} - of_ranks)
+        written.append(MANIFEST_NAME)
     for name in written:
         sync_path(target / name)
     sync_path(target)

@@ -90,16 +90,21 @@ def new_folder(folder: Path | str) -> Path:
     return partial
 
 
-def copy_config_and_tokenizer(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
-    """Copy the files of `CARRIED`, and set the weights' type in the configuration."""
+def copy_config_and_tokenizer(
+    base_folder: Path | str, folder: Path, dtype: torch.dtype
+) -> list[str]:
+    """Copy the files of `CARRIED`, set the weights' type in the configuration; return the names."""
+    names = []
     for path in files_within(Path(base_folder), CARRIED):
         shutil.copyfile(path, folder / path.name)
+        names.append(path.name)
     config = read_json(folder / "config.json")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     name = str(dtype).removeprefix("torch.")
     if config.get(key) != name:
         text = json.dumps(config | {key: name}, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
+    return names
 
 
 class _FileWriter:

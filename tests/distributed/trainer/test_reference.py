@@ -208,6 +208,9 @@ def test_reference_resumes_at_any_split(ranks, tmp_path, reference, dtype):
     usual = {"reference": reference, "dtype": dtype}
     split = {"tensor": 2, "context": 2, **usual}
     save = partial(follow, save=(3, tmp_path / "saved"))
+    (tmp_path / "saved" / "reference").mkdir(parents=True)
+    # as another rank's unfinished file, which has its last name before rank 0 looks at it
+    (tmp_path / "saved" / "reference" / ".unfinished").symlink_to("moved")
     whole = run(ranks, save, "deep-tied", batch, 4, **split)
     go_on = partial(follow, load=tmp_path / "saved", first_step=4)
     for layout in (split, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
