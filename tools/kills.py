@@ -132,11 +132,8 @@ class DisturbedRun:
 
     def disturb(self, targets: Iterator[str], num_kills: int) -> None:
         """Kill one after the other, each when the run has recovered from the one before."""
-        was_start = False
         while len(self.kills) < num_kills:
-            # two in a row could be the end: a run that completes no step is given up
-            moment = self._random.choice(MOMENTS[1:] if was_start else MOMENTS)
-            was_start = moment == "start"
+            moment = self._random.choice(MOMENTS)
             kill = Kill(self.seed, self.how.name, next(targets), moment)
             if not self._wait_for(moment) or not self._signal_one(kill):
                 return

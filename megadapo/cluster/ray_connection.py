@@ -40,9 +40,10 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | Non
         Start time by pid of the daemons that end with this process; empty for a joined cluster.
 
     Raises:
-        ConfigError: the cluster to join needs no token, or `cluster.device` is auto and the nodes
-            differ from this machine.
-        InfraError: there is no cluster at the address, or it refuses this process.
+        ConfigError: the cluster to join needs no token, or `cluster.device` is auto and only the
+            nodes have GPUs.
+        InfraError: there is no cluster at the address, it refuses this process, or only this
+            machine has GPUs so far.
     """
     import ray
 
@@ -123,11 +124,14 @@ def check_device(config: ClusterConfig, num_gpus: float) -> None:
         num_gpus: of the cluster.
 
     Raises:
-        ConfigError: this machine has a GPU and the cluster has none, or the reverse.
+        ConfigError: the cluster has GPUs, and this machine has none.
+        InfraError: this machine has a GPU, and no node of the cluster has offered one yet.
     """
     if config.device == "auto" and config.uses_cuda != (num_gpus > 0):
         here = "has a GPU" if config.uses_cuda else "has no GPU that torch can use"
-        raise ConfigError(
+        # nodes that are still to join bring GPUs, but nothing brings one to this machine
+        error = InfraError if config.uses_cuda else ConfigError
+        raise error(
             f'cluster.device = "auto" looks at this machine, which {here}, but the nodes of the '
             f'Ray cluster offer {num_gpus:g}: set it to "cpu" or "cuda"'
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from megadapo.commands.common import Commands, add_command
 
@@ -13,8 +15,8 @@ from megadapo.commands.common import Commands, add_command
 def add(commands: Commands) -> None:
     parser = add_command(commands, "status", "print the progress of a run")
     parser.description = (
-        "Print a run's status.json. Exit code: 0 if the run is running or finished, 1 if it was "
-        "stopped, failed, or its driver is gone."
+        "Print a run's status.json. Exit code: 0 if the run is running or finished, 1 if its "
+        "supervisor waits to start it again, it was stopped, it failed, or its driver is gone."
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -22,15 +24,29 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.run.state.lease import holder_of
-    from megadapo.run.state.status import read_status
-
-    status = asdict(read_status(arguments.run_folder))
-    if status["state"] == "running" and holder_of(arguments.run_folder) is None:
-        status |= {"state": "gone", "reason": "the driver is dead, perhaps killed"}
+    status = _observed(arguments.run_folder)
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
         for name, value in status.items():
             print(f"{name.replace('_', ' '):17}{'-' if value is None else value}")
     return 0 if status["state"] in ("running", "finished") else 1
+
+
+def _observed(folder: Path) -> dict[str, Any]:
+    """Return a run's status, corrected for processes that died without writing it."""
+    from megadapo.run.state.lease import STALE_S, age_s, holder_of
+    from megadapo.run.state.status import STATUS_FILE, read_status
+
+    status = read_status(folder)
+    changes: dict[str, str] = {}
+    if status.state == "running" and holder_of(folder) is None:
+        changes = {"state": "gone", "reason": "the driver is dead, perhaps killed"}
+    elif status.state == "waiting" and status.waits_until is not None:
+        # both times are of the supervisor's clock
+        until, updated = map(datetime.fromisoformat, (status.waits_until, status.updated))
+        late_s = age_s(folder / STATUS_FILE) - (until - updated).total_seconds()
+        if late_s > STALE_S and holder_of(folder) is None:
+            reason = f"the supervisor is dead, perhaps killed. Last driver: {status.reason}"
+            changes = {"state": "gone", "reason": reason}
+    return asdict(status) | changes

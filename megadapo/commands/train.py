@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="restart at most N times after failed processes or preemption, but never after an "
         "error in the configuration, the data or an oracle; default: 0",
+    )
+    parser.add_argument(
+        "--give-up-after",
+        type=_seconds,
+        default="24h",
+        metavar="TIME",
+        help="with --restarts: repeat starts that make no progress, as without nodes, for this "
+        "time, such as 90m, 24h or 3d; they do not count as restarts; default: 24h",
     )
     parser.add_argument(
         "--accept-changes",
@@ -68,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             [sys.executable, "-m", "megadapo.cli", "train", *_single_start(arguments)],
             config.run.folder,
             max_restarts=arguments.restarts,
+            give_up_after_s=arguments.give_up_after,
             say=lambda line: print(f"megadapo: {line}", file=sys.stderr, flush=True),
         ).run()
     from megadapo.train import train
@@ -76,8 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _seconds(text: str) -> float:
+    """Return the seconds of a time such as 90, 90m, 24h or 3d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90m, 24h or 3d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def _single_start(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments without `--restarts`."""
+    """Return the arguments of one driver, without those of the supervisor."""
     words = [arguments.config]
     if arguments.resume is not None:
         words += ["--resume", arguments.resume]

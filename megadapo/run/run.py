@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import ConfigError, CorruptCheckpointError
+from megadapo.errors import ConfigError, CorruptCheckpointError, InfraError
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.plot import plot_run
@@ -54,16 +54,18 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
                 that already holds one.
-            ConfigError: `run.folder` cannot be created, another driver holds it, or its run would
-                learn something else that is not in `accept_changes`.
+            ConfigError: `run.folder` is below a file, or its run would learn something else that
+                is not in `accept_changes`.
+            InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"run.folder = {folder} cannot be created: {error.strerror}"
-            ) from error
+            # a folder that is not mounted yet can be created later, one below a file never
+            is_wrong = isinstance(error, NotADirectoryError | FileExistsError)
+            kind = ConfigError if is_wrong else InfraError
+            raise kind(f"run.folder = {folder} cannot be created: {error.strerror}") from error
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
             store = checkpoint_store(config)

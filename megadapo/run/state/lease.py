@@ -17,7 +17,7 @@ from typing import Self
 
 from megadapo.cluster.this_node import this_machine
 from megadapo.cluster.watch.guard import start_time
-from megadapo.errors import ConfigError, InfraError
+from megadapo.errors import InfraError
 
 LEASE_FILE = "lease.json"
 HEARTBEAT_S = 10.0
@@ -70,8 +70,8 @@ class Lease:
         If that driver ran on another machine, wait until its heartbeat is overdue.
 
         Raises:
-            ConfigError: another driver is alive; no file was changed.
-            InfraError: the folder cannot be written to.
+            InfraError: another driver is alive, and no file was changed; or the folder cannot be
+                written to.
         """
         driver = Driver.here()
         while not _claim(folder / LEASE_FILE, driver):
@@ -137,15 +137,31 @@ def heartbeat_of(folder: Path, pid: int) -> float | None:
 
 
 def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
-    """Return the living driver of a run, or None; write no file."""
+    """Return the living driver of a run, or None."""
     path = folder / LEASE_FILE
     holder = _read(path)
     if holder is None:
         return None
     with contextlib.suppress(FileNotFoundError):
-        if _lives(holder, age_s=time.time() - path.stat().st_mtime, stale_s=stale_s):
+        if _lives(holder, age_s=age_s(path), stale_s=stale_s):
             return holder
     return None
+
+
+def age_s(path: Path) -> float:
+    """Return the seconds since a file was last written or touched, infinity if it is missing.
+
+    The clock is the one of the file's disk, so clocks of machines do not matter, unless this user
+    may not write to the folder.
+    """
+    written = _heartbeat_time(path)
+    if written is None:
+        return float("inf")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as fresh:
+            return os.fstat(fresh.fileno()).st_mtime - written
+    except OSError:
+        return time.time() - written
 
 
 def _claim(path: Path, driver: Driver) -> bool:
@@ -174,14 +190,14 @@ def _remove_stale(path: Path, stale_s: float) -> None:
     """Remove the lease of a dead driver.
 
     Raises:
-        ConfigError: its driver is alive.
+        InfraError: its driver is alive; it may end soon, so a supervisor tries again.
     """
     holder = _read(path)
-    if _lives(holder, age_s=_age_s(path), stale_s=stale_s) and not _is_overdue(path, stale_s):
+    if _lives(holder, age_s=age_s(path), stale_s=stale_s) and not _is_overdue(path, stale_s):
         who = "a driver that is starting"
         if holder is not None:
             who = f"process {holder.pid} on {holder.host}"
-        raise ConfigError(
+        raise InfraError(
             f"{path.parent} is driven by {who}: wait for it, stop it, or choose another "
             f"run.folder. If it is dead, {path} expires {stale_s:.0f} s after its last heartbeat"
         )
@@ -212,7 +228,7 @@ def _is_overdue(path: Path, stale_s: float) -> bool:
     _LOGGER.warning("%s is held by %s: waiting for its next heartbeat", path, who)
     heartbeat = _heartbeat_time(path)
     while _heartbeat_time(path) == heartbeat:
-        if _age_s(path) >= stale_s:
+        if age_s(path) >= stale_s:
             return True
         time.sleep(min(1.0, stale_s / 10))
     return _read(path) is None
@@ -226,18 +242,6 @@ def _heartbeat_time(path: Path) -> float | None:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
-
-
-def _age_s(path: Path) -> float:
-    """Return the seconds since the last heartbeat, by the clock of the lease's disk."""
-    heartbeat = _heartbeat_time(path)
-    if heartbeat is None:
-        return float("inf")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent) as fresh:
-            return os.fstat(fresh.fileno()).st_mtime - heartbeat
-    except OSError as error:
-        raise InfraError(f"{path.parent} cannot be written to: {error.strerror}") from error
 
 
 def _read(path: Path) -> Driver | None:

@@ -26,9 +26,12 @@ _LOGGER = logging.getLogger("megadapo.run")
 class Status:
     """Progress of one run; all times are ISO 8601 with zone."""
 
-    state: Literal["running", "finished", "stopped", "failed"] = "running"
-    """State as the driver last wrote it; a killed driver leaves "running"."""
+    state: Literal["running", "waiting", "finished", "stopped", "failed"] = "running"
+    """State as driver or supervisor last wrote it; a killed driver leaves "running"."""
     reason: str | None = None
+    """Reason why the last driver ended."""
+    waits_until: str | None = None
+    """Time at which the supervisor starts the next driver."""
     phase: str = "start"
     step: int = 0
     """Last completed step."""
@@ -112,7 +115,7 @@ class StatusFile:
     def _write(self) -> None:
         self._written_at, self._has_news = time.monotonic(), False
         try:
-            replace_text(self._path, json.dumps(asdict(self._status), indent=2) + "\n", sync=False)
+            replace_text(self._path, _json(self._status), sync=False)
         except InfraError as error:
             # a status that cannot be written must not end the run
             _LOGGER.warning("the status was not written: %s", error)
@@ -131,6 +134,20 @@ def read_status(folder: Path) -> Status:
         raise DataError(f"{folder} has no {STATUS_FILE}: it is not a run's folder") from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def rewrite_status(folder: Path, **changes: Any) -> None:
+    """Change the status of a run that no driver writes, as its supervisor does.
+
+    A folder without a status, or one that refuses the write, stays as it is.
+    """
+    with suppress(DataError, InfraError):
+        status = replace(read_status(folder), updated=_now(), **changes)
+        replace_text(folder / STATUS_FILE, _json(status), sync=False)
+
+
+def _json(status: Status) -> str:
+    return json.dumps(asdict(status), indent=2) + "\n"
 
 
 def _now() -> str:

@@ -8,26 +8,32 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megadapo.cluster.processes import descendants
-from megadapo.errors import DataError, InfraError, MegadapoError, RunInterruptedError
-from megadapo.run.state.lease import STALE_S, heartbeat_of
-from megadapo.run.state.status import Status, read_status
+from megadapo.errors import DataError, InfraError, MegadapoError
+from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.run.state.lease import STALE_S, heartbeat_of, holder_of
+from megadapo.run.state.restart_budget import (
+    FIRST_WAIT_S,
+    GIVE_UP_AFTER_S,
+    DriverEnd,
+    RestartBudget,
+    end_name,
+)
+from megadapo.run.state.status import Status, read_status, rewrite_status
 from megadapo.run.state.stop import SIGNALS
 
-RESTARTED = (MegadapoError.exit_code, InfraError.exit_code, RunInterruptedError.exit_code)
-"""Exit codes that a restart can fix: an unexpected error, or Ray's core when its daemons are gone;
-failed processes; and preemption."""
-MAX_FRUITLESS = 3
-"""Number of restarts in a row without a completed step after which the supervisor gives up."""
 RESUME = "--run.resume=auto"
-FIRST_WAIT_S = 5.0
-LONGEST_WAIT_S = 300.0
-WATCH_S = 1.0
-"""Seconds between two checks of the driver's heartbeat."""
+LOOK_S = 1.0
+"""Seconds between two looks at the driver."""
+COUNTED_LOOKS = 5
+"""Longest time between two looks that counts as silence of the driver, in looks; in a longer one
+this process was suspended, and perhaps the driver with it."""
 LEFTOVERS_S = 60.0
 """Seconds after which the children of a killed driver are killed; they normally end earlier."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -43,21 +49,23 @@ class Supervisor:
         *,
         max_restarts: int,
         say: Callable[[str], None],
+        give_up_after_s: float = GIVE_UP_AFTER_S,
         first_wait_s: float = FIRST_WAIT_S,
         stale_s: float = STALE_S,
     ) -> None:
         """
         Args:
             command: starts the training; config overrides can be appended.
+            max_restarts: number of restarts of drivers that made progress.
             say: shows a line to the user.
-            first_wait_s: seconds before a restart if steps were completed.
+            give_up_after_s: seconds in which drivers without progress are started again.
+            first_wait_s: seconds before the first of several restarts.
             stale_s: seconds without a heartbeat after which a driver counts as hung.
         """
         self._command = list(command)
         self._folder = folder
-        self._max_restarts = max_restarts
+        self._budget = RestartBudget(max_restarts, give_up_after_s, first_wait_s)
         self._say = say
-        self._first_wait_s = first_wait_s
         self._stale_s = stale_s
         self._child: subprocess.Popen[bytes] | None = None
         self._asked_to_stop = False
@@ -72,86 +80,136 @@ class Supervisor:
         # a terminal that is closed ends neither the supervisor nor the driver, which inherits this
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            return self._run()
+            code = self._run()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-    def _run(self) -> int:
-        fruitless = 0
-        for restart in range(self._max_restarts + 1):
-            code, status = self._start()
-            fruitless = 0 if status is not None and status.step > status.resumed_from else fruitless
-            reason = self._why_not_restart(code, restart, fruitless)
-            if reason is not None:
-                if code != 0:
-                    self._say(f"not restarting: {reason}")
-                break
-            fruitless += 1
-            wait_s = min(self._first_wait_s * 2 ** (fruitless - 1), LONGEST_WAIT_S)
-            self._say(
-                f"ended with {_name(code)} after step {0 if status is None else status.step}; "
-                f"restart {restart + 1} of {self._max_restarts} in {wait_s:g} s"
-            )
-            if not self._sleep(wait_s):
-                break
         return code if code >= 0 else 128 - code
 
-    def _start(self) -> tuple[int, Status | None]:
-        """Run one driver until it ends; the status is None if the run did not start."""
+    def _run(self) -> int:
+        while (end := self._start()).code != 0:
+            why_not = "it was asked to stop" if self._asked_to_stop else self._budget.charge(end)
+            if why_not is None and not self._wait(end):
+                why_not = "it was asked to stop"
+            if why_not is not None:
+                self._say(f"not restarting: {why_not}")
+                self._write_end(end, why_not)
+                break
+        return end.code
+
+    def _start(self) -> DriverEnd:
+        """Run one driver until it ends."""
         # in its own session, so that Ctrl-C reaches it once, from here
         self._child = subprocess.Popen(self._command, start_new_session=True)
-        code = self._wait_for(self._child)
+        code, killed_for = self._wait_for(self._child)
         _end_leftovers()
-        try:
-            status = read_status(self._folder)
-        except DataError:
-            return code, None
-        if status.pid != self._child.pid:
-            return code, None
+        status = self._status_of(self._child.pid)
+        if status is None:
+            reason = killed_for or f"{end_name(code)} before it reached the run"
+            return DriverEnd(code=code, made_progress=False, step=0, journal_bytes=0, reason=reason)
         if status.checkpoint_step > status.resumed_from:
             # from here on the run's newest checkpoint, even if the command names another one
             self._command = [word for word in self._command if word != RESUME] + [RESUME]
-        return code, status
+        completed = status.step > status.resumed_from
+        return DriverEnd(
+            code=code,
+            made_progress=completed or status.micro_batches > 0 or status.tokens > 0,
+            step=status.step,
+            journal_bytes=_num_bytes(self._folder / JOURNAL_FOLDER),
+            reason=killed_for or status.reason or end_name(code),
+        )
 
-    def _wait_for(self, driver: subprocess.Popen[bytes]) -> int:
-        """Return a driver's exit code; kill it if its heartbeat stops."""
-        last, since = None, time.monotonic()
+    def _wait_for(self, driver: subprocess.Popen[bytes]) -> tuple[int, str | None]:
+        """Return a driver's exit code, and the reason if it was killed for its silence."""
+        look_s = min(LOOK_S, self._stale_s / 20)
+        heartbeat, killed_for = _Silence(COUNTED_LOOKS * look_s), None
         while True:
             try:
-                return driver.wait(timeout=WATCH_S)
+                return driver.wait(timeout=look_s), killed_for
             except subprocess.TimeoutExpired:
-                seen = heartbeat_of(self._folder, driver.pid)
-            if seen is None or seen != last:
-                last, since = seen, time.monotonic()
-            elif time.monotonic() - since > self._stale_s:
-                self._say(f"the driver has sent no heartbeat for {self._stale_s:g} s: killing it")
+                silent_s = heartbeat.seconds(heartbeat_of(self._folder, driver.pid))
+            if silent_s > self._stale_s and killed_for is None:
+                killed_for = f"the driver has sent no heartbeat for {self._stale_s:g} s"
+                self._say(f"{killed_for}: killing it")
                 driver.kill()
 
-    def _why_not_restart(self, code: int, restart: int, fruitless: int) -> str | None:
-        if code == 0:
-            return "it has finished"
-        if self._asked_to_stop:
-            return "it was asked to stop"
-        if code > 0 and code not in RESTARTED:
-            return f"a restart cannot fix {_name(code)}"
-        if restart == self._max_restarts:
-            return f"the limit of {self._max_restarts} restarts is reached"
-        if fruitless == MAX_FRUITLESS:
-            return f"{MAX_FRUITLESS} restarts in a row completed no step"
-        return None
-
-    def _sleep(self, seconds: float) -> bool:
-        """Wait; return False if the supervisor was asked to stop."""
-        until = time.monotonic() + seconds
-        while not self._asked_to_stop and time.monotonic() < until:
+    def _wait(self, end: DriverEnd) -> bool:
+        """Wait for the next start; return False if the supervisor was asked to stop."""
+        wait_s = self._budget.wait_s
+        self._say(
+            f"ended with {end_name(end.code)} after step {end.step}; {self._budget} in {wait_s:g} s"
+        )
+        until = datetime.now().astimezone() + timedelta(seconds=wait_s)
+        if not self._has_driver():
+            rewrite_status(
+                self._folder,
+                state="waiting",
+                reason=end.reason,
+                waits_until=until.isoformat(timespec="seconds"),
+            )
+        stop_waiting = time.monotonic() + wait_s
+        while not self._asked_to_stop and time.monotonic() < stop_waiting:
             time.sleep(0.1)
         return not self._asked_to_stop
+
+    def _write_end(self, end: DriverEnd, why_not: str) -> None:
+        """Write the end of a run that its last driver has not written."""
+        with suppress(DataError):
+            if read_status(self._folder).state in ("running", "waiting") and not self._has_driver():
+                rewrite_status(
+                    self._folder,
+                    state="stopped" if self._asked_to_stop else "failed",
+                    reason=f"{end.reason}; not restarted: {why_not}",
+                    waits_until=None,
+                )
+
+    def _status_of(self, pid: int) -> Status | None:
+        """Return the status that a driver wrote; None if it did not come so far."""
+        try:
+            status = read_status(self._folder)
+        except DataError:
+            return None
+        return status if status.pid == pid else None
+
+    def _has_driver(self) -> bool:
+        """Return whether a driver that another process started may write to the folder."""
+        try:
+            return holder_of(self._folder) is not None
+        except (OSError, MegadapoError):
+            return True
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_stop = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
+
+
+class _Silence:
+    """The time during which a value did not change, while this process was running."""
+
+    def __init__(self, counted_s: float) -> None:
+        """`counted_s`: longest time between two looks that counts."""
+        self._counted_s = counted_s
+        self._value: object = None
+        self._looked_at = time.monotonic()
+        self._seconds = 0.0
+
+    def seconds(self, value: object) -> float:
+        """Return the seconds of silence; None as value is no silence."""
+        since, self._looked_at = self._looked_at, time.monotonic()
+        if value is None or value != self._value:
+            self._value, self._seconds = value, 0.0
+        else:
+            self._seconds += min(self._looked_at - since, self._counted_s)
+        return self._seconds
+
+
+def _num_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder; 0 without it."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except OSError:
+        return 0
 
 
 def _end_leftovers() -> None:
@@ -175,7 +233,3 @@ def _reap() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _name(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -40,6 +40,16 @@ def test_auto_device_must_match_the_nodes() -> None:
         with pytest.raises(ConfigError, match=r"cluster.device.* no GPU .* offer 16:"):
             check_device(auto, 16.0)
     check_device(auto, float(auto.uses_cuda))
+
+
+def test_gpus_of_nodes_may_still_join(monkeypatch) -> None:
+    """A configuration error would never be restarted."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(InfraError, match=r"cluster.device.* has a GPU.* offer 0:"):
+        check_device(ClusterConfig(), 0.0)
+
+
+def test_device_that_is_named_is_not_compared() -> None:
     check_device(ClusterConfig(device="cpu"), 16.0)
 
 

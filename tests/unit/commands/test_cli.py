@@ -79,6 +79,21 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     return run
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90m", 5400), ("24h", 86400), ("1.5d", 129600), ("2s", 2)]
+)
+def test_time_to_give_up_after_has_a_unit(text, seconds):
+    arguments = cli.build_parser().parse_args(["train", "x.toml", "--give-up-after", text])
+    assert arguments.give_up_after == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1w", "h", "24h30m"])
+def test_time_that_cannot_be_read_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "x.toml", f"--give-up-after={text}"])
+    assert "is no time such as 90m, 24h or 3d" in capsys.readouterr().err
+
+
 def test_dry_run_prints_configuration_and_starts_nothing(recipe, tmp_path, monkeypatch):
     """A process of its own shows its imports and files."""
     argv = ["train", str(recipe), "--dry-run", "--run.seed=5", "--resume", "never"]

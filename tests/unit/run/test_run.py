@@ -1,6 +1,8 @@
 """A run's start, resume, refusal and evaluations."""
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,11 +77,22 @@ def test_impossible_folder_is_one_message(tmp_path):
         open_and_close(config_of(tmp_path / "file" / "run"))
 
 
+def test_folder_of_a_disk_that_is_not_mounted_may_come_back(tmp_path, monkeypatch):
+    """A configuration error would never be restarted."""
+
+    def refuse(path: Path, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(InfraError, match=r"run\.folder = .* cannot be created: Read-only"):
+        open_and_close(config_of(tmp_path / "run"))
+
+
 def test_second_driver_changes_nothing(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         before = (tmp_path / "metrics.jsonl").read_bytes()
-        with pytest.raises(ConfigError, match="is driven by process"):
+        with pytest.raises(InfraError, match="is driven by process"):
             open_and_close(config_of(tmp_path))
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
     with pytest.raises(CheckpointError, match="run.folder"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import ConfigError, InfraError
+from megadapo.errors import InfraError
 from megadapo.run.state import lease as lease_module
 from megadapo.run.state.lease import LEASE_FILE, Driver, Lease, holder_of
 from tests.support.processes.running import wait_until
@@ -20,7 +20,7 @@ from tests.support.processes.running import wait_until
 HEAD = """
 import sys, time
 from pathlib import Path
-from megadapo.errors import ConfigError
+from megadapo.errors import InfraError
 from megadapo.run.state.lease import Lease
 folder = Path(sys.argv[1])
 """
@@ -57,7 +57,7 @@ def of_another_machine() -> Driver:
 
 def test_second_driver_is_refused_with_the_holder(tmp_path):
     lease = Lease.take(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on "):
+    with pytest.raises(InfraError, match=rf"process {os.getpid()} on "):
         Lease.take(tmp_path)
     lease.check()
     lease.close()
@@ -67,7 +67,7 @@ def test_second_driver_is_refused_with_the_holder(tmp_path):
 
 def test_lease_of_killed_driver_is_taken_at_once(tmp_path):
     process = start(HOLD, tmp_path)
-    with pytest.raises(ConfigError, match=f"process {process.pid} on"):
+    with pytest.raises(InfraError, match=f"process {process.pid} on"):
         Lease.take(tmp_path)
     assert holder_of(tmp_path).pid == process.pid
     process.kill()
@@ -88,7 +88,7 @@ def test_living_remote_driver_keeps_its_lease(tmp_path):
         time.sleep(0.2)
         assert not second.done()
         os.utime(tmp_path / LEASE_FILE)
-        with pytest.raises(ConfigError, match="node-7"):
+        with pytest.raises(InfraError, match="node-7"):
             second.result(timeout=30)
 
 
@@ -101,6 +101,17 @@ def test_silent_remote_driver_loses_its_lease(tmp_path):
     Lease.take(tmp_path, stale_s=40).close()
 
 
+def test_holder_lives_whatever_this_machines_clock_says(tmp_path, monkeypatch):
+    write(tmp_path, of_another_machine())
+    for ahead_s in (-7200, 7200):
+        now = time.time() + ahead_s
+        with monkeypatch.context() as patched:
+            patched.setattr(lease_module.time, "time", lambda now=now: now)
+            assert holder_of(tmp_path).host == "node-7"
+    write(tmp_path, of_another_machine(), age_s=500)
+    assert holder_of(tmp_path) is None
+
+
 def test_lease_in_writing_is_not_taken(tmp_path):
     path = tmp_path / LEASE_FILE
     path.touch()
@@ -108,7 +119,7 @@ def test_lease_in_writing_is_not_taken(tmp_path):
         second = pool.submit(Lease.take, tmp_path)
         time.sleep(0.2)
         write(tmp_path, of_another_machine())
-        with pytest.raises(ConfigError, match="a driver that is starting"):
+        with pytest.raises(InfraError, match="a driver that is starting"):
             second.result(timeout=30)
     os.utime(path, (1, 1))
     Lease.take(tmp_path).close()
@@ -147,7 +158,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 try:
     lease = Lease.take(folder, stale_s=60)
-except ConfigError:
+except InfraError:
     print("refused", flush=True)
 else:
     print("taken", flush=True)
