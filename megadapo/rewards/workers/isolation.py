@@ -14,17 +14,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megadapo.rewards.workers import seccomp
+
 MAX_FILES_BYTES = 64 << 20
 """Size of the file system in memory."""
+MAX_FILES = 4096
+"""Number of files and folders in it."""
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 128
 
-# constants of unshare(2), mount(2), umount2(2), prctl(2) and capset(2)
+# constants of unshare(2), mount(2), umount2(2), keyctl(2), prctl(2) and capset(2)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+KEYCTL_JOIN_SESSION_KEYRING = 1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
@@ -84,8 +89,14 @@ def enter_alone() -> int:
 def drop_privileges(user: int, *, max_processes: int = MAX_PROCESSES) -> None:
     """Become a user without privileges, permanently and for all children.
 
-    `max_processes`: limit for this user, including this process; 0 allows no new process.
+    Args:
+        max_processes: limit for this user, including this process; 0 allows no new process, and no
+            signal to another one.
+
+    Raises:
+        OSError: the kernel lacks a part of it.
     """
+    _join_own_keyring()
     limits = (
         (resource.RLIMIT_NPROC, max_processes),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
@@ -102,6 +113,16 @@ def drop_privileges(user: int, *, max_processes: int = MAX_PROCESSES) -> None:
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    seccomp.restrict(alone=max_processes == 0)
+
+
+def _join_own_keyring() -> None:
+    """Leave the session keyring of the run's user, whose keys no namespace hides.
+
+    Otherwise file systems could use them for files that the process opens. A container may forbid
+    this and the user's quota may be used up; the seccomp filter denies every other use of keys.
+    """
+    _libc.syscall(seccomp.number("keyctl"), KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def _unshare(namespaces: int) -> int:
@@ -127,7 +148,8 @@ def _enter_own_files() -> None:
         for point in _MOUNT_POINTS
         if os.path.isdir(point) and not any(source.startswith(f"{point}/") for source in sources)
     )
-    _mount("sandbox", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={MAX_FILES_BYTES},mode=755")
+    files = f"size={MAX_FILES_BYTES},nr_inodes={MAX_FILES},mode=755"
+    _mount("sandbox", root, "tmpfs", MS_NOSUID | MS_NODEV, files)
     for source in sources:
         _show(source, root + source)
     # may exist already, if Python is installed below it
@@ -142,9 +164,11 @@ def _enter_own_files() -> None:
 def _sources() -> Iterator[str]:
     """Yield the visible system files: Python, its packages and their shared libraries."""
     shown: list[str] = []
-    for path in (*_SYSTEM, *_DEVICES, sys.base_prefix, sys.prefix):
+    python = (sys.base_prefix, sys.prefix)
+    # an environment may be a link
+    for path in (*_SYSTEM, *_DEVICES, *python, *map(os.path.realpath, python)):
         path = os.path.abspath(path)
-        if os.path.lexists(path) and not any(path.startswith(f"{one}/") for one in shown):
+        if os.path.lexists(path) and not any(f"{path}/".startswith(f"{one}/") for one in shown):
             shown.append(path)
             yield path
 

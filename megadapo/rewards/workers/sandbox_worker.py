@@ -31,6 +31,9 @@ from megadapo.rewards.workers.worker import (
 
 Ending = Literal["done", "error", "timeout"]
 
+PROBE_S = 30.0
+"""Limit of the empty program that each sandbox runs first."""
+
 
 def main() -> None:
     """Serve runs of a program.
@@ -53,6 +56,9 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
             "generated code never runs unisolated: allow user namespaces, or use another machine"
         ) from error
     run = partial(_run, user=user, output_bytes=settings["output_bytes"])
+    # otherwise a restriction that the kernel refuses would fail every program
+    if run("", None, "", PROBE_S)["ending"] != "done":
+        raise CannotStart("not even an empty program can run in the sandbox on this system")
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         until = time.monotonic() + request["seconds"]
