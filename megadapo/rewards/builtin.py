@@ -15,7 +15,7 @@ Messages = Sequence[Mapping[str, str]]
 
 STEP_SEPARATORS = (";", "\n")
 """Ends of a step in a worked sum."""
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
+_FENCED = re.compile(r"```(?:json)?+[^\S\n]*+\n(.*?)```", re.S)
 _SUM = re.compile(r"\s*([0-9]{1,9})\+([0-9]{1,9})=([0-9]{1,9})[;\s]*")
 _ANSWER = re.compile(r"\s*Answer:.*", re.S)
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from megadapo.errors import DataError
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
+# possessive, so that a long run of spaces is read once and not from each of its spaces; this runs
+# in the driver, where a regular expression stops all threads
+_FENCED = re.compile(r"```[ \t]*+(?:python|py)?+[ \t]*+\n(.*?)```", re.S | re.I)
 
 
 @dataclass(frozen=True)
