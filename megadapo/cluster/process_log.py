@@ -11,7 +11,11 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megadapo.errors import InfraError
 
 LOGS_FOLDER = "logs"
 """Name of the folder of logs in a run's folder."""
@@ -19,6 +23,8 @@ START_LINE = "=== a process starts ===\n"
 """First line that a process writes; it separates the processes that share a log."""
 STACK_SIGNAL = signal.SIGUSR1
 """Signal on which a process writes the Python stacks of its threads."""
+QUIT_SIGNAL = signal.SIGQUIT
+"""Signal on which the driver does; STACK_SIGNAL asks it for a checkpoint."""
 MAX_BYTES = 64 << 20
 """Size above which a log is moved to FILE.1, which is overwritten."""
 TAIL_BYTES = 1 << 20
@@ -34,6 +40,11 @@ def trainer_log(folder: Path, rank: int) -> Path:
 def engine_log(folder: Path, index: int) -> Path:
     """Return the log of a rollout engine and of vLLM's processes."""
     return folder / f"engine-{index}.log"
+
+
+def driver_log(run_folder: Path) -> Path:
+    """Return the file of the driver's stacks; its messages are in log.txt."""
+    return run_folder / LOGS_FOLDER / "driver.log"
 
 
 def redirect_output(path: Path, *, max_bytes: int = MAX_BYTES, check_s: float = _CHECK_S) -> None:
@@ -53,6 +64,26 @@ def redirect_output(path: Path, *, max_bytes: int = MAX_BYTES, check_s: float = 
 def write_stacks_on_signal() -> None:
     """Write stacks on STACK_SIGNAL; the handler needs neither the interpreter nor a lock."""
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True, chain=False)
+
+
+@contextmanager
+def stacks_on_quit(path: Path) -> Iterator[None]:
+    """Append the Python stacks of this process to a file on each QUIT_SIGNAL within this block.
+
+    Raises:
+        InfraError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise InfraError(f"{path} cannot be written: {error.strerror}") from error
+    with file:
+        faulthandler.register(QUIT_SIGNAL, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(QUIT_SIGNAL)
 
 
 def _limit_size(path: Path, max_bytes: int, check_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "status", "print the progress of a run")
     parser.description = (
         "Print a run's status.json. Exit code: 0 if the run is running or finished, 1 if its "
-        "supervisor waits to start it again, it was stopped, it failed, or its driver is gone."
+        "supervisor waits to start it again, it was stopped, it failed, it makes no progress, or "
+        "its driver is gone."
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -40,12 +41,17 @@ def _observed(folder: Path) -> dict[str, Any]:
 
     status = read_status(folder)
     changes: dict[str, str] = {}
+    # the file is written at each progress
+    still_s = age_s(folder / STATUS_FILE)
     if status.state == "running" and holder_of(folder) is None:
         changes = {"state": "gone", "reason": "the driver is dead, perhaps killed"}
+    elif status.state == "running" and still_s > status.stall_limit_s():
+        reason = f"no progress for {timedelta(seconds=round(still_s))}"
+        changes = {"state": "stalled", "reason": reason}
     elif status.state == "waiting" and status.waits_until is not None:
         # both times are of the supervisor's clock
         until, updated = map(datetime.fromisoformat, (status.waits_until, status.updated))
-        late_s = age_s(folder / STATUS_FILE) - (until - updated).total_seconds()
+        late_s = still_s - (until - updated).total_seconds()
         if late_s > STALE_S and holder_of(folder) is None:
             reason = f"the supervisor is dead, perhaps killed. Last driver: {status.reason}"
             changes = {"state": "gone", "reason": reason}

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Self
 
+from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError, CorruptCheckpointError, InfraError
@@ -81,6 +82,7 @@ class Run:
             run.log.show(*changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
+            stack.enter_context(stacks_on_quit(driver_log(folder)))
             stack.enter_context(run.log.opened())
             if not run.finished:
                 run.log.metrics.open_writers()

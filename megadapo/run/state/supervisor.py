@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megadapo.cluster.process_log import QUIT_SIGNAL, driver_log
 from megadapo.cluster.processes import descendants
 from megadapo.errors import DataError, InfraError, MegadapoError
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER
@@ -25,7 +26,7 @@ from megadapo.run.state.restart_budget import (
     RestartBudget,
     end_name,
 )
-from megadapo.run.state.status import Status, read_status, rewrite_status
+from megadapo.run.state.status import STALL_S, Status, read_status, rewrite_status
 from megadapo.run.state.stop import SIGNALS
 
 RESUME = "--run.resume=auto"
@@ -34,6 +35,8 @@ LOOK_S = 1.0
 COUNTED_LOOKS = 5
 """Longest time between two looks that counts as silence of the driver, in looks; in a longer one
 this process was suspended, and perhaps the driver with it."""
+STACKS_S = 1.0
+"""Seconds that a driver has to write its stacks before it is killed."""
 LEFTOVERS_S = 60.0
 """Seconds after which the children of a killed driver are killed; they normally end earlier."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,6 +55,7 @@ class Supervisor:
         give_up_after_s: float = GIVE_UP_AFTER_S,
         first_wait_s: float = FIRST_WAIT_S,
         stale_s: float = STALE_S,
+        stall_s: float = STALL_S,
     ) -> None:
         """
         Args:
@@ -61,12 +65,14 @@ class Supervisor:
             give_up_after_s: seconds in which drivers without progress are started again.
             first_wait_s: seconds before the first of several restarts.
             stale_s: seconds without a heartbeat after which a driver counts as hung.
+            stall_s: seconds without progress after which it does; longer after long pauses.
         """
         self._command = list(command)
         self._folder = folder
         self._budget = RestartBudget(max_restarts, give_up_after_s, first_wait_s)
         self._say = say
         self._stale_s = stale_s
+        self._stall_s = stall_s
         self._child: subprocess.Popen[bytes] | None = None
         self._asked_to_stop = False
 
@@ -122,16 +128,33 @@ class Supervisor:
     def _wait_for(self, driver: subprocess.Popen[bytes]) -> tuple[int, str | None]:
         """Return a driver's exit code, and the reason if it was killed for its silence."""
         look_s = min(LOOK_S, self._stale_s / 20)
-        heartbeat, killed_for = _Silence(COUNTED_LOOKS * look_s), None
+        heartbeat, progress = (_Silence(COUNTED_LOOKS * look_s) for _ in range(2))
+        hung_for = None
         while True:
             try:
-                return driver.wait(timeout=look_s), killed_for
+                return driver.wait(timeout=look_s), hung_for
             except subprocess.TimeoutExpired:
-                silent_s = heartbeat.seconds(heartbeat_of(self._folder, driver.pid))
-            if silent_s > self._stale_s and killed_for is None:
-                killed_for = f"the driver has sent no heartbeat for {self._stale_s:g} s"
-                self._say(f"{killed_for}: killing it")
-                driver.kill()
+                status = self._status_of(driver.pid)
+            hung_before, hung_for = hung_for, None
+            # a driver that has not reached the run must do so in time
+            seen, limit_s = "start", self._stall_s
+            if status is not None:
+                seen, limit_s = f"progress {status.progress}", status.stall_limit_s(self._stall_s)
+            if progress.seconds(seen) > limit_s:
+                hung_for = f"the driver has made no progress for {timedelta(seconds=limit_s)}"
+            if heartbeat.seconds(heartbeat_of(self._folder, driver.pid)) > self._stale_s:
+                hung_for = f"the driver has sent no heartbeat for {self._stale_s:g} s"
+            # a driver that was suspended too needs a moment
+            if hung_for is not None and hung_before is not None:
+                self._kill(driver, hung_for)
+
+    def _kill(self, driver: subprocess.Popen[bytes], reason: str) -> None:
+        """Kill a driver that hangs, after it has written its stacks."""
+        self._say(f"{reason}: killing it; its stacks are in {driver_log(self._folder)}")
+        driver.send_signal(QUIT_SIGNAL)
+        with suppress(subprocess.TimeoutExpired):
+            driver.wait(timeout=STACKS_S)
+        driver.kill()
 
     def _wait(self, end: DriverEnd) -> bool:
         """Wait for the next start; return False if the supervisor was asked to stop."""

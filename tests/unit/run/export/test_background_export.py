@@ -114,7 +114,8 @@ def test_killed_run_ends_its_export(tiny_model, tmp_path):
 def test_export_is_off_by_default(tiny_model, tmp_path):
     with Run.open(config_of(tmp_path, tiny_model, num_steps=2, export_every=0)) as run:
         advance(run, tiny_model, 2)
-    assert not (tmp_path / "exports").exists() and not (tmp_path / "logs").exists()
+    assert not (tmp_path / "exports").exists()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["driver.log"]
 
 
 @pytest.mark.parametrize("export_every", [-2, 1, 3])

@@ -1,6 +1,8 @@
 """status.json matches the run, and never ends it."""
 
 import json
+import os
+import time
 
 import pytest
 
@@ -90,6 +92,34 @@ def test_invalid_status_is_refused(tmp_path, text):
         read_status(tmp_path)
     resumed_at(tmp_path, 0)
     assert read_status(tmp_path).restarts == 0
+
+
+def test_driver_without_progress_is_stalled(tmp_path, capsys):
+    """The exit code was 0 as long as the driver was alive."""
+    lease = Lease.take(tmp_path)
+    resumed_at(tmp_path, 2).update(phase="export")
+    for age_s, code, state in ((7000, 0, "running"), (7300, 1, "stalled")):
+        then = time.time() - age_s
+        os.utime(tmp_path / STATUS_FILE, (then, then))
+        assert main(["status", str(tmp_path), "--json"]) == code
+        status = json.loads(capsys.readouterr().out)
+        assert status["state"] == state
+    assert status["reason"].startswith("no progress for 2:01:4")
+    lease.close()
+
+
+def test_limit_of_a_stall_follows_the_longest_pause(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
+    status = StatusFile(tmp_path, num_steps=9)
+    now[0] += 700.0
+    status.update(phase="rollout")
+    now[0] += 5.0
+    status.report_progress(0, 1)
+    assert read_status(tmp_path).stall_limit_s() == 14000.0
+    now[0] += 60.0
+    StatusFile(tmp_path, num_steps=9)
+    assert read_status(tmp_path).longest_pause_s == 700.0
 
 
 def test_command_tells_living_from_dead_driver(tmp_path, capsys):

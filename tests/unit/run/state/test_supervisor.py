@@ -34,7 +34,7 @@ def resume_and_complete(step):
     return status
 """
 SUPERVISOR = """
-import sys
+import os, sys
 from pathlib import Path
 from megadapo.run.state.supervisor import Supervisor
 folder, restarts, give_up_after, first_wait, *command = sys.argv[1:]
@@ -46,6 +46,7 @@ supervisor = Supervisor(
     give_up_after_s=float(give_up_after),
     first_wait_s=float(first_wait),
     stale_s=2.0,
+    stall_s=float(os.environ.get("STALL_S", "60")),
 )
 sys.exit(supervisor.run())
 """
@@ -98,6 +99,40 @@ def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
     )
     assert (code, len(starts)) == (0, 2)
     assert "no heartbeat for 2 s" in output and "SIGKILL after step 0" in output
+
+
+def test_driver_without_progress_writes_its_stacks_and_is_restarted(tmp_path, monkeypatch):
+    """Its heartbeat is a thread of its own, so a main thread that waits for ever looked healthy."""
+    monkeypatch.setenv("STALL_S", "1.5")
+    code, output, starts = supervise(
+        tmp_path,
+        """
+        from megadapo.cluster.process_log import driver_log, stacks_on_quit
+        from megadapo.run.state.lease import Lease
+        Lease.take(folder, heartbeat_s=0.1)
+        status = resume_and_complete(2)
+        for tokens in range(30):
+            time.sleep(0.1)
+            status.report_progress(0, tokens)
+            status._write()
+        def wait_for_ever():
+            time.sleep(60)
+        with stacks_on_quit(driver_log(folder)):
+            if num == 1: wait_for_ever()
+        """,
+    )
+    assert (code, len(starts)) == (0, 2)
+    assert "no progress for 0:00:0" in output
+    assert "SIGKILL after step 2; restart 1 of 5" in output
+    assert "in wait_for_ever" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+def test_driver_that_never_reaches_the_run_is_restarted(tmp_path, monkeypatch):
+    """A mount that hangs, or an import, was waited for without end."""
+    monkeypatch.setenv("STALL_S", "1.5")
+    code, output, starts = supervise(tmp_path, "if num == 1: time.sleep(60)")
+    assert (code, len(starts)) == (0, 2)
+    assert "no progress for" in output
 
 
 @pytest.mark.parametrize("wrong", [2, 3, 4, 6])
