@@ -107,7 +107,7 @@ def _prepare_folder(config: RunConfig) -> Path:
                 f"(run.folder with {SUFFIX} appended): choose another run.folder"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for step in saved_steps(folder):
             rollouts_path(folder, step).unlink()
         (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 from megadapo.cluster.process_log import driver_log, stacks_on_quit
@@ -60,13 +62,7 @@ class Run:
             InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            # a folder that is not mounted yet can be created later, one below a file never
-            is_wrong = isinstance(error, NotADirectoryError | FileExistsError)
-            kind = ConfigError if is_wrong else InfraError
-            raise kind(f"run.folder = {folder} cannot be created: {error.strerror}") from error
+        warnings = _make_folder(folder)
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
             store = checkpoint_store(config)
@@ -79,7 +75,7 @@ class Run:
             store.remove_unfinished()
             run.checkpoints.resume_from(point)
             run._restore_step()
-            run.log.show(*changes)
+            run.log.show(*warnings, *changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
             stack.enter_context(stacks_on_quit(driver_log(folder)))
@@ -187,3 +183,21 @@ class Run:
         """Plot a run that has done all its steps, and print its table."""
         plot_run(self.folder)
         print_report(self.folder)
+
+
+def _make_folder(folder: Path) -> list[str]:
+    """Create a run's folder, readable by its user only; return a warning if others can read it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        readable = folder.stat().st_mode & stat.S_IROTH
+    except OSError as error:
+        # a folder that is not mounted yet can be created later, one below a file never
+        is_wrong = isinstance(error, NotADirectoryError | FileExistsError)
+        kind = ConfigError if is_wrong else InfraError
+        raise kind(f"run.folder = {folder} cannot be created: {error.strerror}") from error
+    if not readable:
+        return []
+    return [
+        f"every user of this machine can read {folder}, with its prompts, responses and settings: "
+        "chmod o-rwx unless they should"
+    ]

@@ -97,7 +97,7 @@ class WorkerProcess:
         )
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", program.module, settings],
+                [sys.executable, "-P", "-m", program.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -113,6 +113,9 @@ class WorkerProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid
         self.replies = self._stdout.fileno()
+        # options may hold secrets, and arguments of a process are visible to every user
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(settings.encode() + b"\n")
         self._limit(START_TIMEOUT_S)
 
     def assign(self, number: int, request: Mapping[str, Any], timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """The main loop of a worker process: it limits itself, then answers requests one by one.
 
 `processes.ProcessPool` starts it as a separate process, because its work can hang or fill the
-memory. It sets its limits before it reads anything, and may be killed at any time.
+memory. It sets its limits before it reads any request, and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class CannotStart(Exception):
 
 
 def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True) -> None:
-    """Answer each request line `{"cpu_s", "request"}` with the line of the handler's reply.
+    """Read the program's arguments from the first line of stdin, and answer the lines after it.
+
+    A request line is `{"cpu_s", "request"}`; the answer is the line of the handler's reply.
 
     Args:
         prepare: creates the handler from the program's arguments; may raise CannotStart.
         limits_written: False if the handler itself limits files to `output_bytes`.
     """
-    settings = json.loads(sys.argv[1])
+    settings = json.loads(sys.stdin.buffer.readline())
     replies = _take_stdout(settings["output_bytes"])
     try:
         memory_bytes = settings["memory_bytes"]

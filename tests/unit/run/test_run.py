@@ -26,6 +26,27 @@ def test_fresh_run_starts_at_step_one(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["run"]["num_steps"] == 5
 
 
+def test_new_folder_is_the_users_alone(tmp_path):
+    """Prompts, responses and settings would be readable by every user of the machine."""
+    folder = tmp_path / "runs" / "new"
+    before = os.umask(0)
+    try:
+        with Run.open(config_of(folder)):
+            pass
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o755, 1), (0o750, 0)])
+def test_existing_folder_keeps_its_permissions(tmp_path, mode, warned):
+    tmp_path.chmod(mode)
+    with Run.open(config_of(tmp_path)):
+        pass
+    assert tmp_path.stat().st_mode & 0o777 == mode
+    assert (tmp_path / "log.txt").read_text().count("chmod o-rwx") == warned
+
+
 def test_resumed_run_drops_later_records(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation_record(0))

@@ -14,11 +14,11 @@ import pytest
 from megadapo.rewards.workers import seccomp
 
 LAUNCHER = """
-import ctypes, json, sys
+import ctypes, sys
 from megadapo.rewards.workers import sandbox_worker, seccomp
 
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # other users install filters with PR_SET_NO_NEW_PRIVS
-seccomp.install(seccomp.program(json.loads(sys.argv.pop())))
+seccomp.install(seccomp.program(sys.argv[1:]))
 sandbox_worker.main()
 """
 NOBODY = 65534
@@ -134,10 +134,10 @@ class Setting:
         settings = {"memory_bytes": 1 << 29, "output_bytes": 1 << 16, "idle": False}
         limits = {"seconds_per_run": 8.0, "seconds": 8.0, "stops_early": False}
         request = {"code": code, "tests": None, "inputs": [text], **limits}
-        command = [self._python, "-c", LAUNCHER, json.dumps(settings), json.dumps(self._denied)]
+        command = [self._python, "-c", LAUNCHER, *self._denied]
         done = subprocess.run(
             [*self._prefix, *command],
-            input=json.dumps({"cpu_s": 9, "request": request}) + "\n",
+            input=f"{json.dumps(settings)}\n{json.dumps({'cpu_s': 9, 'request': request})}\n",
             capture_output=True,
             text=True,
             env={"PYTHONPATH": str(Path(seccomp.__file__).parents[3])},

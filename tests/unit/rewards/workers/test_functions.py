@@ -72,6 +72,17 @@ def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     assert (only.reward, only.correct) == (-1.0 + 9.0, False)
 
 
+def test_options_are_no_arguments_of_the_process() -> None:
+    """Every user of the machine sees these, and options may hold a key."""
+    own = RewardFunction(function=f"{MODULE}:scaled", options={"factor": 7391})
+    runner = start_runner(own)
+    try:
+        (pid,) = runner._pools[0].process_ids
+        assert b"7391" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    finally:
+        runner.close()
+
+
 def test_rule_alone_starts_no_process() -> None:
     with Scorer(RewardConfig(symbolic=False)) as scorer:
         assert scorer._runners == {}

@@ -246,12 +246,12 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
     program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
     settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
     code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
-    command = [sys.executable, "-c", program, json.dumps(settings)]
+    command = [sys.executable, "-c", program]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *command]
     done = subprocess.run(
         command,
-        input=json.dumps({"cpu_s": 5, "request": request(code)}) + "\n",
+        input=f"{json.dumps(settings)}\n{json.dumps({'cpu_s': 5, 'request': request(code)})}\n",
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
