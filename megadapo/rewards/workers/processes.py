@@ -112,10 +112,13 @@ class WorkerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid
-        self.replies = self._stdout.fileno()
+        self.requests, self.replies = self._stdin.fileno(), self._stdout.fileno()
+        # a worker that does not read must not block the caller
+        os.set_blocking(self.requests, False)
         # options may hold secrets, and arguments of a process are visible to every user
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(settings.encode() + b"\n")
+        self.unsent = settings.encode() + b"\n"
+        """Rest of the settings or a request, which the pipe has not taken yet."""
+        self.send()
         self._limit(START_TIMEOUT_S)
 
     def assign(self, number: int, request: Mapping[str, Any], timeout_s: float) -> None:
@@ -123,8 +126,17 @@ class WorkerProcess:
         self.number = number
         self._limit(timeout_s)
         line = json.dumps({"cpu_s": math.ceil(timeout_s) + 1, "request": request}) + "\n"
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(line.encode())
+        self.unsent = line.encode()
+        self.send()
+
+    def send(self) -> None:
+        """Write as much of the request as the pipe takes now."""
+        try:
+            self.unsent = self.unsent[os.write(self.requests, self.unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.unsent = b""
 
     def _limit(self, seconds: float) -> None:
         self._limit_s = seconds
@@ -279,9 +291,15 @@ class ProcessPool:
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
+                if worker.unsent:
+                    selector.register(worker.requests, selectors.EVENT_WRITE, worker)
             events = selector.select(max(0.0, until - time.monotonic()))
-        for worker in [key.data for key, _ in events]:
-            outcomes.update(self._take_reply(worker))
+        # writes first, as taking a reply may close the pipe
+        for key, _ in sorted(events, key=lambda event: event[1], reverse=True):
+            if key.fd == key.data.requests:
+                key.data.send()
+            else:
+                outcomes.update(self._take_reply(key.data))
         for worker in list(self._workers):
             if time.monotonic() >= worker.deadline and worker.used_up():
                 outcomes.update(self._replace(worker, "timeout"))

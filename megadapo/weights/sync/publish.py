@@ -186,7 +186,7 @@ class Publisher:
         base = self._versions.base
         if base is not None:
             current = self._peers.call_engines("weight_versions", doing="compare versions")
-            if any(version != base for ranks in current.values() for version in ranks):
+            if not self._versions.all_have_base(current):
                 self._warnings.append(
                     f"Engines do not have the weights of the last update ({current}, not {base}), "
                     "so all weights are sent."

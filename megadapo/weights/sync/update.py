@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,13 @@ class UpdateVersions:
         """Version that a delta can be sent from; None if all weights must be sent."""
         is_due = self._num_since_full + 1 >= FULL_EVERY
         return self._base if self.deltas and not is_due else None
+
+    def all_have_base(self, current: Mapping[int, Sequence[int | None]]) -> bool:
+        """Return whether every rank of every engine has the base of a delta.
+
+        `current`: version of each rank's weights, by engine.
+        """
+        return all(version == self.base for ranks in current.values() for version in ranks)
 
     def verifies(self, *, in_full: bool) -> bool:
         """Return whether the present update compares checksums."""

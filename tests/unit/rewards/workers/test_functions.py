@@ -1,6 +1,8 @@
 """Users' reward functions: their arguments, and that none of them can harm a run."""
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +140,24 @@ def test_failure_is_named_counted_and_costs_one_score(
         f"reward function hostile failed on 1 responses, which scored -0.5: 1 x {failed.failure}"
     )
     assert hostile.drain_warning() is None
+
+
+@pytest.mark.fault
+def test_worker_that_reads_nothing_costs_its_time_limit() -> None:
+    """Catches a blocking write: a request beyond the pipe's 64 KiB would wait for ever."""
+    runner = start_runner(function("scaled", timeout_s=1.0, options={"factor": 1}))
+    try:
+        long = "x" * 3_000_000
+        (whole,) = runner.score_group(PROMPT, [long], tokens(["a"]))
+        assert (whole.score, whole.failure) == (len(long), None)
+        (process_id,) = runner._pools[0].process_ids
+        os.kill(process_id, signal.SIGSTOP)
+        started = time.perf_counter()
+        stopped, other = runner.score_group(PROMPT, ["x" * 200_000, "y"], tokens(["a", "a"]))
+        assert time.perf_counter() - started < 10.0
+        assert (stopped.failure, other.score) == ("took longer than 1 s", 1.0)
+    finally:
+        runner.close()
 
 
 def test_on_failure_stop_ends_the_run(caplog) -> None:

@@ -40,6 +40,32 @@ def test_deltas_count_and_new_connection_starts_with_verification():
     assert send_update(versions, in_full=True)
 
 
+def test_delta_needs_its_base_on_every_rank_of_every_engine():
+    """Catches a delta that is added to other weights on one rank: wrong weights, unnoticed."""
+    versions = UpdateVersions(WeightsConfig(), deltas=True)
+    version = versions.begin()
+    versions.finish(version, in_full=True)
+    assert versions.base == version
+    assert versions.all_have_base({0: [version, version], 2: [version, version]})
+    for other in (version - 1, version + 1, None):
+        assert not versions.all_have_base({0: [version, version], 2: [version, other]})
+        assert not versions.all_have_base({0: [other, version], 2: [version, version]})
+        assert not versions.all_have_base({0: [other, other], 2: [version, version]})
+
+
+def test_update_after_a_failed_one_sends_all_weights():
+    """Catches trust in the old base, which some engines have lost in the middle of the update."""
+    versions = UpdateVersions(WeightsConfig(), deltas=True)
+    first = versions.begin()
+    versions.finish(first, in_full=True)
+    failed = versions.begin()
+    assert versions.base is None
+    again = versions.begin()
+    assert len({first, failed, again}) == 3
+    versions.finish(again, in_full=True)
+    assert versions.base == again
+
+
 @pytest.mark.parametrize("value", [0, -1, True, "seldom", 2.5])
 def test_invalid_verify_is_refused(value):
     with pytest.raises(ConfigError, match="weights.verify"):
