@@ -6,12 +6,18 @@ They are here because `megadapo/run` imports the configuration and cannot be imp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from megadapo.section import Section
+
+
+def _time_text(value: object) -> object:
+    """Return TOML's own times as text, and all other values as they are."""
+    return value.isoformat() if isinstance(value, date) else value
 
 
 class RunSection(Section, title="run"):
@@ -31,7 +37,24 @@ class RunSection(Section, title="run"):
     that would not end in time is cancelled. If updates take longer than this, every step is saved,
     because half an update cannot be. 0: always finish the current phase."""
 
+    save_before: Annotated[str | None, BeforeValidator(_time_text)] = None
+    """Time at which the machines are gone, such as "2026-12-01T06:00", local unless it has an
+    offset. The run saves and ends in time before it, and no supervisor starts it again. The reserve
+    is one update, weight sync and evaluation, and one and a half times the slowest save so far, or
+    five minutes before the first save."""
+
+    @property
+    def save_before_s(self) -> float | None:
+        """Same time in seconds since the epoch."""
+        if self.save_before is None:
+            return None
+        return datetime.fromisoformat(self.save_before).timestamp()
+
     def conflicts(self) -> Iterator[str]:
+        try:
+            _ = self.save_before_s
+        except ValueError as error:
+            yield f"run.save_before: {error}; expected a time such as 2026-12-01T06:00"
         if self.folder == Path():
             yield "run.folder: expected a folder of the run's own, found the current directory"
         if not self.resume:

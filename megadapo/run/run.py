@@ -23,10 +23,14 @@ from megadapo.run.state.config_diff import check_config_diff
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.resume import checkpoint_store, find_resume_point
 from megadapo.run.state.run_checkpoints import RunCheckpoints
-from megadapo.run.state.stop import StopSignal
+from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal
+from megadapo.run.state.stop_watch import StopWatch
 
 BOUNDED_PHASES = ("train", "evaluate")
 """Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""
+
+FIRST_SAVE_S = 300.0
+"""Seconds to reserve for a save while none has been made."""
 
 
 class Run:
@@ -78,6 +82,14 @@ class Run:
             run.log.show(*warnings, *changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
+            stack.enter_context(
+                StopWatch(
+                    folder,
+                    run._stop,
+                    save_before=config.run.save_before_s,
+                    reserve_s=run._reserve_s,
+                )
+            )
             stack.enter_context(stacks_on_quit(driver_log(folder)))
             stack.enter_context(run.log.opened())
             if not run.finished:
@@ -90,6 +102,11 @@ class Run:
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.log.end(error)
+
+    def _reserve_s(self) -> float:
+        """Return the seconds that a step in progress and its save may take."""
+        phases = sum(self.log.expected_s(name) for name in ("train", "sync", "evaluate"))
+        return phases + (self.checkpoints.reserved_s or FIRST_SAVE_S)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
         """Resume from the checkpoint before the current one, which proved to be damaged.
@@ -152,12 +169,20 @@ class Run:
         self.log.status.update(step=step)
 
     def evaluates(self, step: int) -> bool:
-        """Return whether the weights after `step` are due for evaluation and not evaluated yet."""
+        """Return whether the weights after `step` must be evaluated and are not evaluated yet."""
         config = self._config.evaluation
-        if config.every == 0:
+        due = self._stop.take(EVALUATE_SIGNAL)
+        if due and self._config.data.held_out is None:
+            self.log.show(f"{EVALUATE_SIGNAL.name}: data.held_out is not set")
             return False
-        due = step % config.every == 0 or step == self._config.run.num_steps
+        if config.every > 0:
+            due |= step % config.every == 0 or step == self._config.run.num_steps
         return due and all(record.step != step for record in read_evaluations(self.folder))
+
+    def saves(self, step: int) -> bool:
+        """Return whether the completed step gets a checkpoint, as one that a signal asks for."""
+        is_asked = self._stop.take(SAVE_SIGNAL)
+        return is_asked or self.checkpoints.is_due(step)
 
     def save(self, write_trainer: WriteTrainer, *, num_bytes: int = 0, wait: bool = False) -> None:
         """Begin to checkpoint the last completed step unless it is saved already.

@@ -38,6 +38,8 @@ class DriverEnd:
     journal_bytes: int
     """Size of the journal, which grows with every group that a restart does not repeat."""
     reason: str
+    stays_stopped: bool = False
+    """Whether it was asked not to be started again."""
 
     def repeats(self, last: DriverEnd) -> bool:
         """Return whether the `last` driver failed in this step, as far in it, with this message."""
@@ -70,6 +72,8 @@ class RestartBudget:
 
     def charge(self, end: DriverEnd) -> str | None:
         """Charge the restart after `end`; return the reason if none is left."""
+        if end.stays_stopped:
+            return "it was asked to stop"
         if end.code > 0 and end.code not in RESTARTED:
             return f"a restart cannot fix {end_name(end.code)}"
         if not end.made_progress:

@@ -34,6 +34,8 @@ class Status:
     """State as driver or supervisor last wrote it; a killed driver leaves "running"."""
     reason: str | None = None
     """Reason why the last driver ended."""
+    stays_stopped: bool = False
+    """Whether a supervisor must not start the run again."""
     waits_until: str | None = None
     """Time at which the supervisor starts the next driver."""
     phase: str = "start"
@@ -121,6 +123,7 @@ class StatusFile:
             text = " ".join(str(error).split())
             self.update(
                 state="stopped" if isinstance(error, RunInterruptedError) else "failed",
+                stays_stopped=isinstance(error, RunInterruptedError) and error.stays_stopped,
                 reason=f"{type(error).__name__}: {text}" if text else type(error).__name__,
             )
         status = self._status

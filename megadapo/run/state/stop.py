@@ -1,13 +1,16 @@
-"""Stop signals: SIGTERM or Ctrl-C once stops a run gently, a second one at once.
+"""Signals to a driver: SIGTERM or Ctrl-C once stops a run gently, a second one at once.
 
 A scheduler that signals every process of a job reaches the driver directly and through its
-supervisor, so signals within `ONE_REQUEST_S` count as one request.
+supervisor, so signals within `ONE_REQUEST_S` count as one request. SIGUSR1 saves, and SIGUSR2
+evaluates, the step that is in progress.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +21,10 @@ from typing import Any
 from megadapo.errors import RunInterruptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVE_SIGNAL = signal.SIGUSR1
+EVALUATE_SIGNAL = signal.SIGUSR2
+STEP_SIGNALS = (SAVE_SIGNAL, EVALUATE_SIGNAL)
+"""Signals that ask for something at the end of a step."""
 ONE_REQUEST_S = 0.3
 
 
@@ -30,6 +37,15 @@ class _Bound:
     reserved_s: float
 
 
+@dataclass(frozen=True)
+class _Order:
+    """A request to stop."""
+
+    reason: str
+    stays_stopped: bool
+    kill_at: float
+
+
 class StopSignal:
     """A stop signal, delayed until the run can stop without losing work."""
 
@@ -37,7 +53,16 @@ class StopSignal:
         """`grace_s`: seconds from the signal until the process is killed; 0 means no kill."""
         self._grace_s = grace_s
         self._requested: str | None = None
-        self._requested_at = 0.0
+        """Name of the signal, or of what else asked for the stop."""
+        self._stays_stopped = False
+        self._signalled_at: float | None = None
+        """Time of the stop signal; None if there was none."""
+        self._kill_at = math.inf
+        """Time at which the process is expected to be killed, on the clock `time.monotonic`."""
+        self._asked: set[int] = set()
+        """Signals of `STEP_SIGNALS` that no step has answered."""
+        self._order: _Order | None = None
+        self._lock = threading.Lock()
         self._may_interrupt = False
         self._bound: _Bound | None = None
         self._previous: dict[int, Any] = {}
@@ -48,15 +73,38 @@ class StopSignal:
             self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
             # a terminal that is closed ends nothing; processes that start later inherit this
             self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            if self._grace_s > 0:
-                number = signal.SIGALRM
-                self._previous[number] = signal.signal(number, lambda *_: self._stop_if_late())
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+            for number in STEP_SIGNALS:
+                self._previous[number] = signal.signal(number, lambda n, _: self._asked.add(n))
+            # a supervisor blocks them, because they would end a driver that has no handler yet
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
 
     def uninstall(self) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        with self._lock:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            self._previous = {}
+
+    def take(self, number: signal.Signals) -> bool:
+        """Return whether a signal of `STEP_SIGNALS` has come since the last call."""
+        was_asked = number in self._asked
+        self._asked.discard(number)
+        return was_asked
+
+    def request(self, reason: str, *, stays_stopped: bool, in_s: float | None = None) -> None:
+        """Request a stop from another thread, as a signal would, unless one is requested already.
+
+        Args:
+            reason: name of what asks for it, for the message.
+            stays_stopped: whether a supervisor must not start the run again.
+            in_s: seconds that are left, if it is not the grace period.
+        """
+        seconds = self._grace_s if in_s is None else in_s
+        self._order = _Order(reason, stays_stopped, time.monotonic() + seconds)
+        with self._lock:
+            if self._previous:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     def check(self) -> None:
         """Stop the run here if a stop was requested.
@@ -65,7 +113,9 @@ class StopSignal:
             RunInterruptedError: a stop was requested.
         """
         if self._requested is not None:
-            raise RunInterruptedError(f"stopped by {self._requested}")
+            raise RunInterruptedError(
+                f"stopped by {self._requested}", stays_stopped=self._stays_stopped
+            )
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -110,24 +160,39 @@ class StopSignal:
         if self._requested is None or self._bound is None:
             return
         now, bound = time.monotonic(), self._bound
-        left = self._requested_at + self._grace_s - bound.reserved_s - now
+        left = self._kill_at - bound.reserved_s - now
         if left <= 0 or bound.expected_end - now > left:
             self._bound = None
             raise RunInterruptedError(
                 f"stopped by {self._requested}: the phase would have taken "
                 f"{max(0.0, bound.expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
-                f"run.grace_s = {self._grace_s:g} were left for it"
+                f"run.grace_s = {self._grace_s:g} were left for it",
+                stays_stopped=self._stays_stopped,
             )
         signal.setitimer(signal.ITIMER_REAL, left)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._requested is not None:
-            if time.monotonic() < self._requested_at + ONE_REQUEST_S:
+        now = time.monotonic()
+        if self._signalled_at is not None:
+            if now < self._signalled_at + ONE_REQUEST_S:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._requested = signal.Signals(number).name
-        self._requested_at = time.monotonic()
+        self._signalled_at = now
+        self._begin(_Order(signal.Signals(number).name, False, now + self._grace_s))
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        order, self._order = self._order, None
+        if order is None:
+            self._stop_if_late()
+        else:
+            self._begin(order)
+
+    def _begin(self, order: _Order) -> None:
+        """Begin to stop, in the main thread; the first reason counts, and the earliest kill."""
+        self._kill_at = min(self._kill_at, order.kill_at)
+        if self._requested is None:
+            self._requested, self._stays_stopped = order.reason, order.stays_stopped
         if self._may_interrupt:
             self._may_interrupt = False
             self.check()

@@ -27,7 +27,8 @@ from megadapo.run.state.restart_budget import (
     end_name,
 )
 from megadapo.run.state.status import STALL_S, Status, read_status, rewrite_status
-from megadapo.run.state.stop import SIGNALS
+from megadapo.run.state.stop import SIGNALS, STEP_SIGNALS
+from megadapo.run.state.stop_watch import restarts_after, take_stop_file
 
 RESUME = "--run.resume=auto"
 LOOK_S = 1.0
@@ -82,7 +83,9 @@ class Supervisor:
         libc: Any = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise InfraError(f"prctl: {os.strerror(ctypes.get_errno())}")
-        previous = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        previous = {
+            number: signal.signal(number, self._forward) for number in (*SIGNALS, *STEP_SIGNALS)
+        }
         # a terminal that is closed ends neither the supervisor nor the driver, which inherits this
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
@@ -105,8 +108,11 @@ class Supervisor:
 
     def _start(self) -> DriverEnd:
         """Run one driver until it ends."""
-        # in its own session, so that Ctrl-C reaches it once, from here
+        # in its own session, so that Ctrl-C reaches it once, from here; the driver unblocks signals
+        # when it has handlers for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
         self._child = subprocess.Popen(self._command, start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
         code, killed_for = self._wait_for(self._child)
         _end_leftovers()
         status = self._status_of(self._child.pid)
@@ -123,6 +129,7 @@ class Supervisor:
             step=status.step,
             journal_bytes=_num_bytes(self._folder / JOURNAL_FOLDER),
             reason=killed_for or status.reason or end_name(code),
+            stays_stopped=status.stays_stopped,
         )
 
     def _wait_for(self, driver: subprocess.Popen[bytes]) -> tuple[int, str | None]:
@@ -173,6 +180,8 @@ class Supervisor:
         stop_waiting = time.monotonic() + wait_s
         while not self._asked_to_stop and time.monotonic() < stop_waiting:
             time.sleep(0.1)
+            text = take_stop_file(self._folder)
+            self._asked_to_stop |= text is not None and not restarts_after(text)
         return not self._asked_to_stop
 
     def _write_end(self, end: DriverEnd, why_not: str) -> None:
@@ -202,7 +211,7 @@ class Supervisor:
             return True
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_stop = True
+        self._asked_to_stop |= number in SIGNALS
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 

@@ -125,7 +125,7 @@ class StepWriter:
             is_deterministic=config.is_deterministic,
         )
         run.log.show(*broken)
-        if run.checkpoints.is_due(step):
+        if run.saves(step):
             run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)
         return record
 

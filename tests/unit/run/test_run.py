@@ -12,9 +12,16 @@ from megadapo.errors import CheckpointError, ConfigError, InfraError
 from megadapo.observe.metrics.records import read_evaluations, read_metrics
 from megadapo.run.run import Run
 from megadapo.run.state.status import read_status
+from megadapo.run.state.stop import EVALUATE_SIGNAL, STEP_SIGNALS
 from tests.support.runs.checkpoints import write_shard
 from tests.support.runs.recorded_runs import evaluation_record
-from tests.support.runs.runs_alone import advance, config_of, open_and_close, saved_steps
+from tests.support.runs.runs_alone import (
+    advance,
+    config_of,
+    open_and_close,
+    record_step,
+    saved_steps,
+)
 
 
 def test_fresh_run_starts_at_step_one(tmp_path):
@@ -90,6 +97,25 @@ def test_each_due_step_is_evaluated_once(tmp_path, start, every, evaluated):
             run.log.record_evaluation(evaluation_record(start))
         steps = [start, *range(start + 1, 6)]
         assert [step for step in steps if run.evaluates(step)] == evaluated
+
+
+def test_signals_save_and_evaluate_the_step_in_progress(tmp_path):
+    config = config_of(tmp_path, {"evaluation.every": 0, "checkpoint.every": 100})
+    with Run.open(config) as run:
+        record_step(run, 1)
+        assert not run.saves(1) and not run.evaluates(1)
+        for number in STEP_SIGNALS:
+            os.kill(os.getpid(), number)
+        assert run.saves(1) and run.evaluates(1)
+        assert not run.saves(2) and not run.evaluates(2)
+
+
+def test_evaluation_without_problems_is_a_message(tmp_path):
+    config = config_of(tmp_path, {"evaluation.every": 0, "data.held_out": None})
+    with Run.open(config) as run:
+        os.kill(os.getpid(), EVALUATE_SIGNAL)
+        assert not run.evaluates(1)
+    assert "SIGUSR2: data.held_out is not set" in (tmp_path / "log.txt").read_text()
 
 
 def test_impossible_folder_is_one_message(tmp_path):

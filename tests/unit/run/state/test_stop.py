@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 
 from megadapo.errors import RunInterruptedError
-from megadapo.run.state.stop import StopSignal
+from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal
 
 
 @pytest.fixture
@@ -72,6 +74,41 @@ def test_uninstall_restores_handlers():
     stop.install()
     stop.uninstall()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_request_of_another_thread_stops_like_a_signal(stop):
+    start = time.monotonic()
+    request = partial(stop.request, "a notice", stays_stopped=True)
+    with pytest.raises(RunInterruptedError, match="a notice") as stopped, stop.interruptible():
+        threading.Timer(0.05, request).start()
+        time.sleep(5)
+    assert stopped.value.stays_stopped and time.monotonic() - start < 2
+
+
+def test_signal_after_a_notice_does_not_end_the_process(stop):
+    """A machine that will be gone sends SIGTERM while the run saves."""
+    stop.request("a notice", stays_stopped=False)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(RunInterruptedError, match="stopped by a notice") as stopped:
+        stop.check()
+    assert not stopped.value.stays_stopped
+
+
+def test_request_after_the_end_is_ignored():
+    """Its alarm would end the process."""
+    stop = StopSignal()
+    stop.install()
+    stop.uninstall()
+    stop.request("a notice", stays_stopped=False)
+    stop.check()
+
+
+def test_step_signals_wait_for_the_step_and_do_not_stop_it(stop):
+    os.kill(os.getpid(), SAVE_SIGNAL)
+    assert (stop.take(SAVE_SIGNAL), stop.take(SAVE_SIGNAL)) == (True, False)
+    os.kill(os.getpid(), EVALUATE_SIGNAL)
+    assert (stop.take(SAVE_SIGNAL), stop.take(EVALUATE_SIGNAL)) == (False, True)
+    stop.check()
 
 
 GRACE = """

@@ -17,6 +17,7 @@ from megadapo.cluster.watch.guard import start_time
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.restart_budget import MAX_SAME_ENDS
 from megadapo.run.state.status import StatusFile, read_status
+from megadapo.run.state.stop import STEP_SIGNALS
 from tests.support.processes.running import wait_until
 
 DRIVER = """
@@ -233,6 +234,54 @@ def test_status_says_what_the_supervisor_waits_for(tmp_path, capsys):
     assert (
         status.reason == "RuntimeError: no node offers a GPU; not restarted: it was asked to stop"
     )
+
+
+def test_stop_file_ends_the_wait(tmp_path):
+    process = start(tmp_path, "sys.exit(5)", restarts=5, first_wait_s=60)
+    wait_until(lambda: "in 60 s" in process.stdout.readline(), timeout_s=30)
+    (tmp_path / "stop").write_text("restart: a node ends")
+    wait_until(lambda: not (tmp_path / "stop").exists(), timeout_s=30)
+    time.sleep(0.5)
+    assert process.poll() is None
+    (tmp_path / "stop").touch()
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, "it was asked to stop" in output) == (5, True)
+
+
+def test_run_that_must_stay_stopped_is_not_restarted(tmp_path):
+    code, output, starts = supervise(
+        tmp_path,
+        """
+        from megadapo.errors import RunInterruptedError
+        error = RunInterruptedError("stopped by run.save_before", stays_stopped=num == 2)
+        resume_and_complete(num).end(error)
+        sys.exit(75)
+        """,
+    )
+    assert (code, len(starts)) == (75, 2)
+
+
+def test_signals_for_a_step_reach_a_driver_that_starts(tmp_path):
+    """Python has no handler for them before the run is open, and the default ends the process."""
+    process = start(
+        tmp_path,
+        """
+        from megadapo.run.state.stop import StopSignal
+        (folder / "ready").touch()
+        while not (folder / "sent").exists(): time.sleep(0.05)
+        stop = StopSignal()
+        stop.install()
+        (folder / "asked").write_text(" ".join(str(n) for n in sorted(stop._asked)))
+        """,
+        restarts=0,
+    )
+    wait_until(lambda: (tmp_path / "ready").exists(), timeout_s=30)
+    for number in STEP_SIGNALS:
+        process.send_signal(number)
+    time.sleep(0.5)
+    (tmp_path / "sent").touch()
+    assert process.wait(timeout=30) == 0
+    assert (tmp_path / "asked").read_text() == f"{STEP_SIGNALS[0]:d} {STEP_SIGNALS[1]:d}"
 
 
 def test_status_of_another_driver_is_left_alone(tmp_path):

@@ -1,0 +1,89 @@
+"""A stop file and a deadline stop a run as a signal does, and only the right driver."""
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from megadapo.config import RunConfig
+from megadapo.errors import ConfigError, RunInterruptedError
+from megadapo.run.run import Run
+from megadapo.run.state.status import read_status
+from megadapo.run.state.stop_watch import take_stop_file
+from tests.support.runs.checkpoints import write_shard
+from tests.support.runs.runs_alone import config_of, record_step, saved_steps
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("megadapo.run.state.stop_watch.LOOK_S", 0.05)
+
+
+def wait_in_a_rollout(config: RunConfig, begin) -> None:
+    """Complete one step, and save it as the loop does when the rollout of the next is stopped."""
+    with Run.open(config) as run:
+        try:
+            for step in run.steps():
+                if step == 2:
+                    begin()
+                with run.phase("rollout", interruptible=True):
+                    time.sleep(0 if step == 1 else 20)
+                record_step(run, step)
+        except RunInterruptedError:
+            run.save(write_shard, wait=True)
+            raise
+
+
+@pytest.mark.parametrize(
+    ("text", "stays_stopped", "reason"),
+    [("", True, "/stop"), ("restart node-3 ends\n", False, "/stop: restart node-3 ends")],
+)
+def test_stop_file_saves_and_stops_and_is_used_once(tmp_path, text, stays_stopped, reason):
+    path = tmp_path / "stop"
+    path.write_text("of another driver, which has ended")
+    start = time.monotonic()
+    with pytest.raises(RunInterruptedError, match=f"stopped by the file .*{reason}$"):
+        wait_in_a_rollout(config_of(tmp_path), lambda: path.write_text(text))
+    assert time.monotonic() - start < 10
+    assert saved_steps(tmp_path) == ["step-1"] and not path.exists()
+    status = read_status(tmp_path)
+    assert (status.state, status.stays_stopped) == ("stopped", stays_stopped)
+
+
+def test_stop_file_is_read_after_its_text_is_written(tmp_path):
+    """`echo restart > stop` makes an empty file first."""
+    path = tmp_path / "stop"
+    path.touch()
+    threading.Timer(0.05, lambda: path.write_text("restart")).start()
+    assert take_stop_file(tmp_path) == "restart"
+    assert take_stop_file(tmp_path) is None
+
+
+def test_run_is_saved_before_its_time(tmp_path, monkeypatch):
+    """An allocation that ends in a rollout of an hour lost all since the last checkpoint."""
+    monkeypatch.setattr("megadapo.run.run.FIRST_SAVE_S", 30.0)
+    until = datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=31)
+    config = config_of(tmp_path, save_before=until.isoformat())
+    start = time.monotonic()
+    with pytest.raises(RunInterruptedError, match=r"stopped by run\.save_before"):
+        wait_in_a_rollout(config, lambda: None)
+    assert 0.3 < time.monotonic() - start < 10
+    assert saved_steps(tmp_path) == ["step-1"]
+    assert read_status(tmp_path).stays_stopped
+
+
+def test_time_without_an_offset_is_local():
+    section = config_of(save_before="2026-12-01T06:00").run
+    assert section.save_before_s == datetime(2026, 12, 1, 6).timestamp()  # noqa: DTZ001
+    assert config_of().run.save_before_s is None
+
+
+def test_toml_time_is_accepted(tmp_path):
+    assert config_of(save_before=datetime(2026, 12, 1, 6, tzinfo=UTC)).run.save_before_s
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "2026-13-01T06:00", "6:00", ""])
+def test_wrong_time_is_a_configuration_error(text):
+    with pytest.raises(ConfigError, match=r"run\.save_before: .*2026-12-01T06:00"):
+        config_of(save_before=text)

@@ -1,0 +1,84 @@
+"""A cloud's notice becomes the stop file of a run; all other answers of its service do not."""
+
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megadapo.run.state.stop_watch import restarts_after, take_stop_file
+from tests.support import REPOSITORY
+from tests.support.processes.running import wait_until
+
+SCRIPT = REPOSITORY / "tools" / "launch" / "stop_on_notice.py"
+ACTION = '{"action": "terminate", "time": "2026-11-23T14:00:00Z"}'
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """Answers as the clouds do, from a table of the server."""
+
+    def do_PUT(self):
+        wanted = self.path == "/latest/api/token"
+        wanted &= self.headers["X-aws-ec2-metadata-token-ttl-seconds"] == "60"
+        self.answer("secret" if wanted else None)
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        may = self.headers["X-aws-ec2-metadata-token"] == "secret"
+        may |= self.headers["Metadata-Flavor"] == "Google"
+        self.answer(self.server.answers.get(self.path) if may else None)
+
+    def answer(self, text):
+        self.send_response(404 if text is None else 200)
+        self.end_headers()
+        self.wfile.write((text or "not found").encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        server.asked, server.answers = [], {}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+AWS = "/latest/meta-data/spot/instance-action"
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+EVENT = "/computeMetadata/v1/instance/maintenance-event"
+
+
+@pytest.mark.parametrize(
+    ("cloud", "before", "path", "notice"),
+    [
+        ("aws", {}, AWS, ACTION),
+        ("google", {PREEMPTED: "FALSE", EVENT: "NONE"}, PREEMPTED, "TRUE"),
+        ("google", {EVENT: "MIGRATE_ON_HOST_MAINTENANCE"}, EVENT, "TERMINATE_ON_HOST_MAINTENANCE"),
+    ],
+)
+def test_notice_becomes_a_stop_file(server, tmp_path, cloud, before, path, notice):
+    server.answers.update(before)
+    address = f"http://127.0.0.1:{server.server_port}"
+    options = ["--cloud", cloud, "--server", address, "--every", "0.05"]
+    process = subprocess.Popen([sys.executable, "-S", SCRIPT, tmp_path, *options])
+    wait_until(lambda: server.asked.count(path) > 3, timeout_s=20)
+    assert process.poll() is None and list(tmp_path.iterdir()) == []
+    server.answers[path] = notice
+    assert process.wait(timeout=20) == 0
+    text = take_stop_file(tmp_path)
+    assert restarts_after(text) and (notice if notice != "TRUE" else "preempted") in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_machine_without_the_service_has_no_notice(server, tmp_path):
+    server.shutdown()
+    server.server_close()
+    address = f"http://127.0.0.1:{server.server_port}"
+    command = [sys.executable, SCRIPT, tmp_path, "--cloud", "aws", "--server", address]
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([*command, "--every", "0.05"], timeout=1.5)
+    assert list(tmp_path.iterdir()) == []
