@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -140,10 +141,16 @@ def check_device(config: ClusterConfig, num_gpus: float) -> None:
 def _start_ray(num_slots: int) -> dict[int, str | None]:
     import ray
     from ray._private import ray_constants
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
     # Ray binds 127.0.0.1, as on desktops; by default it takes the network's address
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
     ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read the variable already
+    # every user of this machine reaches loopback; only this process and its children see the token,
+    # and not the file in the home folder that Ray would write for everyone to read
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    Config.initialize("")  # this process has read the mode already
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     # the control service would store the duration of every call, which is never read

@@ -92,6 +92,35 @@ def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
     assert alive == []
 
 
+LOCAL = """
+import json, os, subprocess
+import ray
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.ray_connection import accepts_without_token
+
+for _ in range(2):
+    sizes = {"num_trainer_ranks": 1, "num_engines": 1, "engine_ranks": 1}
+    cluster = Cluster.start(ClusterConfig(device="cpu"), **sizes)
+    admits = accepts_without_token()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    logs = ray._private.worker._global_node.get_session_dir_path()
+    in_logs = subprocess.run(["grep", "-rl", token, logs], capture_output=True, text=True).stdout
+    seen = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+    cluster.shutdown()
+print(json.dumps([admits, in_logs, token in seen]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["", "disabled", "token"])
+def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
+    """Loopback belongs to all users of the machine, and Ray runs the code of any process."""
+    variables = {"HOME": str(tmp_path)} | ({"RAY_AUTH_MODE": mode} if mode else {})
+    assert answer_of(LOCAL, **variables) == [False, "", False]
+    # Ray writes a token of its own with the permissions of any file
+    assert not (tmp_path / ".ray" / "auth_token").exists()
+
+
 GPUS = """
 import json, sys, ray
 from megadapo.cluster.cluster import Cluster
