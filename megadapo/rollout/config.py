@@ -112,7 +112,8 @@ class RolloutConfig(Section, title="rollout"):
     engine_progress_timeout_s: Timeout = 180.0
     """Seconds without a token after which an engine with work counts as dead."""
     max_engine_restarts: NonNegativeInt = 3
-    """Restarts of dead engines in a run; after that it continues with the others."""
+    """Restarts of each dead engine in any hour; beyond it an engine starts when the hour is over.
+    With less than half of the engines the run ends with exit code 5; a supervisor restarts it."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, under its names, such as enforce_eager. Without them,
     enable_prefix_caching is true and max_num_batched_tokens 8192. An engine without a GPU runs

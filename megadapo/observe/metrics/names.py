@@ -59,6 +59,7 @@ METRICS = {
     "response's start.",
     "rollout/engine_busy_share": "Share of the engines' time in which they had work.",
     "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
+    "rollout/engines_lost": "Engines that were dead or starting at the end of the rollout.",
     "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
     "rollout/kv_use_max": "Largest share of the key-value cache in use.",
     "rollout/tokens_per_s_min": "Tokens per second of the slowest engine.",

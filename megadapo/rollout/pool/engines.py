@@ -78,7 +78,7 @@ class Engines(EnginePool):
             if responses have ended so that there is capacity for more.
 
         Raises:
-            InfraError: an engine refused a request, or the last one is dead.
+            InfraError: an engine refused a request, or too few engines are left.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._in_flight and not self._finished:
@@ -101,7 +101,7 @@ class Engines(EnginePool):
                 The tokens of an engine that dies meanwhile are lost.
 
         Raises:
-            InfraError: the last engine is dead.
+            InfraError: too few engines are left.
         """
         with self._lock:
             chosen = set(self._in_flight if keys is None else self._in_flight.keys() & set(keys))
@@ -128,7 +128,7 @@ class Engines(EnginePool):
             keep_weights: keep the weights in main memory until `wake_weights`.
 
         Raises:
-            InfraError: the last engine is dead.
+            InfraError: too few engines are left.
         """
         if not self._spec.sleeps:
             return
@@ -158,7 +158,7 @@ class Engines(EnginePool):
         """Watch over the engines while no thread waits for groups; any thread may call it.
 
         Raises:
-            InfraError: the last engine is dead.
+            InfraError: too few engines are left.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -203,7 +203,7 @@ class Engines(EnginePool):
             Whether there was a report.
 
         Raises:
-            InfraError: an engine refused a request, or the last one is dead.
+            InfraError: an engine refused a request, or too few engines are left.
         """
         import ray
 
@@ -229,7 +229,8 @@ class Engines(EnginePool):
                 if engine.is_stuck:
                     cause = engine.describe_silence()
                     self.mark_dead(engine, cause, hangs=engine.state != "ending")
-                if engine.state == "ended" and not self._trainer_has_gpus:
+                may_start = engine.start_at <= time.monotonic() and not self._trainer_has_gpus
+                if engine.state == "ended" and may_start:
                     engine.start()
             self._update_stale_engines()
             self._assign()

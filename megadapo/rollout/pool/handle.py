@@ -7,6 +7,7 @@ its actor: the start, the next report or, for a process that must go, the end.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -59,6 +60,10 @@ class EngineHandle:
     ) -> None:
         self.spec = spec
         self.num_starts = 0
+        self.start_at = -math.inf
+        """Time of `time.monotonic` before which an ended engine must not start again."""
+        self._restarts: list[float] = []
+        """Times of its latest restarts that count towards the limit."""
         self._options, self._actor_class = options, actor_class
         self.start()
 
@@ -111,6 +116,17 @@ class EngineHandle:
         options = {**self._options, "num_gpus": 0}
         end: Any = ray.remote(_end_processes)
         self.awaited = end.options(**options).remote(pid, self._mark)
+
+    def plan_restart(self, limit: int, window_s: float) -> int:
+        """Set `start_at` so that a window has at most `limit` restarts; return their number."""
+        now = time.monotonic()
+        self._restarts = [at for at in self._restarts if at > now - window_s]
+        if len(self._restarts) < limit:
+            self.start_at = now
+        else:
+            self.start_at = self._restarts[-limit] + window_s if limit else math.inf
+        self._restarts.append(self.start_at)
+        return len(self._restarts)
 
     def give_up(self) -> None:
         """Leave the engine ended for good."""

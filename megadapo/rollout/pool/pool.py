@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 LEAVE_TIMEOUT_S = 5.0
 """Seconds that an engine has to end its own processes before they are killed from outside."""
 SHUTDOWN_TIMEOUT_S = 30.0
+RESTART_WINDOW_S = 3600.0
+"""Time for which rollout.max_engine_restarts limits the restarts of one engine."""
+MIN_ENGINES = 0.5
+"""Share of the engines below which the run ends: a restart of the driver starts all of them."""
 
 
 class EnginePool:
@@ -41,7 +46,6 @@ class EnginePool:
         self._handles = {handle.spec.index: handle for handle in handles}
         self._config, self._spec = handles[0].spec.config, handles[0].spec
         self._warnings: list[str] = []
-        self._num_restarts = 0
         self._republish: Callable[[int], object] | None = None
         self._weights_are_current = False
         """Whether the trainer still has the weights that it published last."""
@@ -206,7 +210,7 @@ class EnginePool:
             forgive: mark an engine that answers with an error as dead; False raises the error.
 
         Raises:
-            InfraError: the last engine is dead.
+            InfraError: too few engines are left.
         """
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
@@ -231,31 +235,36 @@ class EnginePool:
             return self.gather(refs, doing=method, timeout_s=timeout_s)
 
     def mark_dead(self, engine: EngineHandle, cause: str, *, hangs: bool = False) -> None:
-        """End an engine, and restart it unless the limit of restarts is reached.
+        """End an engine, and restart it now, or when the limit of restarts allows it.
 
         A running engine that dies while the trainer has its GPU does not count towards the limit.
 
         `hangs`: its processes are still alive; write their stacks to its log.
 
         Raises:
-            InfraError: it was the last engine.
+            InfraError: too few engines are left.
         """
         limit = self._config.max_engine_restarts
         is_free = self._trainer_has_gpus and engine.state != "starting"
-        restarts = is_free or self._num_restarts < limit
-        self._num_restarts += restarts and not is_free
         engine.end(hangs=hangs)
         if hangs:
             cause = f"{cause}; stacks: {engine.spec.log_file}"
-        action = f"restart {self._num_restarts} of {limit} (rollout.max_engine_restarts)"
         if is_free:
             action = "restarted when the trainer leaves its GPU"
-        elif not restarts:
-            engine.give_up()
+        else:
+            number = engine.plan_restart(limit, RESTART_WINDOW_S)
+            action = f"restart {number} of {limit} an hour (rollout.max_engine_restarts)"
+        now = time.monotonic()
+        if engine.start_at > now:
             action = f"not restarted: the limit of rollout.max_engine_restarts = {limit} is reached"
+            if math.isfinite(engine.start_at):
+                action += f" for {(engine.start_at - now) / 60:.0f} more minutes"
         self._warnings.append(f"{cause}; {action}")
-        if all(one.state == "gone" for one in self._handles.values()):
-            raise InfraError(f"{cause}; {action}; no engine is left")
+        total = len(self._handles)
+        num_left = sum(one.start_at <= now for one in self._handles.values())
+        if num_left < MIN_ENGINES * total:
+            left = f"only {num_left} of {total} engines are" if num_left else "no engine is"
+            raise InfraError(f"{cause}; {action}; {left} left, and a restart of the run starts all")
 
     def on_update_start(self) -> None:
         """Stop republishing: the trainer's weights are about to change."""

@@ -133,6 +133,7 @@ def _engine_load(sampled: SampledBatch) -> dict[str, int | float | None]:
         "time/group_max_s": max(times, default=None),
         "rollout/engine_busy_share": busy / total if total else None,
         "rollout/slot_use": running / total if total else None,
+        "rollout/engines_lost": len(sampled.engines) - len(engines) if sampled.engines else None,
         "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
         "rollout/kv_use_max": max((e.max_kv_use for e in engines), default=None),
         **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),

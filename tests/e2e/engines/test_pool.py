@@ -5,6 +5,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import ray
 
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
+from megadapo.rollout.pool import pool
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.types import OpenGroup
 from tests.support.processes.running import wait_until
@@ -160,6 +162,40 @@ def test_without_restarts_the_last_death_ends_the_run(tmp_path):
     os.kill(actor_pid(engines, 0), signal.SIGKILL)
     with pytest.raises(InfraError, match="rollout engine 0 .*no engine is left"):
         answers(engines)
+    engines.shutdown()
+
+
+def test_restarts_come_back_with_time(engines, monkeypatch):
+    """Catches a limit for the life of a driver: after two weeks every loss would be for good."""
+    monkeypatch.setattr(pool, "RESTART_WINDOW_S", 20.0)
+    first_death = time.monotonic()
+    for number in (1, 2, 3):
+        process = engines.incarnation(1)
+        os.kill(actor_pid(engines, 1), signal.SIGKILL)
+        check_until(lambda before=process: engines.incarnation(1) != before, engines)
+        (note,) = engines.drain_warnings()
+        assert f"restart {number} of 3 an hour" in note
+        check_until(lambda: 1 in engines.updatable(), engines)
+    process = engines.incarnation(1)
+    os.kill(actor_pid(engines, 1), signal.SIGKILL)
+    check_until(lambda: 1 not in engines.updatable(), engines)
+    (note,) = engines.drain_warnings()
+    assert "not restarted: the limit of rollout.max_engine_restarts = 3 is reached for" in note
+    engines.submit(requests(30))
+    assert len(answers(engines)) == 30
+    check_until(lambda: engines.incarnation(1) != process, engines)
+    assert time.monotonic() - first_death > 20.0
+    wait_for_capacity(engines)
+
+
+def test_less_than_half_of_the_engines_ends_the_run(tmp_path):
+    """Catches a run that goes on for weeks with a fraction of its engines."""
+    engines = start_scripted_engines(3, tmp_path, max_engine_restarts=0)
+    os.kill(actor_pid(engines, 1), signal.SIGKILL)
+    check_until(lambda: 1 not in engines.updatable(), engines)
+    os.kill(actor_pid(engines, 0), signal.SIGKILL)
+    with pytest.raises(InfraError, match="only 1 of 3 engines are left, and a restart of the run"):
+        check_until(lambda: 0 not in engines.updatable(), engines)
     engines.shutdown()
 
 

@@ -206,7 +206,7 @@ def test_no_path_needs_more_than_the_card(engines, tmp_path):
     walk(engines, tmp_path)
     actions = [note.rpartition("; ")[2] for note in engines.drain_warnings()]
     free = "restarted when the trainer leaves its GPU"
-    limit = "of 3 (rollout.max_engine_restarts)"
+    limit = "of 3 an hour (rollout.max_engine_restarts)"
     assert actions == [f"restart 1 {limit}", f"restart 2 {limit}", free, free, free]
     ledger = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]
     for recipe in RECIPES:
