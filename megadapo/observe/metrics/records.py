@@ -18,7 +18,7 @@ from megadapo.errors import DataError
 from megadapo.observe.config import WriterName
 from megadapo.observe.files import append_line, replace_text
 from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
-from megadapo.observe.metrics.writers import MetricWriter, open_writer
+from megadapo.observe.metrics.writers import MetricWriter, close_in_time, open_writer
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -129,10 +129,10 @@ class MetricsLog:
             self._writers.append(writer)
 
     def close(self) -> None:
-        """Close the writers; the JSON lines are always complete."""
+        """Close the writers within a time; the JSON lines are always complete."""
         writers, self._writers = self._writers, []
         for writer in writers:
-            writer.close()
+            close_in_time(writer)
 
     def __enter__(self) -> Self:
         return self

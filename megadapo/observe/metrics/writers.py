@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ TENSORBOARD_FOLDER = "tensorboard"
 MLFLOW_FOLDER = "mlflow"
 PROJECT = "megadapo"
 """Default name of the project or experiment."""
+
+CLOSE_S = 300.0
+"""Seconds that a writer may take to send its last metrics."""
 
 Record = Mapping[str, int | float | None]
 
@@ -63,6 +67,17 @@ def open_writer(
             return WandbWriter(folder, config)
         case "mlflow":
             return MlflowWriter(folder, config)
+
+
+def close_in_time(writer: MetricWriter) -> None:
+    """Close a writer; abandon it after `CLOSE_S`."""
+    # wandb waits without end for a network that is down
+    closing = threading.Thread(target=writer.close, daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    if closing.is_alive():
+        name = type(writer).__name__
+        logger.warning("%s did not send its last metrics in %g s: abandoned", name, CLOSE_S)
 
 
 class TensorboardWriter:
@@ -113,17 +128,30 @@ class WandbWriter:
                 config=dict(config),
                 settings=wandb.Settings(console="off", silent=True),
             )
+            self._errors = (wandb.errors.Error, OSError)
         except wandb.errors.Error as error:
             raise ConfigError(
                 f'observe.writers: "wandb" does not start: {error}; log in with `wandb login`, or '
                 "set WANDB_MODE=offline"
             ) from error
 
+        self._lost = False
+
     def write(self, record: Record, step: int) -> None:
-        self._run.log(_measured(record), step=step)
+        if self._lost:
+            return
+        try:
+            self._run.log(_measured(record), step=step)
+        except self._errors as error:
+            # its process may be gone, which must not end a training run
+            self._lost = True
+            logger.warning("wandb refused metrics; none are sent from step %d on: %s", step, error)
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except self._errors as error:
+            logger.warning("wandb did not take the end of the run: %s", error)
 
 
 class MlflowWriter:
@@ -168,8 +196,12 @@ class MlflowWriter:
             logger.warning("mlflow refused metrics; none are sent from step %d on: %s", step, error)
 
     def close(self) -> None:
-        if not self._lost:
+        if self._lost:
+            return
+        try:
             self._client.set_terminated(self._run_id)
+        except self._errors as error:
+            logger.warning("mlflow did not take the end of the run: %s", error)
 
 
 def _measured(record: Record) -> dict[str, int | float]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -24,6 +26,10 @@ EXPORTS = "exports"
 """Name of the exports' folder in the run's folder."""
 LOGS = "logs"
 LOWEST_PRIORITY = 19
+LAST_S = 3600.0
+"""Seconds that a finished run waits for its exports; its processes hold GPUs meanwhile."""
+END_S = 10.0
+"""Seconds that an export has to end before it is killed."""
 _ENVIRONMENT = {
     # tokenizer and configuration are on this machine, so the Hub is not needed
     "HF_HUB_OFFLINE": "1",
@@ -88,10 +94,14 @@ class BackgroundExports:
                 self._close(step)
 
     def wait(self) -> None:
-        """Wait for all running exports, then show how many were written."""
+        """Wait for all running exports, for `LAST_S`, then show how many were written."""
+        until = time.monotonic() + LAST_S
         for step, child in list(self._children.items()):
-            child.process.wait()
-            self._close(step)
+            if _ends(child.process, max(0.0, until - time.monotonic())):
+                self._close(step)
+        for step in self._children:
+            self._failed(step, f"it did not end in {LAST_S:g} s: repeat it with megadapo export")
+        self.end()
         if self._num_written or self._num_failed:
             failed = f", {self._num_failed} failed" if self._num_failed else ""
             self._show(f"exports: {self._num_written} in {self.folder}{failed}")
@@ -107,7 +117,10 @@ class BackgroundExports:
         for child in self._children.values():
             child.process.terminate()
         for child in self._children.values():
-            child.process.wait()
+            if not _ends(child.process, END_S):
+                child.process.kill()
+                # a disk that does not answer may keep even a killed process
+                _ends(child.process, END_S)
             child.guard.dismiss()
         self._children.clear()
 
@@ -125,6 +138,13 @@ class BackgroundExports:
     def _failed(self, step: int, why: str) -> None:
         self._num_failed += 1
         self._show(f"the export of step {step} failed, training continues: {why}")
+
+
+def _ends(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Return whether a process ends in time."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=limit_s)
+    return process.poll() is not None
 
 
 def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError, RunInterruptedError
+from megadapo.run.export import background_export
+from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.run import Run
 from tests.support.runs import runs_alone
 from tests.support.runs.exported_runs import saved, trainer_tensors, write_run
@@ -80,6 +83,23 @@ def test_failed_export_does_not_end_the_run(tiny_model, tmp_path):
     assert "exports: 0 in" in log and "1 failed" in log
     assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
     assert names(tmp_path / "exports") == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("waits", [True, False])
+def test_export_that_hangs_does_not_keep_the_run(tiny_model, tmp_path, monkeypatch, waits):
+    monkeypatch.setattr(background_export, "LAST_S", 0.3)
+    monkeypatch.setattr(background_export, "END_S", 0.3)
+    run, shown = write_run(tmp_path / "run", tiny_model, 2), []
+    with BackgroundExports(run, shown.append) as exports:
+        exports.start(run / "checkpoints" / "step-2", 2)
+        (child,) = (one for one in psutil.Process().children() if "megadapo.cli" in one.cmdline())
+        child.suspend()  # it cannot answer SIGTERM either
+        start = time.monotonic()
+        if waits:
+            exports.wait()
+            assert "the export of step 2 failed, training continues: it did not end" in shown[0]
+    assert time.monotonic() - start < 10 and not child.is_running()
 
 
 DRIVER = """
