@@ -247,7 +247,7 @@ def _check_resume(config: RunConfig) -> list[str]:
 
 def _check_rewards(config: RunConfig) -> list[str]:
     """Import every reward function in its worker process."""
-    check_functions(config.reward.functions)
+    check_functions(config.reward.functions, config.reward.isolation)
     return []
 
 

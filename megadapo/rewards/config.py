@@ -22,6 +22,8 @@ from megadapo.rewards.steps import StepScore
 from megadapo.rewards.unit_tests import read_tests
 from megadapo.section import Section, Timeout
 
+Isolation = Literal["auto", "require"]
+
 IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
 """Functions that only compare strings, in bounded time; they run in the driver."""
 IN_WORKERS = {
@@ -212,6 +214,10 @@ class RewardConfig(Section, title="reward"):
     """Compare answers symbolically too, and count where that differs from the rule. If the rule
     decides, this runs after each batch on idle cores; answers that are still waiting when the next
     batch comes are left out and counted."""
+
+    isolation: Isolation = "auto"
+    """Isolation of generated code and symbolic comparisons: "require" namespaces, or refuse to
+    start; "auto" takes Landlock where the system allows no namespaces, as in most containers."""
 
     @property
     def is_rule_alone(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, InfraError
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.config import PYTHON_TESTS, RewardFunction
+from megadapo.rewards.config import PYTHON_TESTS, Isolation, RewardFunction
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers.processes import Lost, ProcessPool, Program, Reply
@@ -24,24 +24,27 @@ SANDBOX_GRACE_S = 2.0
 """Time that a sandbox may take beyond the time of its runs."""
 
 
-def start_runner(config: RewardFunction, decode: Decode | None = None) -> Runner:
+def start_runner(
+    config: RewardFunction, decode: Decode | None = None, isolation: Isolation = "auto"
+) -> Runner:
     """Start the processes of a function that does not run in the driver.
 
     Args:
         decode: of the tokenizer; locates steps of the text among the tokens.
+        isolation: of generated code.
 
     Raises:
         ConfigError: the function cannot be imported, called or run on this machine.
     """
     try:
         if config.function == PYTHON_TESTS:
-            return PythonTestsRunner(config)
+            return PythonTestsRunner(config, isolation)
         return FunctionRunner(config, decode)
     except InfraError as error:
         raise ConfigError(str(error)) from error
 
 
-def check_functions(functions: Sequence[RewardFunction]) -> None:
+def check_functions(functions: Sequence[RewardFunction], isolation: Isolation = "auto") -> None:
     """Start and end each function once, as a check.
 
     Raises:
@@ -52,7 +55,8 @@ def check_functions(functions: Sequence[RewardFunction]) -> None:
         if config.is_in_process:
             continue
         try:
-            start_runner(config.model_copy(update={"num_workers": 1})).close()
+            one = config.model_copy(update={"num_workers": 1})
+            start_runner(one, isolation=isolation).close()
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -151,7 +155,7 @@ class PythonTestsRunner(Runner):
         InfraError: this system does not isolate processes.
     """
 
-    def __init__(self, config: RewardFunction) -> None:
+    def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
         super().__init__(config)
         program = Program(
             module="megadapo.rewards.workers.sandbox_worker",
@@ -159,6 +163,7 @@ class PythonTestsRunner(Runner):
             memory_bytes=config.memory_mib << 20,
             output_bytes=config.output_kib << 10,
             fresh=True,
+            arguments={"isolation": isolation},
         )
         self._pool = ProcessPool(program, config.num_workers)
         self._partial: bool = config.options.get("partial", False)

@@ -40,7 +40,7 @@ class Scorer:
             self._runners: dict[str, Runner] = {}
             for one in config.functions:
                 if not one.is_in_process:
-                    self._runners[one.label] = runner = start_runner(one, decode)
+                    self._runners[one.label] = runner = start_runner(one, decode, config.isolation)
                     stack.callback(runner.close)
             self._started = stack.pop_all()
 

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megadapo.rewards.config import Isolation
 from megadapo.rewards.workers.processes import START_TIMEOUT_S, Lost, ProcessPool, Program, Reply
 
 Pair = tuple[str, str]
@@ -67,6 +68,7 @@ class SymbolicPool:
         seconds_per_minute: float,
         memory_bytes: int,
         idle: bool = False,
+        isolation: Isolation = "auto",
     ) -> None:
         self._timeout_s = timeout_s
         self._seconds_per_minute = seconds_per_minute
@@ -81,6 +83,7 @@ class SymbolicPool:
             advice=ADVICE,
             memory_bytes=memory_bytes,
             idle=idle,
+            arguments={"isolation": isolation},
         )
         self._processes = ProcessPool(program, num_workers)
         (answer,) = self._processes.run([{}], START_TIMEOUT_S)

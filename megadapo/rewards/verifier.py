@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megadapo.data.group import Score
-from megadapo.errors import InfraError
+from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.cross_check import CrossCheck
 from megadapo.rewards.dapo_math import INVALID, extract_answer, score
@@ -69,7 +69,8 @@ class Verifier:
     cross-check stops.
 
     Raises:
-        InfraError: the symbolic processes cannot be started, and they decide.
+        ConfigError: the symbolic processes cannot be started as `reward.isolation` requires.
+        InfraError: they cannot be started, and they decide.
     """
 
     def __init__(
@@ -211,8 +212,11 @@ class Verifier:
                 seconds_per_minute=SYMBOLIC_SECONDS_PER_MINUTE if decides else math.inf,
                 memory_bytes=SYMBOLIC_MEMORY_BYTES,
                 idle=not decides,
+                isolation=self._config.isolation,
             )
         except InfraError as error:
+            if self._config.isolation == "require":
+                raise ConfigError(str(error)) from error
             if decides:
                 raise
             self._warnings.append(NO_CROSS_CHECK + str(error))

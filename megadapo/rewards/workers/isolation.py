@@ -2,11 +2,13 @@
 
 Root uses namespaces directly, other users through a user namespace, if the system allows one. The
 file system is a small one in memory, with Python and the system's libraries mounted read-only.
+Where a container forbids namespaces, Landlock limits the files and seccomp the rest.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megadapo.rewards.workers import seccomp
+from megadapo.rewards.workers import landlock, seccomp
 
 MAX_FILES_BYTES = 64 << 20
 """Size of the file system in memory."""
@@ -46,6 +48,27 @@ _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/tmp", "/var")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def refusal() -> str:
+    """Return why the system does not allow the namespaces; empty if it does.
+
+    A process of its own tries, because a refusal can come halfway.
+    """
+    child = os.fork()
+    if child == 0:
+        number = errno.EPERM
+        try:
+            _unshare(_NAMESPACES)
+            _mount("none", "/", None, MS_REC | MS_PRIVATE)
+            number = 0
+        except OSError as error:
+            number = error.errno or number
+        finally:
+            os._exit(number)
+    _, status = os.waitpid(child, 0)
+    number = os.waitstatus_to_exitcode(status)
+    return f"user {os.geteuid()}: {os.strerror(number)}" if number else ""
+
+
 def enter() -> int:
     """Continue as the first process of new namespaces; the caller's process waits for its end.
 
@@ -72,8 +95,7 @@ def enter() -> int:
 def enter_alone() -> int:
     """Enter new namespaces as the same process, for a process that starts no others.
 
-    It has no network and no access to other files. Without root it keeps its user id, so it could
-    still signal this user's processes.
+    It has no network and no access to other files.
 
     Returns:
         The user id for `drop_privileges`.
@@ -86,10 +108,12 @@ def enter_alone() -> int:
     return user
 
 
-def drop_privileges(user: int, *, max_processes: int = MAX_PROCESSES) -> None:
+def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> None:
     """Become a user without privileges, permanently and for all children.
 
     Args:
+        user: id from `enter`; None outside of namespaces. Then the process keeps its user id, and
+            has no child processes, no signals to others and no files that it may write.
         max_processes: limit for this user, including this process; 0 allows no new process, and no
             signal to another one.
 
@@ -97,23 +121,24 @@ def drop_privileges(user: int, *, max_processes: int = MAX_PROCESSES) -> None:
         OSError: the kernel lacks a part of it.
     """
     _join_own_keyring()
-    limits = (
-        (resource.RLIMIT_NPROC, max_processes),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    )
-    for limit, value in limits:
+    limits = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_CORE: 0}
+    # outside of namespaces all processes of the user count
+    if user is not None or max_processes == 0:
+        limits[resource.RLIMIT_NPROC] = max_processes
+    for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     for capability in range(64):
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    if user != _INNER_USER:
+    if user not in (None, _INNER_USER):
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    seccomp.restrict(alone=max_processes == 0)
+    if user is None:
+        landlock.restrict(_sources(), writable=["/dev/null"])
+    seccomp.restrict(alone=user is None or max_processes == 0)
 
 
 def _join_own_keyring() -> None:

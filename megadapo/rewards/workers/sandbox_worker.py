@@ -1,7 +1,8 @@
 """The program of a sandbox: runs Python code that a model wrote, isolated from everything else.
 
 Each run is an unprivileged child of this process, which is the first one of its PID namespace.
-After a run all processes that it started are killed. A sandbox works on one response only.
+After a run all processes that it started are killed. Without namespaces it cannot start any. A
+sandbox works on one response only.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from megadapo.rewards.workers import isolation
+from megadapo.rewards.workers import isolation, landlock
 from megadapo.rewards.workers.worker import (
     MAX_REPLY_BYTES,
+    REQUIRED,
     CannotStart,
     Handler,
     limit_written,
@@ -48,13 +50,15 @@ def main() -> None:
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    try:
-        user = isolation.enter()
-    except OSError as error:
+    refused = isolation.refusal()
+    if refused and settings["isolation"] == "require":
+        raise CannotStart(REQUIRED.format(refused))
+    if refused and landlock.version() < landlock.MIN_VERSION:
         raise CannotStart(
-            f"this system does not let user {os.geteuid()} isolate processes ({error}), and "
+            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2), and "
             "generated code never runs unisolated: allow user namespaces, or use another machine"
-        ) from error
+        )
+    user = None if refused else isolation.enter()
     run = partial(_run, user=user, output_bytes=settings["output_bytes"])
     # otherwise a restriction that the kernel refuses would fail every program
     if run("", None, "", PROBE_S)["ending"] != "done":
@@ -82,7 +86,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
 
 
 def _run(
-    code: str, tests: str | None, text: str, seconds: float, *, user: int, output_bytes: int
+    code: str, tests: str | None, text: str, seconds: float, *, user: int | None, output_bytes: int
 ) -> Mapping[str, Any]:
     """Run a program with a text on stdin, followed by tests, in a child process."""
     token = secrets.token_hex(16)
@@ -109,7 +113,7 @@ def _run(
     return result
 
 
-def _work(code: str, tests: str | None, token: str, seconds: float, user: int) -> None:
+def _work(code: str, tests: str | None, token: str, seconds: float, user: int | None) -> None:
     """Run the program in this process and exit; writing the token proves that it completed."""
     status = 1
     try:
@@ -137,9 +141,10 @@ def _wait(child: int, seconds: float) -> bool:
     handle = os.pidfd_open(child)
     in_time = bool(select.select([handle], [], [], seconds)[0])
     os.close(handle)
-    # all processes in this PID namespace but this one, the first
+    # all processes in this PID namespace but this one, the first; without namespaces a run has
+    # one process, and -1 would be all processes of the user
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+        os.kill(-1 if os.getpid() == 1 else child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

@@ -49,7 +49,8 @@ _SYSTEM_CALLS = {
 """Denied calls, with their numbers on x86-64 and on 64-bit Arm; None: it lacks this call."""
 
 _OF_OTHERS = {
-    # processes of the same user
+    # processes of the same user, and leaving the process group that ends with the worker
+    **{"setpgid": (109, 154), "setsid": (112, 157)},
     **{"fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "pidfd_open": (434, 434)},
     **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
     **{"pidfd_send_signal": (424, 424), "setpriority": (141, 140), "ioprio_set": (251, 30)},

@@ -7,14 +7,13 @@ from network, files and other processes as far as the system allows, and reports
 from __future__ import annotations
 
 import logging
-import os
 import resource
 from collections.abc import Mapping
 from typing import Any
 
 from megadapo.rewards.workers import isolation
 from megadapo.rewards.workers.function_worker import forbid
-from megadapo.rewards.workers.worker import CannotStart, Handler, serve
+from megadapo.rewards.workers.worker import REQUIRED, CannotStart, Handler, serve
 
 SELF_TEST = (
     (r"\frac{1}{2}", "0.5", "equal"),
@@ -42,7 +41,7 @@ def main() -> None:
 def _prepare(settings: Mapping[str, Any]) -> Handler:
     logging.disable(logging.CRITICAL)
     _test_itself()
-    exposed = isolate()
+    exposed = isolate(required=settings["isolation"] == "require")
     # again, since it can no longer read all files
     _test_itself()
 
@@ -61,19 +60,26 @@ def _test_itself() -> None:
             raise CannotStart(f"self-test: {answer} against {gold} gave {result}, not {expected}")
 
 
-def isolate() -> str:
+def isolate(*, required: bool = False) -> str:
     """Drop access to network, files, privileges and new processes; return why if that fails.
 
     In that case only Python's own functions for network and processes are blocked, which prevents
     mistakes but no attack.
+
+    Raises:
+        CannotStart: namespaces are `required`, and the system does not allow them.
     """
+    refused = isolation.refusal()
+    if refused and required:
+        raise CannotStart(REQUIRED.format(refused))
     try:
-        isolation.drop_privileges(isolation.enter_alone(), max_processes=0)
+        user = None if refused else isolation.enter_alone()
+        isolation.drop_privileges(user, max_processes=0)
     except OSError as error:
         forbid(network=True, processes=True)
         # root ignores this limit
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        return f"this system does not let user {os.geteuid()} isolate processes ({error})"
+        return f"this system does not isolate processes ({refused or error}; {error})"
     return ""
 
 

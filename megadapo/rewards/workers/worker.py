@@ -21,6 +21,8 @@ MAX_REPLY_BYTES = 64 << 20
 """Size of a reply above which a worker is ended."""
 MAX_REASON = 500
 """Characters of the reason why a worker cannot start."""
+REQUIRED = 'reward.isolation = "require", and the system allows no namespaces ({})'
+"""Reason of a worker that must be isolated by them."""
 
 
 class CannotStart(Exception):

@@ -4,14 +4,14 @@ import ctypes
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megadapo.rewards.workers import seccomp
+from megadapo.rewards.workers import landlock, seccomp
+from tests.support.processes.running import run_python
 
 LAUNCHER = """
 import ctypes, sys
@@ -121,6 +121,8 @@ class Setting:
     def __init__(self, *, as_root: bool, namespaces: bool) -> None:
         if as_root and os.geteuid() != 0:
             pytest.skip("needs root")
+        if not namespaces and landlock.version() < landlock.MIN_VERSION:
+            pytest.skip("the kernel has no Landlock")
         self.namespaces = namespaces
         self._python = sys.executable
         self._prefix: list[str] = []
@@ -129,10 +131,19 @@ class Setting:
             self._python = _python_of(self._prefix)
         self._denied = [] if namespaces else ["unshare"]
 
-    def run(self, code: str, text: str = "") -> dict[str, str]:
+    def run(self, code: str, text: str = "", seconds: float = 8.0) -> dict[str, str]:
         """Run a program in the sandbox; return its ending and output."""
+        ready, ((run,),) = self.start(code, text, seconds)
+        assert ready == {"ready": True}
+        return run
+
+    def start(
+        self, code: str, text: str = "", seconds: float = 8.0, isolation: str = "auto"
+    ) -> tuple[dict[str, object], list[list[dict[str, str]]]]:
+        """Return the worker's first message, and the runs of the program."""
         settings = {"memory_bytes": 1 << 29, "output_bytes": 1 << 16, "idle": False}
-        limits = {"seconds_per_run": 8.0, "seconds": 8.0, "stops_early": False}
+        settings |= {"isolation": isolation}
+        limits = {"seconds_per_run": seconds, "seconds": seconds, "stops_early": False}
         request = {"code": code, "tests": None, "inputs": [text], **limits}
         command = [self._python, "-c", LAUNCHER, *self._denied]
         done = subprocess.run(
@@ -143,10 +154,8 @@ class Setting:
             env={"PYTHONPATH": str(Path(seccomp.__file__).parents[3])},
             timeout=60,
         )
-        ready, *replies = [json.loads(line) for line in done.stdout.splitlines()]
-        assert ready == {"ready": True}, (ready, done.stderr)
-        ((run,),) = [reply["runs"] for reply in replies]
-        return run
+        first, *replies = [json.loads(line) for line in done.stdout.splitlines()]
+        return first, [reply["runs"] for reply in replies]
 
     def check_escapes(self, code: str, num_ways: int, **values: object) -> None:
         """Run attempts to escape; all must have been tried, and all must fail."""
@@ -179,7 +188,7 @@ def as_root(request) -> bool:
     return request.param
 
 
-@pytest.fixture(params=[True], ids=["namespaces"])
+@pytest.fixture(params=[True, False], ids=["namespaces", "landlock"])
 def setting(request, as_root) -> Setting:
     return Setting(as_root=as_root, namespaces=request.param)
 
@@ -194,7 +203,8 @@ def test_no_namespace_mount_or_socket(setting) -> None:
 @pytest.mark.fault
 def test_denied_system_calls_fail(setting) -> None:
     index = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-    numbers = {name: both[index] for name, both in seccomp._SYSTEM_CALLS.items()}
+    calls = seccomp._SYSTEM_CALLS | ({} if setting.namespaces else seccomp._OF_OTHERS)
+    numbers = {name: both[index] for name, both in calls.items() if both[index] is not None}
     setting.check_escapes(DENIED, len(numbers) + 2, NUMBERS=numbers)
 
 
@@ -228,6 +238,94 @@ def test_ordinary_programs_work(setting) -> None:
     assert setting.run(WORKS, "7") == {"ending": "done", "output": "[1, 2] 7\n"}
 
 
+@pytest.mark.fault
+def test_without_namespaces_a_program_is_one_process(as_root) -> None:
+    """Its children would outlive it, since only a PID namespace ends them all."""
+    setting = Setting(as_root=as_root, namespaces=False)
+    starts = "import os, subprocess\ntry:\n    {}\nexcept OSError as error: print(error.errno)"
+    for how in ("os.fork()", "subprocess.run(['/bin/true'])", "os.setsid()"):
+        assert setting.run(starts.format(how))["output"] == "1\n"
+    run = setting.run("import signal, time\nsignal.alarm(0)\nwhile True: time.sleep(9)", "", 1.0)
+    assert run["ending"] == "timeout"
+
+
+def test_isolation_can_be_required(as_root) -> None:
+    required = {"isolation": "require"}
+    without = Setting(as_root=as_root, namespaces=False)
+    ready, runs = without.start("print(1)", **required)
+    assert 'reward.isolation = "require"' in ready["failed"] and runs == []
+    ready, runs = Setting(as_root=as_root, namespaces=True).start("print(1)", **required)
+    assert ready == {"ready": True} and len(runs) == 1
+    assert without.start("print(1)")[0] == {"ready": True}
+
+
+UNCONFINED = """
+import json, sys
+from megadapo.rewards.workers import landlock, sandbox_worker, seccomp, symbolic_worker
+from megadapo.rewards.workers.worker import CannotStart
+
+seccomp.install(seccomp.program(["unshare"]))
+if sys.argv[1] == "none":
+    landlock.version = lambda: 0
+try:
+    sandbox_worker._prepare({"isolation": "auto", "output_bytes": 1 << 16})
+    print("ready")
+except CannotStart as error:
+    print(error)
+print(symbolic_worker.isolate())
+print(symbolic_worker.compare("1/2", "0.5"))
+try:
+    print(open("/etc/passwd").read(4))
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["landlock", "none"])
+def test_worker_says_how_it_is_isolated(kernel: str) -> None:
+    """Generated code never runs unisolated; comparisons do, and say so."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    sandbox, exposed, result, read = run_python(UNCONFINED, kernel).stdout.splitlines()
+    assert result == "equal"
+    if kernel == "none":
+        assert "Landlock needs Linux 6.2), and generated code never" in sandbox
+        assert "Landlock needs Linux 6.2" in exposed and read == "root"
+    else:
+        assert (sandbox, exposed, read) == ("ready", "", "Permission denied")
+
+
+IN_CONTAINER = """
+from megadapo.errors import ConfigError
+from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.verifier import Verifier
+from megadapo.rewards.workers import seccomp
+
+seccomp.install(seccomp.program(["unshare"]))
+for isolation in ("auto", "require"):
+    try:
+        with Verifier(RewardConfig(isolation=isolation)) as verifier:
+            print(verifier.drain_warnings())
+    except ConfigError as error:
+        print(error)
+    try:
+        start_runner(RewardFunction(function="python_tests"), isolation=isolation).close()
+        print("started")
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_run_in_a_container_starts_unless_namespaces_are_required() -> None:
+    """Docker and Kubernetes forbid unshare by default."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    exposed, started, *refusals = run_python(IN_CONTAINER).stdout.splitlines()
+    assert (exposed, started) == ("[]", "started")
+    assert [one.count('reward.isolation = "require"') for one in refusals] == [1, 1]
+
+
 def test_file_system_in_memory_has_few_files(as_root) -> None:
     """Empty files take kernel memory that no limit on bytes counts."""
     code = (
@@ -238,22 +336,3 @@ def test_file_system_in_memory_has_few_files(as_root) -> None:
     )
     run = Setting(as_root=as_root, namespaces=True).run(code)
     assert 1000 < int(run["output"]) < 4096
-
-
-def test_numbers_of_system_calls_are_those_of_the_kernel() -> None:
-    """A wrong number would leave a call open and deny another one."""
-    headers = {
-        0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
-        1: Path("/usr/include/asm-generic/unistd.h"),
-    }
-    known = seccomp._SYSTEM_CALLS | seccomp._OF_OTHERS | seccomp._CHECKED | seccomp._OF_ITSELF
-    for index, header in headers.items():
-        if not header.exists():
-            pytest.skip("needs the kernel's headers")
-        defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
-        numbers = {name: int(number) for name, number in defined}
-        assert {name: numbers.get(name) for name in known} == {
-            name: both[index] for name, both in known.items()
-        }
-        later = [name for name, number in numbers.items() if number >= seccomp._FIRST_UNKNOWN]
-        assert not set(later) & set(known)

@@ -245,6 +245,7 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
     """Root without the right to mount uses a user namespace, like other users."""
     program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
     settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
+    settings |= {"isolation": "auto"}
     code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
     command = [sys.executable, "-c", program]
     if os.geteuid() == 0:
