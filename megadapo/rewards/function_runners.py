@@ -15,6 +15,8 @@ from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import PYTHON_TESTS, Isolation, RewardFunction
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
+from megadapo.rewards.workers import cgroup
+from megadapo.rewards.workers.isolation import MAX_PROCESSES
 from megadapo.rewards.workers.processes import Lost, ProcessPool, Program, Reply
 
 COROUTINE_GRACE_S = 1.0
@@ -163,6 +165,8 @@ class PythonTestsRunner(Runner):
             memory_bytes=config.memory_mib << 20,
             output_bytes=config.output_kib << 10,
             fresh=True,
+            group=cgroup.find_parent(),
+            max_processes=MAX_PROCESSES,
             arguments={"isolation": isolation},
         )
         self._pool = ProcessPool(program, config.num_workers)

@@ -20,11 +20,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from megadapo.errors import InfraError
+from megadapo.rewards.workers import cgroup
 from megadapo.rewards.workers.worker import MAX_REPLY_BYTES
 
 START_TIMEOUT_S = 120.0
@@ -60,6 +62,10 @@ class Program:
     output_bytes: int = 0
     """Bytes that a request may write to any one file, stdout and stderr included. With 0, stdout
     and stderr are discarded and files cannot be written."""
+    group: Path | None = None
+    """Control group below which each process gets one, if the system allows it."""
+    max_processes: int = 0
+    """Limit of that group."""
     idle: bool = False
     """Run only on cores that are otherwise idle; limits are then of CPU time."""
     fresh: bool = False
@@ -112,6 +118,10 @@ class WorkerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid
+        self._group: Path | None = None
+        if program.group is not None:
+            limits = cgroup.limits_of(program.memory_bytes, program.max_processes)
+            self._group = cgroup.enclose(self.process_id, program.group, limits)
         self.requests, self.replies = self._stdin.fileno(), self._stdout.fileno()
         # a worker that does not read must not block the caller
         os.set_blocking(self.requests, False)
@@ -203,6 +213,8 @@ class WorkerProcess:
             self._process.wait()
             self._stdin.close()
             self._stdout.close()
+            if self._group is not None:
+                cgroup.remove(self._group)
         code = self._process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
