@@ -24,6 +24,7 @@ from megadapo.commands import (
 )
 from megadapo.commands.lab import ablate, bench, plan, profile, simulate, weights
 from megadapo.errors import ConfigError, MegadapoError
+from megadapo.observe.tables import printable
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command(argv)
     except MegadapoError as error:
-        print(f"megadapo: {error}", file=sys.stderr)
+        print(f"megadapo: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("megadapo: interrupted", file=sys.stderr)

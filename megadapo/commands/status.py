@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.observe.tables import printable
 
 
 def add(commands: Commands) -> None:
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(status, indent=2))
     else:
         for name, value in status.items():
-            print(f"{name.replace('_', ' '):17}{'-' if value is None else value}")
+            print(f"{name.replace('_', ' '):17}{'-' if value is None else printable(str(value))}")
     return 0 if status["state"] in ("running", "finished") else 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command, add_config, load_checked
 from megadapo.commands.lab.plan import add_gpu, check_memory
+from megadapo.observe.tables import printable
 
 
 def add(commands: Commands) -> None:
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             warnings += check_memory(config, arguments.gpu)
         print(to_toml(config), end="")
         for warning in warnings:
-            print(f"megadapo: {warning}", file=sys.stderr)
+            print(f"megadapo: {printable(warning)}", file=sys.stderr)
         return 0
     if arguments.restarts > 0:
         from megadapo.run.state.supervisor import Supervisor
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             config.run.folder,
             max_restarts=arguments.restarts,
             give_up_after_s=arguments.give_up_after,
-            say=lambda line: print(f"megadapo: {line}", file=sys.stderr, flush=True),
+            say=lambda line: print(f"megadapo: {printable(line)}", file=sys.stderr, flush=True),
         ).run()
     from megadapo.train import train
 

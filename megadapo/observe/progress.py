@@ -25,6 +25,7 @@ from rich.text import Text
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.tables import printable
 
 LOG_FILE = "log.txt"
 
@@ -174,8 +175,9 @@ class RunDisplay:
     def write(self, line: str, *, console: bool) -> None:
         """Write a line to `log.txt` and, if asked, to the console.
 
-        If the disk refuses a line, the console shows it.
+        If the disk refuses a line, the console shows it. Messages can quote what a model wrote.
         """
+        line = printable(line)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
             append_line(self._log, f"{now} {line}\n", sync=False)

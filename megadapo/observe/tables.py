@@ -1,4 +1,4 @@
-"""Tables of texts: for the terminal, in Markdown, and on the report's page."""
+"""Tables and other texts: for the terminal, in Markdown, and on the report's page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 GAP = "  "
+
+
+def printable(text: str) -> str:
+    """Return text with unprintable characters as escapes, except for line breaks and tabs.
+
+    A terminal obeys escape sequences, which a model can write.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from megadapo.data.group_codec import encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
+from megadapo.observe.tables import printable
 
 INDENT = 4
 
@@ -73,13 +74,6 @@ def show_step(
     with console.pager(styles=True):
         for line in lines:
             console.print(line)
-
-
-def printable(text: str) -> str:
-    """Return text with unprintable characters as escapes, except for line breaks and tabs."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _find_step(run_folder: Path, step: int | None) -> int:

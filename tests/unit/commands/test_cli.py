@@ -162,6 +162,11 @@ def test_impossible_run_folder_is_found_early(recipe, tmp_path, fails, monkeypat
     assert set(tmp_path.rglob("*")) == before
 
 
+def test_error_reaches_the_terminal_without_escape_sequences(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "\x1b[2J")]) != 0
+    assert r"\x1b[2J" in (shown := capsys.readouterr().err) and "\x1b" not in shown
+
+
 def test_missing_gpus_are_found_early(recipe, capsys, fails, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     dry = ("train", str(recipe), "--dry-run", "--cluster.device=cuda")

@@ -15,6 +15,9 @@ from megadapo.observe.metrics.records import MetricRecord, read_evaluations, rea
 from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
 from tests.support.runs.recorded_runs import record_run
 
+HARM = ("\x1b]0;", "\x07", "\x9b", "\x1b[2J")
+"""Sequences that set the title, ring the bell, begin a command and clear the screen."""
+
 
 def record(**values: int | float | None) -> MetricRecord:
     base: MetricRecord = dict.fromkeys(METRIC_NAMES)
@@ -40,6 +43,19 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert "loss=nan" in lines[2]
     # a record of a run from before a metric was known lacks its name
     assert step_line({"step": 3, "policy_version": 2}, num_steps=9, eta_s=None) == lines[1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_terminal_gets_no_escape_sequences(tmp_path, terminal):
+    """An error of a reward function can quote a response, and a terminal obeys what it prints."""
+    plain, out = console(terminal=terminal, width=200)
+    harm = "ValueError: \x1b]0;title\x07\x1b[2J\r\x9b1m"
+    with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
+        display.note(harm)
+        logging.getLogger("megadapo.rewards").warning("failed: %s", harm)
+    for text in (out.getvalue(), (tmp_path / "log.txt").read_text()):
+        assert text.count(r"\x1b]0;title\x07\x1b[2J") == 2
+        assert [one for one in HARM if one in text] == []
 
 
 def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):

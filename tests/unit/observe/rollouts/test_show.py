@@ -13,7 +13,8 @@ from megadapo.commands.show import DISPOSITIONS
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
-from megadapo.observe.rollouts.show import Filter, printable, show_step
+from megadapo.observe.rollouts.show import Filter, show_step
+from megadapo.observe.tables import printable
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
 
 CORRECT = saved_response("all correct")
