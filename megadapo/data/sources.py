@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megadapo.data import arithmetic
-from megadapo.errors import DataError
+from megadapo.errors import DataError, InfraError
 
 COLUMNS = ("data_source", "prompt", "reward_model")
 EXTRA_INFO = "extra_info"
@@ -107,6 +107,7 @@ def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
 
     Raises:
         DataError: the source does not exist, cannot be read, or lacks a column.
+        InfraError: the Hub does not answer.
     """
     if arithmetic.is_built_in(source):
         for number, problem in enumerate(arithmetic.from_source(source)):
@@ -173,7 +174,12 @@ def _data_files(path: Path, source: str, suffixes: tuple[str, ...]) -> list[Path
 
 
 def _download(source: str, match: re.Match[str], suffixes: tuple[str, ...]) -> Path:
-    """Download a dataset, or one file or folder of it, into the Hub's cache."""
+    """Download a dataset, or one file or folder of it, into the Hub's cache.
+
+    Raises:
+        DataError: there is no such dataset, file or folder.
+        InfraError: the Hub does not answer.
+    """
     from huggingface_hub import errors, snapshot_download
 
     path = match["path"] or ""
@@ -187,7 +193,11 @@ def _download(source: str, match: re.Match[str], suffixes: tuple[str, ...]) -> P
         )
     except (errors.HFValidationError, OSError) as error:
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
-        raise DataError(
+        # a Hub that does not answer now can answer later
+        is_away = isinstance(error, errors.LocalEntryNotFoundError)
+        is_away &= not isinstance(error.__cause__, errors.OfflineModeIsEnabled)
+        kind = InfraError if is_away else DataError
+        raise kind(
             f"{source} is no local file or folder, and the Hub dataset {match['name']} cannot be "
             f"read: {reason}"
         ) from error

@@ -125,7 +125,10 @@ class Supervisor:
         completed = status.step > status.resumed_from
         return DriverEnd(
             code=code,
-            made_progress=completed or status.micro_batches > 0 or status.tokens > 0,
+            # with a batch from the journal the first update may fail before it counts anything
+            made_progress=completed
+            or status.micro_batches + status.tokens > 0
+            or status.phase == "train",
             step=status.step,
             journal_bytes=_num_bytes(self._folder / JOURNAL_FOLDER),
             reason=killed_for or status.reason or end_name(code),

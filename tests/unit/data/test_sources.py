@@ -157,16 +157,17 @@ def hub(tmp_path) -> Iterator[str]:
         server.shutdown()
 
 
-def read_from_hub(endpoint: str, cache: Path, source: str) -> str:
+def read_from_hub(endpoint: str, cache: Path, source: str, **environment: str) -> str:
     """Read in a fresh process: huggingface_hub reads its settings once, when it is imported."""
     program = (
         "import sys\n"
         "from megadapo.data.sources import read_rows\n"
-        "from megadapo.errors import DataError\n"
+        "from megadapo.errors import MegadapoError\n"
         "try:\n    print(sum(1 for _ in read_rows(sys.argv[1])))\n"
-        "except DataError as error:\n    print(error)\n"
+        "except MegadapoError as error:\n    print(type(error).__name__, error)\n"
     )
-    done = run_python(program, source, HF_ENDPOINT=endpoint, HF_HOME=str(cache), NO_PROXY="*")
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "*"}
+    done = run_python(program, source, **environment)
     return done.stdout.strip()
 
 
@@ -184,6 +185,10 @@ def test_unknown_dataset_and_unreachable_hub(hub: str, tmp_path) -> None:
     assert "org/other is no local file or folder, and the Hub dataset org/other" in unknown
     refused = read_from_hub("http://127.0.0.1:9", cache, "org/sums")
     assert "org/sums is no local file or folder, and the Hub dataset org/sums" in refused
+    # only a Hub that may come back is worth another start
+    offline = read_from_hub(hub, cache, "org/sums", HF_HUB_OFFLINE="1")
+    names = [text.split()[0] for text in (unknown, refused, offline)]
+    assert names == ["DataError", "InfraError", "DataError"]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,21 @@ def test_step_that_always_ends_with_one_message_is_given_up(tmp_path):
     assert f"step 5 ended {MAX_SAME_ENDS} times in a row with the same message" in output
 
 
+def test_update_that_fails_at_once_is_given_up(tmp_path):
+    """Its batch is in the journal, so no counter of progress moves, as in a failed start."""
+    code, _, starts = supervise(
+        tmp_path,
+        """
+        status = StatusFile(folder, num_steps=9)
+        status.update(phase="train")
+        status.end(RuntimeError("out of memory"))
+        sys.exit(5)
+        """,
+        restarts=50,
+    )
+    assert (code, len(starts)) == (5, MAX_SAME_ENDS)
+
+
 def test_status_says_what_the_supervisor_waits_for(tmp_path, capsys):
     process = start(
         tmp_path,
