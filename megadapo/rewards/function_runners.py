@@ -16,7 +16,6 @@ from megadapo.rewards.config import PYTHON_TESTS, Isolation, RewardFunction
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers import cgroup
-from megadapo.rewards.workers.isolation import MAX_PROCESSES
 from megadapo.rewards.workers.processes import Lost, ProcessPool, Program, Reply
 
 COROUTINE_GRACE_S = 1.0
@@ -166,7 +165,6 @@ class PythonTestsRunner(Runner):
             output_bytes=config.output_kib << 10,
             fresh=True,
             group=cgroup.find_parent(),
-            max_processes=MAX_PROCESSES,
             arguments={"isolation": isolation},
         )
         self._pool = ProcessPool(program, config.num_workers)

@@ -11,31 +11,29 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+
+from megadapo.rewards.workers.isolation import MAX_PROCESSES
 
 _CONTROLLERS = frozenset({"memory", "pids"})
 _PREFIX = "megadapo-"
-_SWAP = "memory.swap.max"
+_LIMITS = {
+    "memory.max": "{memory_bytes}",
+    # swapped pages count as memory that is free again; a kernel without swap has no such file
+    "memory.swap.max": "0",
+    # the sandbox itself is two processes, and threads count
+    "pids.max": f"{MAX_PROCESSES + 8}",
+}
+"""Limits of a group by the name of their file."""
 REMOVE_S = 0.1
 """Time that the last processes of a group may take to end."""
 
 logger = logging.getLogger(__name__)
 
 
-def limits_of(memory_bytes: int, max_processes: int) -> Mapping[str, str]:
-    """Return the limits of a group by the name of their file."""
-    return {
-        "memory.max": str(memory_bytes),
-        # swapped pages count as memory that is free again
-        _SWAP: "0",
-        # the sandbox's own processes are two, and threads count
-        "pids.max": str(max_processes + 8),
-    }
-
-
 def find_parent(proc: Path = Path("/proc/self")) -> Path | None:
-    """Return the group in which this process may create others; None if there is none.
+    """Return the group in which this process may create others; None if the system has none.
 
     Candidates are this process's own group and the one above it. Groups that a killed driver has
     left there are removed.
@@ -59,15 +57,17 @@ def find_parent(proc: Path = Path("/proc/self")) -> Path | None:
     return None
 
 
-def enclose(process_id: int, parent: Path, limits: Mapping[str, str]) -> Path | None:
-    """Move a process into a new group with limits; None if the system refuses."""
+def enclose(process_id: int, parent: Path | None, memory_bytes: int) -> Path | None:
+    """Move a sandbox into a new group with limits; None without a parent, or if it is refused."""
+    if parent is None:
+        return None
     group = parent / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
     try:
         group.mkdir()
-        for name, limit in limits.items():
-            # a kernel without swap has no such file
-            with contextlib.suppress(OSError) if name == _SWAP else contextlib.nullcontext():
-                (group / name).write_text(limit)
+        for name, limit in _LIMITS.items():
+            is_optional = name == "memory.swap.max"
+            with contextlib.suppress(OSError) if is_optional else contextlib.nullcontext():
+                (group / name).write_text(limit.format(memory_bytes=memory_bytes))
         (group / "cgroup.procs").write_text(str(process_id))
     except OSError as error:
         logger.warning("a sandbox has no control group: %s", error)
@@ -76,8 +76,10 @@ def enclose(process_id: int, parent: Path, limits: Mapping[str, str]) -> Path | 
     return group
 
 
-def remove(group: Path) -> None:
+def remove(group: Path | None) -> None:
     """Kill the processes of a group and remove it, or leave it to the next `find_parent`."""
+    if group is None:
+        return
     with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
     deadline = time.monotonic() + REMOVE_S

@@ -27,7 +27,7 @@ import psutil
 
 from megadapo.errors import InfraError
 from megadapo.rewards.workers import cgroup
-from megadapo.rewards.workers.worker import MAX_REPLY_BYTES
+from megadapo.rewards.workers.worker import MAX_REPLY_BYTES, worker_environment
 
 START_TIMEOUT_S = 120.0
 """Limit on the start: imports take about a second, and much longer on a busy machine."""
@@ -64,8 +64,6 @@ class Program:
     and stderr are discarded and files cannot be written."""
     group: Path | None = None
     """Control group below which each process gets one, if the system allows it."""
-    max_processes: int = 0
-    """Limit of that group."""
     idle: bool = False
     """Run only on cores that are otherwise idle; limits are then of CPU time."""
     fresh: bool = False
@@ -118,10 +116,7 @@ class WorkerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid
-        self._group: Path | None = None
-        if program.group is not None:
-            limits = cgroup.limits_of(program.memory_bytes, program.max_processes)
-            self._group = cgroup.enclose(self.process_id, program.group, limits)
+        self._group = cgroup.enclose(self.process_id, program.group, program.memory_bytes)
         self.requests, self.replies = self._stdin.fileno(), self._stdout.fileno()
         # a worker that does not read must not block the caller
         os.set_blocking(self.requests, False)
@@ -213,8 +208,7 @@ class WorkerProcess:
             self._process.wait()
             self._stdin.close()
             self._stdout.close()
-            if self._group is not None:
-                cgroup.remove(self._group)
+            cgroup.remove(self._group)
         code = self._process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -353,17 +347,3 @@ class ProcessPool:
     def _renew(self, worker: WorkerProcess) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = WorkerProcess(self._program)
-
-
-def worker_environment() -> dict[str, str]:
-    """Return a worker's environment: no secrets, one thread, reproducible hashes."""
-    paths = [os.path.abspath(path) for path in (*sys.path, "")]
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return kept | {
-        "PATH": os.defpath,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "LANG": "C.UTF-8",
-    }

@@ -68,6 +68,20 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
         _send(replies, handler(message["request"]))
 
 
+def worker_environment() -> dict[str, str]:
+    """Return a worker's environment: no secrets, one thread, reproducible hashes."""
+    paths = [os.path.abspath(path) for path in (*sys.path, "")]
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return kept | {
+        "PATH": os.defpath,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "LANG": "C.UTF-8",
+    }
+
+
 def limit_written(num_bytes: int) -> None:
     """Limit the size of any one file that this process writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))

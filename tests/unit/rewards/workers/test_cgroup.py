@@ -52,15 +52,14 @@ def test_no_control_groups(tmp_path) -> None:
 
 
 def test_process_is_limited_with_its_children(tmp_path) -> None:
-    limits = cgroup.limits_of(1 << 30, 32)
-    group = cgroup.enclose(4711, tmp_path, limits)
+    group = cgroup.enclose(4711, tmp_path, 1 << 30)
     assert {path.name: path.read_text() for path in group.iterdir()} == {
         "memory.max": "1073741824",
         "memory.swap.max": "0",
         "pids.max": "40",
         "cgroup.procs": "4711",
     }
-    assert cgroup.enclose(4711, tmp_path / "missing", limits) is None
+    assert cgroup.enclose(4711, tmp_path / "missing", 1 << 30) is None
 
 
 def test_sandbox_scores_whether_its_group_works_or_not(tmp_path, monkeypatch) -> None:
@@ -83,10 +82,11 @@ def test_kernel_moves_a_process_and_removes_its_group(monkeypatch) -> None:
     if not points:
         pytest.skip("no cgroup v2")
     monkeypatch.setattr(cgroup, "_CONTROLLERS", frozenset())
+    monkeypatch.setattr(cgroup, "_LIMITS", {})
     if (parent := cgroup.find_parent()) is None:
         pytest.skip("no delegated group")
     sleeper = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"])
-    group = cgroup.enclose(sleeper.pid, parent, {})
+    group = cgroup.enclose(sleeper.pid, parent, 0)
     assert group is not None
     assert group.name in Path(f"/proc/{sleeper.pid}/cgroup").read_text()
     cgroup.remove(group)
