@@ -1,4 +1,4 @@
-"""What a user asks of a running run: a checkpoint, an evaluation, its stacks, a stop."""
+"""A running run answers requests for a checkpoint, an evaluation, its stacks and a stop."""
 
 import os
 import signal

@@ -1,76 +1,13 @@
-"""The supervisor restarts what a restart can fix, and leaves nothing behind."""
+"""The supervisor restarts what a restart can fix, for as long as it may help."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
-from datetime import datetime
-from pathlib import Path
 
 import pytest
 
-from megadapo.cli import main
-from megadapo.cluster.watch.guard import start_time
-from megadapo.run.state.lease import Lease
 from megadapo.run.state.restart_budget import MAX_SAME_ENDS
-from megadapo.run.state.status import StatusFile, read_status
-from megadapo.run.state.stop import STEP_SIGNALS
-from tests.support.processes.running import wait_until
-
-DRIVER = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-from megadapo.run.state.status import StatusFile
-folder = Path(sys.argv[1])
-starts = folder / "starts"
-starts.open("a").write(" ".join(sys.argv[2:]) + "\\n")
-num = len(starts.read_text().splitlines())
-def resume_and_complete(step):
-    status = StatusFile(folder, num_steps=9)
-    status.update(step=step - 1, checkpoint_step=step - 1, resumed_from=step - 1)
-    status.update(step=step)
-    return status
-"""
-SUPERVISOR = """
-import os, sys
-from pathlib import Path
-from megadapo.run.state.supervisor import Supervisor
-folder, restarts, give_up_after, first_wait, *command = sys.argv[1:]
-supervisor = Supervisor(
-    command,
-    Path(folder),
-    max_restarts=int(restarts),
-    say=lambda line: print(line, flush=True),
-    give_up_after_s=float(give_up_after),
-    first_wait_s=float(first_wait),
-    stale_s=2.0,
-    stall_s=float(os.environ.get("STALL_S", "60")),
-)
-sys.exit(supervisor.run())
-"""
-
-
-def start(
-    folder: Path, driver: str, *, restarts: int, give_up_after_s: float = 60, first_wait_s=0.01
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", DRIVER + textwrap.dedent(driver), str(folder)]
-    limits = map(str, (restarts, give_up_after_s, first_wait_s))
-    return subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(folder), *limits, *command],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def supervise(
-    folder: Path, driver: str, *, restarts: int = 5, give_up_after_s: float = 60
-) -> tuple[int, str, list[str]]:
-    process = start(folder, driver, restarts=restarts, give_up_after_s=give_up_after_s)
-    output, _ = process.communicate(timeout=60)
-    return process.returncode, output, (folder / "starts").read_text().splitlines()
+from megadapo.run.state.status import read_status
+from tests.support.processes.supervised import supervise
 
 
 def test_failures_preemption_and_kills_are_restarted(tmp_path):
@@ -85,55 +22,6 @@ def test_failures_preemption_and_kills_are_restarted(tmp_path):
     )
     assert (code, len(starts)) == (0, 4)
     assert "exit code 5 after step 1; restart 1 of 5" in output and "SIGKILL after step 3" in output
-
-
-def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
-    """Only the supervisor can end a stopped driver: its children wait for it."""
-    code, output, starts = supervise(
-        tmp_path,
-        """
-        from megadapo.run.state.lease import Lease
-        Lease.take(folder, heartbeat_s=0.1)
-        if num == 1: os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(4)
-        """,
-    )
-    assert (code, len(starts)) == (0, 2)
-    assert "no heartbeat for 2 s" in output and "SIGKILL after step 0" in output
-
-
-def test_driver_without_progress_writes_its_stacks_and_is_restarted(tmp_path, monkeypatch):
-    """Its heartbeat is a thread of its own, so a main thread that waits for ever looked healthy."""
-    monkeypatch.setenv("STALL_S", "1.5")
-    code, output, starts = supervise(
-        tmp_path,
-        """
-        from megadapo.cluster.process_log import driver_log, stacks_on_quit
-        from megadapo.run.state.lease import Lease
-        Lease.take(folder, heartbeat_s=0.1)
-        status = resume_and_complete(2)
-        for tokens in range(30):
-            time.sleep(0.1)
-            status.report_progress(0, tokens)
-            status._write()
-        def wait_for_ever():
-            time.sleep(60)
-        with stacks_on_quit(driver_log(folder)):
-            if num == 1: wait_for_ever()
-        """,
-    )
-    assert (code, len(starts)) == (0, 2)
-    assert "no progress for 0:00:0" in output
-    assert "SIGKILL after step 2; restart 1 of 5" in output
-    assert "in wait_for_ever" in (tmp_path / "logs" / "driver.log").read_text()
-
-
-def test_driver_that_never_reaches_the_run_is_restarted(tmp_path, monkeypatch):
-    """A mount that hangs, or an import, was waited for without end."""
-    monkeypatch.setenv("STALL_S", "1.5")
-    code, output, starts = supervise(tmp_path, "if num == 1: time.sleep(60)")
-    assert (code, len(starts)) == (0, 2)
-    assert "no progress for" in output
 
 
 @pytest.mark.parametrize("wrong", [2, 3, 4, 6])
@@ -156,19 +44,6 @@ def test_unexpected_end_is_restarted(tmp_path, says):
         restarts=1,
     )
     assert len(starts) == 2
-
-
-def test_closed_terminal_ends_neither_supervisor_nor_driver(tmp_path):
-    process = start(
-        tmp_path,
-        """
-        os.kill(os.getppid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGHUP)
-        """,
-        restarts=0,
-    )
-    process.communicate(timeout=60)
-    assert process.returncode == 0
 
 
 def test_starts_that_never_reach_the_run_are_repeated_for_a_time(tmp_path):
@@ -221,121 +96,6 @@ def test_update_that_fails_at_once_is_given_up(tmp_path):
     assert (code, len(starts)) == (5, MAX_SAME_ENDS)
 
 
-def test_status_says_what_the_supervisor_waits_for(tmp_path, capsys):
-    process = start(
-        tmp_path,
-        """
-        status = resume_and_complete(4)
-        status.end(RuntimeError("no node offers a GPU"))
-        sys.exit(5)
-        """,
-        restarts=5,
-        first_wait_s=60,
-    )
-    wait_until(lambda: "in 60 s" in process.stdout.readline(), timeout_s=30)
-    wait_until(lambda: read_status(tmp_path).state == "waiting", timeout_s=10)
-    assert main(["status", str(tmp_path), "--json"]) == 1
-    status = json.loads(capsys.readouterr().out)
-    assert (status["state"], status["reason"]) == ("waiting", "RuntimeError: no node offers a GPU")
-    until, updated = (datetime.fromisoformat(status[k]) for k in ("waits_until", "updated"))
-    assert 58 <= (until - updated).total_seconds() <= 61
-    os.utime(tmp_path / "status.json", (1, 1))
-    main(["status", str(tmp_path)])
-    assert "the supervisor is dead" in capsys.readouterr().out
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    status = read_status(tmp_path)
-    assert status.state == "stopped" and status.waits_until is None
-    assert (
-        status.reason == "RuntimeError: no node offers a GPU; not restarted: it was asked to stop"
-    )
-
-
-def test_stop_file_ends_the_wait(tmp_path):
-    process = start(tmp_path, "sys.exit(5)", restarts=5, first_wait_s=60)
-    wait_until(lambda: "in 60 s" in process.stdout.readline(), timeout_s=30)
-    (tmp_path / "stop").write_text("restart: a node ends")
-    wait_until(lambda: not (tmp_path / "stop").exists(), timeout_s=30)
-    time.sleep(0.5)
-    assert process.poll() is None
-    (tmp_path / "stop").touch()
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, "it was asked to stop" in output) == (5, True)
-
-
-def test_run_that_must_stay_stopped_is_not_restarted(tmp_path):
-    code, output, starts = supervise(
-        tmp_path,
-        """
-        from megadapo.errors import RunInterruptedError
-        error = RunInterruptedError("stopped by run.save_before", stays_stopped=num == 2)
-        resume_and_complete(num).end(error)
-        sys.exit(75)
-        """,
-    )
-    assert (code, len(starts)) == (75, 2)
-
-
-def test_signals_for_a_step_reach_a_driver_that_starts(tmp_path):
-    """Python has no handler for them before the run is open, and the default ends the process."""
-    process = start(
-        tmp_path,
-        """
-        from megadapo.run.state.stop import StopSignal
-        (folder / "ready").touch()
-        while not (folder / "sent").exists(): time.sleep(0.05)
-        stop = StopSignal()
-        stop.install()
-        (folder / "asked").write_text(" ".join(str(n) for n in sorted(stop._asked)))
-        """,
-        restarts=0,
-    )
-    wait_until(lambda: (tmp_path / "ready").exists(), timeout_s=30)
-    for number in STEP_SIGNALS:
-        process.send_signal(number)
-    time.sleep(0.5)
-    (tmp_path / "sent").touch()
-    assert process.wait(timeout=30) == 0
-    assert (tmp_path / "asked").read_text() == f"{STEP_SIGNALS[0]:d} {STEP_SIGNALS[1]:d}"
-
-
-def test_status_of_another_driver_is_left_alone(tmp_path):
-    """The one whose lease a start met is alive, and writes its own status."""
-    lease = Lease.take(tmp_path)
-    StatusFile(tmp_path, num_steps=9).update(step=3)
-    supervise(tmp_path, "sys.exit(5)", give_up_after_s=0.1)
-    lease.close()
-    status = read_status(tmp_path)
-    assert (status.state, status.reason, status.pid) == ("running", None, os.getpid())
-
-
-def test_supervisor_suspended_with_its_driver_kills_nothing(tmp_path):
-    """The driver's heartbeat was as old as the pause, and the supervisor was often awake first."""
-    process = start(
-        tmp_path,
-        """
-        from megadapo.run.state.lease import Lease
-        lease = Lease.take(folder, heartbeat_s=0.1)
-        (folder / "ready").write_text(str(os.getpid()))
-        while not (folder / "go").exists(): time.sleep(0.05)
-        lease.close()
-        """,
-        restarts=0,
-    )
-    wait_until(lambda: (tmp_path / "ready").exists(), timeout_s=30)
-    driver = int((tmp_path / "ready").read_text())
-    os.kill(driver, signal.SIGSTOP)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
-    process.send_signal(signal.SIGCONT)
-    time.sleep(0.3)
-    os.kill(driver, signal.SIGCONT)
-    (tmp_path / "go").touch()
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (0, "")
-
-
 def test_number_of_restarts_is_limited_despite_progress(tmp_path):
     code, output, starts = supervise(
         tmp_path,
@@ -361,41 +121,3 @@ def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
         """,
     )
     assert starts == ["", "", "--run.resume=auto", "--run.resume=auto"]
-
-
-def test_leftovers_end_before_the_next_start(tmp_path):
-    code, _, _ = supervise(
-        tmp_path,
-        """
-        pids = folder / "pids"
-        if num == 1:
-            left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"],
-                                    start_new_session=True)
-            pids.write_text(str(left.pid))
-            os.kill(os.getpid(), signal.SIGKILL)
-        sys.exit(1 if Path(f"/proc/{pids.read_text()}").exists() else 0)
-        """,
-    )
-    assert code == 0
-
-
-def test_signal_reaches_driver_once_and_ends_supervision(tmp_path):
-    process = start(
-        tmp_path,
-        """
-        def stop(number, frame):
-            (folder / "stopped").write_text(signal.Signals(number).name)
-            sys.exit(75)
-        signal.signal(signal.SIGTERM, stop)
-        (folder / "ready").write_text(str(os.getpid()))
-        time.sleep(60)
-        """,
-        restarts=5,
-    )
-    ready = tmp_path / "ready"
-    wait_until(lambda: ready.exists() and ready.read_text(), timeout_s=30)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, (tmp_path / "stopped").read_text()) == (75, "SIGTERM")
-    assert "it was asked to stop" in output
-    assert start_time(int(ready.read_text())) is None
