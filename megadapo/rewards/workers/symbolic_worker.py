@@ -79,7 +79,8 @@ def isolate(*, required: bool = False) -> str:
         forbid(network=True, processes=True)
         # root ignores this limit
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        return f"this system does not isolate processes ({refused or error}; {error})"
+        reasons = "; ".join(filter(None, (refused, str(error))))
+        return f"this system does not isolate processes ({reasons})"
     return ""
 
 
