@@ -43,7 +43,9 @@ class DriverEnd:
 
     def repeats(self, last: DriverEnd) -> bool:
         """Return whether the `last` driver failed in this step, as far in it, with this message."""
-        if self.code == RunInterruptedError.exit_code or self.step != last.step:
+        # a signal alone may have come from anyone, as when machines are reclaimed
+        has_message = self.reason != end_name(self.code)
+        if self.code == RunInterruptedError.exit_code or not has_message or self.step != last.step:
             return False
         is_further = self.journal_bytes > last.journal_bytes
         return not is_further and _without_numbers(self.reason) == _without_numbers(last.reason)

@@ -72,6 +72,14 @@ def test_only_one_step_with_one_message_is_given_up(last):
     assert charges(*[ended()] * (MAX_SAME_ENDS - 1), last)[-1] is None
 
 
+def test_kills_from_outside_in_one_step_are_only_counted():
+    """A step that is longer than the time between two kills would end the run."""
+    killed = ended(-9, reason="SIGKILL")
+    assert charges(*[killed] * 20) == [None] * 20
+    hung = ended(-9, reason="the driver has made no progress for 2:00:00")
+    assert "with the same message" in charges(*[hung] * MAX_SAME_ENDS)[-1]
+
+
 @pytest.mark.parametrize("code", [2, 3, 4, 6])
 @pytest.mark.parametrize("progress", [True, False])
 def test_permanent_errors_are_final(code, progress):
