@@ -55,6 +55,10 @@ class InfraError(MegadapoError):
     exit_code = 5
 
 
+class RewardOutageError(InfraError):
+    """A reward function could not do its work, as without its server; the responses can wait."""
+
+
 class ProcessDiedError(InfraError):
     """A process of the run is gone."""
 

@@ -18,6 +18,29 @@ class Branch(NamedTuple):
     """Number of leading tokens that the response took from its parent."""
 
 
+def branches_among(branches: Sequence[Branch | None], kept: Sequence[int]) -> list[Branch | None]:
+    """Return the branches of some responses of a group, as if there were no others.
+
+    Args:
+        branches: [G] branch points of the group.
+        kept: indices of the remaining responses, ascending.
+    """
+
+    def num_shared(first: int, second: int) -> int:
+        """Return the leading tokens that two responses share; `first` is the lower index."""
+        branch = branches[second]
+        if branch is None or first == branch.parent:
+            return 0 if branch is None else branch.num_tokens
+        return min(branch.num_tokens, num_shared(*sorted((first, branch.parent))))
+
+    found: list[Branch | None] = []
+    for place, index in enumerate(kept):
+        shared = [num_shared(other, index) for other in kept[:place]]
+        longest = max(shared, default=0)
+        found.append(Branch(shared.index(longest), longest) if longest else None)
+    return found
+
+
 class ScoredGroup(Protocol):
     """One prompt's G responses as numbers; `data.group.Group` implements it."""
 

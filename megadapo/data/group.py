@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megadapo.algorithm.groups import Branch, Steps
+from megadapo.algorithm.groups import Branch, Steps, branches_among
 from megadapo.data.prompts import Prompt
 
 NO_VERSION = -1
@@ -17,6 +17,10 @@ NO_VERSION = -1
 FinishReason = Literal["stop", "length", "unfinished"]
 RewardParts = tuple[tuple[str, float], ...]
 """(name, value) of each part of a reward."""
+FAILED = "failed"
+"""Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
+MIN_RESPONSES = 2
+"""Fewest responses of a group: a single one has nothing to be compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,14 @@ class Response:
         return int(versions.min()) if len(versions) else math.inf
 
 
+class Failure(NamedTuple):
+    """A failure of a reward function on a response."""
+
+    function: str
+    """Name of the function in metrics."""
+    reason: str
+
+
 @dataclass(frozen=True)
 class Score:
     """The verifier's result for one response."""
@@ -89,6 +101,8 @@ class Score:
     """Parts of the reward, if more than the rule scores."""
     steps: Steps = ()
     """Scored steps with their shares of the reward, if a function scores steps."""
+    failure: Failure | None = None
+    """Failure that leaves the response out of its group."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +115,33 @@ class Group:
     prompt_ids: tuple[int, ...]
     responses: tuple[Response, ...]
     scores: tuple[Score, ...]
+    failures: tuple[Failure, ...] = ()
+    """Why responses were left out, one entry for each."""
     seconds: float = field(default=0.0, repr=False)
     """Time from submission to the last token; not saved."""
+
+    def without_failures(self) -> Group:
+        """Return the group without the responses that have no score."""
+        failures = tuple(score.failure for score in self.scores if score.failure is not None)
+        if not failures:
+            return self
+        kept = [index for index, score in enumerate(self.scores) if score.failure is None]
+        branches = branches_among(self.branches, kept)
+        return replace(
+            self,
+            responses=tuple(
+                replace(self.responses[index], branch=branch)
+                for index, branch in zip(kept, branches, strict=True)
+            ),
+            scores=tuple(self.scores[index] for index in kept),
+            failures=failures,
+        )
+
+    @property
+    def parts(self) -> RewardParts:
+        """Parts of the rewards of all responses, and a part for each failure."""
+        of_scores = (part for score in self.scores for part in score.parts)
+        return (*of_scores, *((f"{one.function}/{FAILED}", 1.0) for one in self.failures))
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -2,7 +2,8 @@
 
 A group is
 
-    {"prompt_index": int, "prompt": {...}, "prompt_ids": [int, ...], "responses": [{...}, ...]}
+    {"prompt_index": int, "prompt": {...}, "prompt_ids": [int, ...], "responses": [{...}, ...],
+     "failures": [[function, reason], ...]}
 
 and a response has the fields of its `Response` and its `Score`. In the run's state and the journal
 "token_ids" and "logprobs_rollout" are base64 of their exact bytes, which is half the size of
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.group import NO_VERSION, Group, Response, Score, ToolCall
+from megadapo.data.group import NO_VERSION, Failure, Group, Response, Score, ToolCall
 from megadapo.data.prompts import Prompt
 
 MAX_VERSION = int(np.iinfo(np.int32).max)
@@ -36,6 +37,7 @@ def encode_group(group: Group) -> dict[str, Any]:
         "prompt": group.prompt.to_json(),
         "prompt_ids": list(group.prompt_ids),
         "responses": [encode_response(one) | encode_score(score) for one, score in pairs],
+        "failures": [list(failure) for failure in group.failures],
     }
 
 
@@ -56,6 +58,7 @@ def decode_group(entry: Mapping[str, Any]) -> Group:
             decode_score(one, len(response.token_ids))
             for one, response in zip(entry["responses"], responses, strict=True)
         ),
+        failures=tuple(Failure(*map(str, failure)) for failure in entry.get("failures", [])),
     )
 
 

@@ -43,9 +43,10 @@ WITH_NETWORK = ("judge", "reward_model")
 """Built-in functions that ask a server."""
 REQUEST_TIMEOUT_S = 60.0
 """Default timeout of one request to a server."""
+OnFailure = Literal["retry", "exclude", "score", "stop"]
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
-_TAKEN = ("mean", "shaped_mean", "overlong_penalty_mean")
+_TAKEN = ("mean", "excluded", "shaped_mean", "overlong_penalty_mean")
 
 
 class RewardFunction(Section, title="reward.functions"):
@@ -66,10 +67,12 @@ class RewardFunction(Section, title="reward.functions"):
     right_above: float = 0.0
     """Score above which a response counts as correct, if the function returns no `correct`.
     Accuracy and the selection of groups use the first function that scores a prompt."""
-    on_failure: Literal["score", "stop"] = "score"
-    """Reaction to a failure on a response: give failure_score and continue, or stop the run."""
+    on_failure: OnFailure | None = None
+    """Reaction to a failure on a response. exclude: leave the response out of its group. retry: as
+    exclude, but wait through an outage for every response. score: give failure_score. stop: stop
+    the run. none: exclude with network, for python_tests and after an outage, else score."""
     failure_score: float = 0.0
-    """Score of a response on which it failed; such a response is not correct."""
+    """Score of a response on which it failed, with "score"; such a response is not correct."""
     step_separators: tuple[str, ...] = ()
     """Texts that end a step of a response, for a function that returns one score a step;
     empty: it returns spans of tokens, if it scores steps."""
@@ -111,6 +114,13 @@ class RewardFunction(Section, title="reward.functions"):
         """Whether it may open sockets; built-in functions that ask a server may."""
         return self.network or self.function in WITH_NETWORK
 
+    def reaction(self, *, is_outage: bool) -> OnFailure:
+        """Return the reaction to a failure; an outage is no fault of the response."""
+        if self.on_failure is not None:
+            return self.on_failure
+        runs_elsewhere = self.may_use_network or self.function == PYTHON_TESTS
+        return "exclude" if runs_elsewhere or is_outage else "score"
+
     @property
     def path(self) -> str:
         """MODULE:FUNCTION of a function that runs in worker processes."""
@@ -147,6 +157,12 @@ class RewardFunction(Section, title="reward.functions"):
             yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
         if not _NAME.fullmatch(self.label) or self.label in _TAKEN:
             yield f'reward.functions.name = "{self.label}" cannot be the name of a metric'
+        if self.changed("failure_score") and self.reaction(is_outage=False) != "score":
+            yield (
+                "reward.functions.failure_score has no effect on "
+                f'"{self.function}", whose failures give no score: leave it out, or set '
+                'on_failure = "score"'
+            )
         yield from self._wrong_steps()
         yield from self._wrong_options()
 
@@ -204,6 +220,9 @@ class RewardConfig(Section, title="reward"):
         tuple[RewardFunction, ...], Field(min_length=1, json_schema_extra=_allow_name)
     ] = (RewardFunction(function="rule"),)
     """Functions that score a response: the reward is the weighted sum of their scores."""
+    max_failed_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    """Share of a step's responses above which the run stops before it trains on them, if reward
+    functions failed on so many and left them out. A supervisor restarts it."""
     rule: Rule = "answer"
     """Place of the answer: the last `Answer:` line, the last boxed expression, or the second if the
     first is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -23,6 +24,9 @@ COROUTINE_GRACE_S = 1.0
 SECONDS_PER_TEST = 2.0
 SANDBOX_GRACE_S = 2.0
 """Time that a sandbox may take beyond the time of its runs."""
+KILLED = ("signal SIGKILL", f"exit code {-signal.SIGKILL & 0xFF}")
+"""How a process ends that another one kills, as the kernel does if the host is short of memory. A
+process whose sandbox is killed ends with the exit code."""
 
 
 def start_runner(
@@ -96,7 +100,7 @@ class FunctionRunner(Runner):
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
-    ) -> list[Reply | str]:
+    ) -> list[Reply]:
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         extra_info = {**prompt.extra_info, "data_source": prompt.data_source}
         calls = [
@@ -118,13 +122,17 @@ class FunctionRunner(Runner):
             for result in self._unpack(reply, len(request["calls"]))
         ]
 
-    def _unpack(self, reply: Reply | Lost, size: int) -> Sequence[Reply | str]:
+    def _unpack(self, reply: Reply | Lost, size: int) -> Sequence[Reply]:
+        on_network = self.config.may_use_network
         if not isinstance(reply, Lost):
             results: Sequence[Reply] = reply["results"]
-            return results
+            return [{**one, "outage": on_network and one.get("outage", False)} for one in results]
+        error, is_outage = f"its process ended: {reply.detail or reply.kind}", False
         if reply.kind == "timeout":
-            return [f"took longer than {self.config.timeout_s:g} s"] * size
-        return [f"its process ended: {reply.detail or reply.kind}"] * size
+            error, is_outage = f"took longer than {self.config.timeout_s:g} s", on_network
+        elif reply.detail in KILLED:
+            is_outage = True
+        return [{"error": error, "outage": is_outage}] * size
 
 
 def _program(config: RewardFunction) -> Program:
@@ -150,7 +158,8 @@ class PythonTestsRunner(Runner):
     """Unit tests of the programs that responses contain, each program in its own sandbox.
 
     Expected outputs never enter a sandbox. A response is right if it passes all tests. Code that
-    misbehaves, or even ends its sandbox, fails its tests; that is no failure of the function.
+    misbehaves, or even ends its sandbox, fails its tests; that is no failure of the function. A
+    sandbox that is killed from outside is one.
 
     Raises:
         InfraError: this system does not isolate processes.
@@ -197,6 +206,8 @@ class PythonTestsRunner(Runner):
         }
 
     def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply:
+        if isinstance(reply, Lost) and reply.detail in KILLED:
+            return {"error": f"its sandbox was killed: {reply.detail}", "outage": True}
         is_lost = isinstance(reply, Lost)
         runs = [] if reply is None or isinstance(reply, Lost) else reply["runs"]
         passed = [run["ending"] == "done" for run in runs]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megadapo.algorithm.groups import Steps
-from megadapo.data.group import RewardParts
+from megadapo.data.group import FAILED, MIN_RESPONSES, RewardParts
 from megadapo.data.prompts import Prompt
-from megadapo.errors import RewardError
+from megadapo.errors import RewardError, RewardOutageError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.steps import step_ends
@@ -22,8 +22,6 @@ from megadapo.rewards.workers.processes import Reply
 
 logger = logging.getLogger(__name__)
 
-FAILED = "failed"
-"""Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
 MAX_REASONS = 50
 """Number of different failures of a function that are counted separately."""
 MAX_TOLD = 5
@@ -39,6 +37,8 @@ class FunctionScore:
     parts: RewardParts = ()
     failure: str | None = None
     """Reason why the function gave no score."""
+    is_outage: bool = False
+    """Whether the failure is of the function's surroundings, as of its server."""
     steps: Steps = ()
     """Steps of the response, if the function scores them."""
 
@@ -55,6 +55,7 @@ class Runner(abc.ABC):
         self._decode = decode
         self._failures: Counter[str] = Counter()
         self._unreported: Counter[str] = Counter()
+        self._num_repeats = 0
         self._lock = threading.Lock()
 
     @abc.abstractmethod
@@ -64,8 +65,8 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
-    ) -> Sequence[Reply | str]:
-        """Return each response's result of `ResultReader.read`, or the reason why it is missing."""
+    ) -> Sequence[Reply]:
+        """Return each response's result of `ResultReader.read`, or `{"error", "outage"?}`."""
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -74,6 +75,7 @@ class Runner(abc.ABC):
 
         Raises:
             RewardError: the function failed, and its on_failure is "stop".
+            RewardOutageError: the group should be scored again later.
             InfraError: its processes cannot be restarted.
         """
         results = self._results(prompt, texts, token_ids)
@@ -81,6 +83,7 @@ class Runner(abc.ABC):
             self._read(result, text, ids)
             for result, text, ids in zip(results, texts, token_ids, strict=True)
         ]
+        self._check_outage(scores)
         for score in scores:
             if score.failure is not None:
                 self._count_failure(score.failure, prompt)
@@ -90,18 +93,35 @@ class Runner(abc.ABC):
         """Return a summary of the failures since the last call, if there were any."""
         with self._lock:
             failures, self._unreported = self._unreported, Counter()
-        if not failures:
-            return None
-        reasons = "; ".join(f"{num} x {reason}" for reason, num in failures.most_common(MAX_TOLD))
-        return (
-            f"reward function {self.config.label} failed on {failures.total()} responses, which "
-            f"scored {self.config.failure_score:g}: {reasons}"
-        )
+            num_repeats, self._num_repeats = self._num_repeats, 0
+        lines = []
+        if num_repeats:
+            lines.append(f"could not score a group {num_repeats} times, and it was scored again")
+        if failures:
+            reasons = "; ".join(f"{n} x {reason}" for reason, n in failures.most_common(MAX_TOLD))
+            excludes = self.config.reaction(is_outage=False) != "score"
+            given = "were left out" if excludes else f"scored {self.config.failure_score:g}"
+            responses = f"{failures.total()} responses, which {given}"
+            lines.append(f"failed on {responses}: {reasons}")
+        told = f"reward function {self.config.label} {'; it '.join(lines)}"
+        return told if lines else None
 
-    def _read(self, result: Reply | str, text: str, token_ids: np.ndarray) -> FunctionScore:
-        failure = result if isinstance(result, str) else result.get("error")
-        if failure is not None or isinstance(result, str):
-            return self._failed(str(failure))
+    def _check_outage(self, scores: Sequence[FunctionScore]) -> None:
+        """Raise RewardOutageError if an outage leaves too few responses, or any must wait."""
+        outages = [one.failure for one in scores if one.is_outage]
+        reaction = self.config.reaction(is_outage=True)
+        num_scored = sum(one.failure is None for one in scores)
+        too_few = num_scored < min(MIN_RESPONSES, len(scores))
+        if outages and (reaction == "retry" or (reaction == "exclude" and too_few)):
+            with self._lock:
+                self._num_repeats += 1
+            raise RewardOutageError(
+                f"reward function {self.config.label} cannot score a group: {outages[-1]}"
+            )
+
+    def _read(self, result: Reply, text: str, token_ids: np.ndarray) -> FunctionScore:
+        if "error" in result:
+            return self._failed(result["error"], is_outage=result.get("outage", False))
         steps = self._steps(result.get("steps", ()), text, token_ids)
         if steps is None:
             return self._failed("its steps cannot be located among the tokens of the response")
@@ -114,8 +134,9 @@ class Runner(abc.ABC):
         parts = {**counted, **result["parts"], FAILED: 0.0}
         return FunctionScore(score, correct, tuple(parts.items()), steps=steps)
 
-    def _failed(self, failure: str) -> FunctionScore:
-        return FunctionScore(self.config.failure_score, False, ((FAILED, 1.0),), failure)
+    def _failed(self, failure: str, *, is_outage: bool = False) -> FunctionScore:
+        score = self.config.failure_score
+        return FunctionScore(score, False, ((FAILED, 1.0),), failure, is_outage=is_outage)
 
     def _steps(
         self, scored: Sequence[tuple[int | None, float]], text: str, token_ids: np.ndarray
@@ -134,7 +155,7 @@ class Runner(abc.ABC):
         if self.config.on_failure == "stop":
             raise RewardError(
                 f"reward function {label} failed on a response to prompt {prompt.id}: {failure}. "
-                'Set its on_failure = "score" to give it failure_score and continue'
+                'Set its on_failure = "exclude" to leave such a response out and continue'
             )
         with self._lock:
             is_known = failure in self._failures or len(self._failures) >= MAX_REASONS

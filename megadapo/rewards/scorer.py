@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from megadapo.algorithm.groups import Steps
-from megadapo.data.group import Score
+from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardConfig, RewardFunction
@@ -60,6 +60,7 @@ class Scorer:
 
         Raises:
             RewardError: a function failed, and its on_failure is "stop".
+            RewardOutageError: a function cannot work now; the group should be scored again later.
             InfraError: the processes of a function cannot be restarted.
         """
         if self._is_rule_alone:
@@ -95,10 +96,14 @@ class Scorer:
             return self.verifier.score_batch(texts, golds)
         if (rule := self._config.rule_of(function)) is not None:
             return [score(text, prompt.ground_truth, rule) for text in texts]
-        scores = self._runners[function.label].score_group(prompt, texts, token_ids)
-        return [
-            Score(one.score, one.correct, "", parts=one.parts, steps=one.steps) for one in scores
-        ]
+        found: list[Score] = []
+        for one in self._runners[function.label].score_group(prompt, texts, token_ids):
+            failure = None
+            if one.failure is not None and function.reaction(is_outage=one.is_outage) != "score":
+                failure = Failure(function.label, one.failure)
+            given = Score(one.score, one.correct, "", parts=one.parts, steps=one.steps)
+            found.append(replace(given, failure=failure))
+        return found
 
 
 def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> Score:
@@ -115,6 +120,7 @@ def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> S
         answer=answer,
         parts=tuple(parts),
         steps=_combined_steps(functions, scores, rewards),
+        failure=next((one.failure for one in scores if one.failure is not None), None),
     )
 
 

@@ -51,6 +51,10 @@ class NoAnswer(Exception):
         self.is_refused = is_refused
 
 
+class ServerAwayError(NoAnswer, ConnectionError):
+    """A server that is unreachable, busy or broken, so that later requests may be answered."""
+
+
 class Client:
     """A client that POSTs JSON to one address, with retries."""
 
@@ -66,7 +70,8 @@ class Client:
         """Return the answer and the number of retries.
 
         Raises:
-            NoAnswer: all retries failed, or the server refuses the request.
+            ServerAwayError: all retries failed.
+            NoAnswer: the server refuses the request.
         """
         data = json.dumps(body).encode()
         for attempt in range(self._retries + 1):
@@ -82,7 +87,7 @@ class Client:
                     raise NoAnswer(f"{self._url}: {reason}", is_refused=True) from error
             except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
-        raise NoAnswer(f"{self._url}: {reason}, after {self._retries} retries")
+        raise ServerAwayError(f"{self._url}: {reason}, after {self._retries} retries")
 
     def chat(
         self, prompt: str, *, model: str, temperature: float, max_tokens: int

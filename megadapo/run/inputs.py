@@ -106,6 +106,7 @@ class SamplingInputs:
             saved_groups=config.observe.saved_groups,
             is_mixed=has_mixed_steps if config.algorithm.compares_steps else None,
             journal=journal,
+            max_failed_share=config.reward.max_failed_share,
         )
 
 

@@ -127,7 +127,7 @@ class ReplayedRollouts(Rollouts):
         size, expected = len(saved.responses), self._config.sampling.responses_per_prompt
         if saved.step != step:
             yield f"is from step {saved.step}"
-        if size != expected:
+        if size + len(saved.failures) != expected:
             yield f"has {size} responses, but sampling.responses_per_prompt = {expected}"
             return
         longest, limit = max(saved.group.lengths), self._config.rollout.max_response_tokens

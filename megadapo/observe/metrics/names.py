@@ -26,6 +26,8 @@ METRICS = {
     "time/rank_logprobs_max_s": "Seconds of the slowest rank for the same.",
     "tokens_per_s": "Tokens generated per second of the step.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
+    "reward/excluded": "Responses left out of their groups because a reward function failed on "
+    "them; no other metric but reward/NAME/failed counts them.",
     "reward/overlong_penalty_mean": "Mean soft overlong punishment of the same responses.",
     "reward/shaped_mean": "Sum of the two above.",
     "accuracy/mean": "Share of correct responses among all generated.",
@@ -42,6 +44,8 @@ METRICS = {
     "groups/to_reserve": "Mixed groups kept for the next step.",
     "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
+    "groups/unscored": "Groups given up because reward functions failed on all of their responses, "
+    "or on all but one; other prompts took their places.",
     "groups/stopped": "Groups ended before completion; depends on the engines' speed likewise.",
     "groups/carried": "Unfinished groups that continue in the next step.",
     "groups/resting": "Prompts left out by sampling.rest_after.",

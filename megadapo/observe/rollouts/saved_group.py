@@ -21,7 +21,8 @@
                     "reward_parts": {str: float}, "steps": [[int, float], ...],
                     "branch": [int, int] | null,
                     "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null},
-                   ...]}
+                   ...],
+     "failures": [[str, str], ...]}
 
 Tool output is part of the tokens, with policy version -1 and null log-probs. Log-probs are float32
 in the fewest digits that restore them, and null if not finite; such a token is not trained on.
@@ -41,7 +42,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megadapo.data.group import Group, Response, Score
+from megadapo.data.group import Failure, Group, Response, Score
 from megadapo.data.group_codec import (
     decode_floats,
     decode_group,
@@ -103,6 +104,8 @@ class SavedGroup:
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     responses: tuple[SavedResponse, ...]
+    failures: tuple[Failure, ...] = ()
+    """Failures of reward functions on responses that were left out."""
 
     @property
     def group(self) -> Group:
@@ -113,6 +116,7 @@ class SavedGroup:
             prompt_ids=self.prompt_ids,
             responses=tuple(saved.response for saved in self.responses),
             scores=tuple(saved.score for saved in self.responses),
+            failures=self.failures,
         )
 
 
@@ -126,6 +130,7 @@ def encode_saved(saved: SavedGroup) -> dict[str, Any]:
         "prompt": saved.prompt.to_json(),
         "prompt_ids": list(saved.prompt_ids),
         "responses": [encode_saved_response(response) for response in saved.responses],
+        "failures": [list(failure) for failure in saved.failures],
     }
 
 
@@ -167,6 +172,7 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
                 entry["responses"], group.responses, group.scores, strict=True
             )
         ),
+        failures=group.failures,
     )
 
 

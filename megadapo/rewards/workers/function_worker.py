@@ -32,6 +32,8 @@ MAX_PARTS = 32
 MAX_NAME = 64
 """Characters of a part's name."""
 
+_OF_THE_CALL = (FileNotFoundError, FileExistsError, PermissionError)
+"""Errors of the system that a repeated call meets again."""
 _RESERVED = ("score", "correct", "steps")
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
 _STARTS = "starts a process, and reward.functions.processes is false"
@@ -40,7 +42,8 @@ _STARTS = "starts a process, and reward.functions.processes is false"
 def main() -> None:
     """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
 
-    A result is the output of `ResultReader.read`, or `{"error"}` if the function failed.
+    A result is the output of `ResultReader.read`, or `{"error", "outage"}` if the function failed.
+    An outage is an error of the system or the network, which another call may not meet.
     """
     serve(_prepare)
 
@@ -143,7 +146,10 @@ def _each_of(returned: Any, num_calls: int) -> list[Any]:
 
 def _result(value: Any, text: str, num_tokens: int, reader: ResultReader) -> Mapping[str, Any]:
     if isinstance(value, BaseException):
-        return {"error": _describe(value)}
+        is_outage = isinstance(value, OSError) and not (
+            isinstance(value, _OF_THE_CALL) or value.errno == errno.EFBIG
+        )
+        return {"error": _describe(value), "outage": is_outage}
     try:
         return reader.read(value, text=text, num_tokens=num_tokens)
     except WrongResult as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megadapo.data.group import Group
 from megadapo.data.prompts import Prompt, render
-from megadapo.errors import DataError
+from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
@@ -204,13 +204,20 @@ class EvaluationInProgress:
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
+            if not group.responses:
+                name, (failed, reason) = group.prompt.id, group.failures[-1]
+                raise InfraError(
+                    f"evaluation: {failed} failed on all responses to problem {name}: {reason}"
+                )
+            # as if the responses without a score were like the others
+            scale = self._held_out.samples_per_problem / len(group.responses)
             result = ProblemResult(
                 accuracy=sum(group.correct) / len(group.correct),
-                num_tokens=sum(group.lengths),
-                num_truncated=sum(group.truncated),
+                num_tokens=round(scale * sum(group.lengths)),
+                num_truncated=round(scale * sum(group.truncated)),
             )
             self._results[group.prompt_index] = result
-            if self._journal is not None:
+            if self._journal is not None and not group.failures:
                 self._journal.append(self._held_out.digest(group.prompt_index), result)
 
 

@@ -56,6 +56,10 @@ class SampledBatch:
     """Number of unfinished groups that continue in the next step."""
     num_resting: int
     """Number of prompts skipped on cooldown."""
+    num_unscored: int = 0
+    """Number of groups given up because reward functions failed on their responses."""
+    num_excluded: int = 0
+    """Number of responses that reward functions failed on, left out of all other counts."""
     num_from_journal: int = 0
     """Number of groups restored from the journal of a killed process."""
     num_tokens: int | None

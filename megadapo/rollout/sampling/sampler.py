@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed
-from megadapo.data.group import Group, Response
+from megadapo.data.group import MIN_RESPONSES, Failure, Group, Response
 from megadapo.data.prompts import PromptStream, render
-from megadapo.errors import CheckpointError, SamplingError
+from megadapo.errors import CheckpointError, InfraError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.journal.journal import Journal, group_digest
@@ -56,6 +56,7 @@ class Sampler:
         is_mixed: Callable[[Group], bool] | None = None,
         new_executor: Callable[[], Executor] | None = None,
         journal: Journal | None = None,
+        max_failed_share: float = 1.0,
     ) -> None:
         """Start at the first prompt, with an empty reserve.
 
@@ -67,6 +68,7 @@ class Sampler:
             new_executor: returns the executor for a step's scoring; by default a thread pool.
             journal: keeps groups until a checkpoint holds them, and returns those of a killed
                 process.
+            max_failed_share: share of a step's responses on which reward functions may fail.
         """
         self._engines = engines
         self._scorer = scorer
@@ -77,6 +79,7 @@ class Sampler:
         self._saved_groups = saved_groups
         self._new_executor = new_executor
         self._journal = journal
+        self._max_failed_share = max_failed_share
         self._is_mixed = is_mixed
         self._history = PromptHistory(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._cursor = PromptCursor(prompts, self._history)
@@ -94,7 +97,7 @@ class Sampler:
         Raises:
             SamplingError: max_asked_per_prompt is reached without a mixed group, or with too few
                 and `sampling.on_shortfall` is "stop".
-            InfraError: an engine failed.
+            InfraError: an engine failed, or reward functions failed on too many responses.
         """
         if self._journal is None or not self._config.follows_speed:
             return self._sample()
@@ -239,9 +242,33 @@ class Sampler:
         return True
 
     def _take(self, step: SamplingStep, group: Group) -> None:
-        if self._journal is not None:
+        # a restarted run scores a group with failures again
+        if self._journal is not None and not group.failures:
             self._journal.append_group(step.digests[group.prompt_index], group)
-        self._add(step, group)
+        if len(group.responses) < MIN_RESPONSES:
+            step.leave_out(group)
+        else:
+            self._add(step, group)
+        if group.failures:
+            self._check_failures(step.counters, group.failures[-1])
+
+    def _check_failures(self, counters: StepCounters, last: Failure) -> None:
+        """Raise InfraError if reward functions failed on too many responses of a step.
+
+        It compares with a whole batch at least, and not at the end of the step: a function that
+        always fails must not use up the prompts.
+        """
+        num_failed = counters.num_excluded
+        num_scored = sum(group.num_responses for group in counters.stats)
+        planned = self._config.prompts_per_step * self._config.responses_per_prompt
+        share = num_failed / max(planned, num_failed + num_scored)
+        if share > self._max_failed_share:
+            raise InfraError(
+                f"reward functions failed on {num_failed} responses of the step, {share:.1%} of "
+                f"them, and reward.max_failed_share = {self._max_failed_share:g}; the last one is "
+                f"{last.function}: {last.reason}. Nothing of the step is trained on. Mend the "
+                "function or its server, or raise reward.max_failed_share"
+            )
 
     def _add(self, step: SamplingStep, group: Group) -> None:
         config = self._config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -13,11 +14,19 @@ import numpy as np
 
 from megadapo.data.group import Group, Score
 from megadapo.data.prompts import Prompt
+from megadapo.errors import RewardOutageError
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.types import OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
 """Longest single wait for the engines while groups are being scored."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pauses between attempts to score a group while a reward function has an outage; each is twice the
+one before."""
+OUTAGE_S = 1800.0
+"""Longest outage of a reward function that a group waits for."""
+
+logger = logging.getLogger(__name__)
 
 
 class SupportsGenerate(Protocol):
@@ -58,7 +67,11 @@ class SupportsScore(Protocol):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[Score]:
-        """Score the responses to one prompt."""
+        """Score the responses to one prompt.
+
+        Raises:
+            RewardOutageError: the group should be scored again later.
+        """
 
 
 class ScoringPool:
@@ -86,7 +99,7 @@ class ScoringPool:
         self._scorer = scorer
         self._prompt_of = prompt_of
         self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self.open: set[int] = set()
         """Keys of the groups that have not been returned."""
         self._scoring: dict[Future[Group], OpenGroup] = {}
@@ -95,6 +108,7 @@ class ScoringPool:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closing.set()
         self._executor.shutdown(cancel_futures=True)
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
@@ -106,7 +120,7 @@ class ScoringPool:
         """Wait until groups are scored or the engines have capacity; return all scored groups.
 
         Raises:
-            InfraError: an engine failed.
+            InfraError: an engine failed, or the outage of a reward function is too long.
         """
         if self._engines.num_in_flight:
             timeout_s = SCORING_POLL_S if self._scoring else None
@@ -151,7 +165,7 @@ class ScoringPool:
         if any(one.finish_reason == "unfinished" for one in responses):
             raise ValueError(f"group {group.key} has an unfinished response")
         texts = [one.text for one in responses]
-        scores = self._scorer.score_group(prompt, texts, [one.token_ids for one in responses])
+        scores = self._scores(group.key, prompt, texts, [one.token_ids for one in responses])
         with self._lock:
             self.reward_seconds += time.perf_counter() - start
         return Group(
@@ -161,4 +175,20 @@ class ScoringPool:
             responses=responses,
             scores=tuple(scores),
             seconds=group.seconds,
-        )
+        ).without_failures()
+
+    def _scores(
+        self, key: int, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        """Score a group, again and again while a function has an outage and the group is open."""
+        pause_s, until = FIRST_PAUSE_S, time.monotonic() + OUTAGE_S
+        while True:
+            try:
+                return self._scorer.score_group(prompt, texts, token_ids)
+            except RewardOutageError as error:
+                if time.monotonic() + pause_s > until or key not in self.open:
+                    raise
+                logger.warning("%s; trying again in %g s", error, pause_s)
+                if self._closing.wait(pause_s):
+                    raise
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -37,6 +37,8 @@ class GroupStats:
     num_truncated: int
     is_mixed: bool
     seconds: float
+    num_excluded: int = 0
+    """Number of responses that a reward function failed on, left out of the group."""
     parts: RewardParts = ()
     """Reward parts of all responses."""
     num_generated: int
@@ -56,8 +58,9 @@ class GroupStats:
             prompt_id=group.prompt.id,
             num_correct=sum(group.correct),
             num_responses=len(responses),
+            num_excluded=len(group.failures),
             reward_sum=float(sum(group.rewards)),
-            parts=tuple(part for score in group.scores for part in score.parts),
+            parts=group.parts,
             lengths=group.lengths,
             num_truncated=sum(group.truncated),
             is_mixed=is_mixed,
@@ -111,6 +114,8 @@ class StepCounters:
     """The statistics of one step so far."""
 
     stats: list[GroupStats] = field(default_factory=list)
+    unscored: list[Group] = field(default_factory=list)
+    """Groups with too few scored responses; other prompts take their places."""
     to_reserve: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
@@ -124,6 +129,12 @@ class StepCounters:
     engines: Sequence[EngineActivity] = ()
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
+    @property
+    def num_excluded(self) -> int:
+        """Number of responses that reward functions failed on, left out of all other counts."""
+        of_unscored = sum(len(group.failures) for group in self.unscored)
+        return of_unscored + sum(group.num_excluded for group in self.stats)
+
     def forget_after(self, last: int) -> None:
         """Count groups behind the batch's last prompt index as surplus, not in the statistics.
 
@@ -132,6 +143,7 @@ class StepCounters:
         """
         unseen = [group for group in self.stats if group.prompt_index > last]
         self.stats = [group for group in self.stats if group.prompt_index <= last]
+        self.unscored = [group for group in self.unscored if group.prompt_index <= last]
         self.num_surplus_unseen = sum(group.is_mixed for group in unseen)
         self.num_tokens_stopped += sum(group.num_generated for group in unseen)
 
@@ -141,14 +153,14 @@ class StepCounters:
         """Return the batch of `kept`, of which `stale` have tokens of earlier weights."""
         lengths = [n for group in self.stats for n in group.lengths]
         num_responses = len(lengths)
-        size = self.stats[0].num_responses if self.stats else 0
-        histogram = accuracy_histogram(self.stats)
         sampled = [*self._mixed_groups(kept, stale), *self.rejected.counted(self.stats)]
         return SampledBatch(
             groups=tuple(kept),
             num_sampled=len(self.stats),
-            num_all_correct=histogram[size] if size else 0,
-            num_all_wrong=histogram[0],
+            num_all_correct=sum(s.num_correct == s.num_responses for s in self.stats),
+            num_all_wrong=sum(not s.num_correct for s in self.stats),
+            num_unscored=len(self.unscored),
+            num_excluded=self.num_excluded,
             num_from_reserve=len(stale),
             num_to_reserve=len(self.to_reserve),
             num_dropped=len(self.dropped),
@@ -162,7 +174,7 @@ class StepCounters:
             reward_seconds=self.reward_seconds,
             accuracy=_ratio(sum(s.num_correct for s in self.stats), num_responses),
             reward_mean=_ratio(sum(s.reward_sum for s in self.stats), num_responses),
-            reward_parts=_part_means(self.stats),
+            reward_parts=_part_means([*self.stats, *self.unscored]),
             truncated_fraction=_ratio(sum(s.num_truncated for s in self.stats), num_responses),
             response_lengths=tuple(lengths),
             group_seconds=tuple(group.seconds for group in self.stats),
@@ -210,6 +222,11 @@ class SamplingStep:
             self.kept[group.prompt_index] = group
         else:
             self.counters.rejected.add(group)
+
+    def leave_out(self, group: Group) -> None:
+        """Give up a group with too few scored responses; it says nothing about its prompt."""
+        self.plan.finish(group.prompt_index, is_mixed=False)
+        self.counters.unscored.append(group)
 
     def drop_unneeded(self) -> None:
         """Cancel groups that can no longer get into the batch."""
@@ -300,7 +317,7 @@ def _tool_use(stats: Sequence[GroupStats]) -> dict[str, float]:
     }
 
 
-def _part_means(stats: Iterable[GroupStats]) -> dict[str, float]:
+def _part_means(stats: Iterable[GroupStats | Group]) -> dict[str, float]:
     """Return the mean of each reward part, by name in alphabetical order."""
     values: dict[str, list[float]] = defaultdict(list)
     for group in stats:

@@ -63,6 +63,7 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "groups/from_reserve": sampled.num_from_reserve,
         "groups/to_reserve": sampled.num_to_reserve,
         "groups/dropped": sampled.num_dropped + sampled.num_surplus,
+        "groups/unscored": sampled.num_unscored,
         "groups/stopped": sampled.num_stopped,
         "groups/carried": sampled.num_carried,
         "groups/resting": sampled.num_resting,
@@ -94,6 +95,7 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
     p50, p95, longest = np.quantile(lengths, [0.5, 0.95, 1.0]) if len(lengths) else [math.nan] * 3
     values = {
         "reward/mean": sampled.reward_mean,
+        "reward/excluded": sampled.num_excluded,
         "reward/overlong_penalty_mean": penalty,
         "reward/shaped_mean": sampled.reward_mean + penalty,
         "accuracy/mean": sampled.accuracy,

@@ -73,6 +73,7 @@ def saved_groups(
             prompt=group.prompt,
             prompt_ids=group.prompt_ids,
             responses=_saved_responses(entry, results, cross_checks(group), config, decode),
+            failures=group.failures,
         )
 
 

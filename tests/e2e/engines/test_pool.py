@@ -189,7 +189,7 @@ def test_restarts_come_back_with_time(engines, monkeypatch):
 
 
 def test_less_than_half_of_the_engines_ends_the_run(tmp_path):
-    """Catches a run that goes on for weeks with a fraction of its engines."""
+    """Catches a run of weeks with a fraction of its engines."""
     engines = start_scripted_engines(3, tmp_path, max_engine_restarts=0)
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     check_until(lambda: 1 not in engines.updatable(), engines)

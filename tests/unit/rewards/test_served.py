@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError
-from megadapo.rewards.config import RewardFunction
+from megadapo.errors import ConfigError, RewardError, RewardOutageError
+from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore
+from megadapo.rewards.scorer import Scorer
 from tests.support.processes.fake_server import FakeServer, Reply
 
 BROKEN = {
@@ -51,9 +52,9 @@ def server() -> Iterator[Judge]:
 
 
 def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
-    environment = options.pop("environment", ())
+    keys = {key: options.pop(key) for key in ("environment", "on_failure") if key in options}
     options = {"request_timeout_s": 2.0, "retries": 2, "model": "m"} | options
-    config = RewardFunction(function=name, timeout_s=10.0, options=options, environment=environment)
+    config = RewardFunction(function=name, timeout_s=10.0, options=options, **keys)
     runner = start_runner(config)
     try:
         return runner.score_group(PROMPT, texts, [np.arange(1)] * len(texts))
@@ -67,7 +68,7 @@ def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) ->
     assert [one.score for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
     assert [dict(one.parts).get("retries") for one in scores[:3]] == [0.0, None, 2.0]
     assert [one.failure and one.failure.partition(":")[0] for one in scores] == [
-        *(None, "NoAnswer", None, "NoAnswer", "NoAnswer", "NoAnswer")
+        *(None, "NoAnswer", None, "NoAnswer", "ServerAwayError", "NoAnswer")
     ]
     assert "gave no score: 'I cannot say.'" in scores[1].failure
     assert "HTTP 401" in scores[3].failure and "after 2 retries" in scores[4].failure
@@ -78,7 +79,8 @@ def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) ->
 
 
 def test_broken_http_fails_only_its_response(server: Judge) -> None:
-    scores = ask("reward_model", ["no HTTP", "half", "four"], url=server.url, index=1, retries=1)
+    texts = ["no HTTP", "half", "four", "five"]
+    scores = ask("reward_model", texts, url=server.url, index=1, retries=1)[:3]
     assert [one.score for one in scores] == [0.0, 0.0, 2.0]
     assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure
     assert all("after 1 retries" in one.failure for one in scores[:2])
@@ -114,9 +116,51 @@ def test_reward_model_scores_whole_conversation(server: Judge) -> None:
     assert server.seen[0][2]["use_activation"] is False
 
 
-def test_missing_server_fails_each_response() -> None:
-    scores = ask("reward_model", ["a", "b"], url="http://127.0.0.1:9", retries=0)
+AWAY = {"url": "http://127.0.0.1:9", "retries": 0}
+"""Options of a server that is not there."""
+
+
+def test_group_waits_for_a_missing_server() -> None:
+    """Catches scores of 0, and prompts that are used up, while a judge is restarted."""
+    for texts in (["a", "b"], ["a"]):
+        with pytest.raises(RewardOutageError, match="reward_model cannot .* Connection refused"):
+            ask("reward_model", texts, **AWAY)
+
+
+def test_explicit_reactions_to_a_missing_server() -> None:
+    scores = ask("reward_model", ["a", "b"], on_failure="score", **AWAY)
+    assert [one.score for one in scores] == [0.0, 0.0]
     assert all("Connection refused" in one.failure for one in scores)
+    with pytest.raises(RewardError, match="Connection refused"):
+        ask("reward_model", ["a", "b"], on_failure="stop", **AWAY)
+
+
+def test_retry_waits_for_every_response_and_exclude_for_two(server: Judge) -> None:
+    texts, url = ["one", "two", "cut off"], f"{server.url}/v1"
+    assert [one.is_outage for one in ask("judge", texts, url=url)] == [False, False, True]
+    with pytest.raises(RewardOutageError, match="after 2 retries"):
+        ask("judge", texts, url=url, on_failure="retry")
+    with pytest.raises(RewardOutageError, match="after 2 retries"):
+        ask("judge", texts[1:], url=url)
+
+
+def test_server_that_answers_has_no_outage(server: Judge) -> None:
+    """Catches a run that waits half an hour, and ends, for answers that never change."""
+    for reaction in ("retry", "exclude"):
+        texts = ["unclear", "forbidden", "empty"]
+        scores = ask("judge", texts, url=f"{server.url}/v1", on_failure=reaction)
+        assert [one.failure is None or one.is_outage for one in scores] == [False] * 3
+
+
+def test_failed_responses_are_left_out(server: Judge) -> None:
+    options = {"url": f"{server.url}/v1", "model": "m", "request_timeout_s": 2.0}
+    judge = {"function": "judge", "options": options}
+    with Scorer(RewardConfig(functions=("format", judge), symbolic=False)) as scorer:
+        texts = ["one", "unclear", "two"]
+        scores = scorer.score_group(PROMPT, texts, [np.arange(1)] * 3)
+        (warning,) = scorer.drain_warnings()
+    assert [one.failure and one.failure.function for one in scores] == [None, "judge", None]
+    assert "judge failed on 1 responses, which were left out: 1 x NoAnswer" in warning
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from megadapo.config.run_config import from_dict
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError, DataError, RewardError
+from megadapo.errors import ConfigError, DataError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.function_runners import check_functions, start_runner
 from megadapo.rewards.runner import Runner
@@ -158,6 +159,33 @@ def test_worker_that_reads_nothing_costs_its_time_limit() -> None:
         assert (stopped.failure, other.score) == ("took longer than 1 s", 1.0)
     finally:
         runner.close()
+
+
+@pytest.mark.fault
+def test_killed_function_is_no_score() -> None:
+    """Catches a score of 0 because the host was short of memory."""
+    runner = start_runner(function("hostile", timeout_s=20.0))
+    results: list = []
+
+    def ask(texts: list[str]) -> None:
+        try:
+            results.append(runner.score_group(PROMPT, texts, tokens(texts)))
+        except RewardOutageError as error:
+            results.append(str(error))
+
+    try:
+        for texts in (["sleep", "fine", "fine"], ["sleep", "fine"]):
+            asking = threading.Thread(target=ask, args=(texts,))
+            asking.start()
+            wait_until(lambda: runner._pools[0]._workers[0].number == 0)
+            os.kill(runner._pools[0].process_ids[0], signal.SIGKILL)
+            asking.join()
+    finally:
+        runner.close()
+    (failed, *others), outage = results
+    assert [one.score for one in others] == [1.0, 1.0]
+    assert failed.is_outage and runner.config.reaction(is_outage=True) == "exclude"
+    assert "hostile cannot score a group: its process ended: signal SIGKILL" in outage
 
 
 def test_on_failure_stop_ends_the_run(caplog) -> None:

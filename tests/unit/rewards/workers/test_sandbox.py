@@ -6,20 +6,23 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megadapo.data.prompts import Prompt
-from megadapo.errors import DataError
+from megadapo.errors import DataError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore, Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
+from tests.support.processes.running import wait_until
 
 ADDS = json.dumps({"inputs": ["1 2", "30 4"], "outputs": ["3\n", "34"]})
 READS = "a, b = map(int, input().split())\n"
@@ -222,6 +225,31 @@ def test_program_output_never_fails_the_function(memory_mib: int, is_lost: bool)
         runner.close()
     assert (floods.score, floods.failure, right.score) == (0.0, None, 1.0)
     assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
+
+
+@pytest.mark.fault
+def test_sandbox_that_is_killed_is_no_wrong_program() -> None:
+    """Catches right programs that count as wrong because the host was short of memory."""
+    options = {"seconds_per_test": 30.0}
+    runner = start_runner(RewardFunction(function="python_tests", timeout_s=40.0, options=options))
+
+    def kill(*, first: bool) -> None:
+        """Kill a sandbox, or the process outside that waits for it, while a program runs."""
+        outside = psutil.Process(runner._pool.process_ids[0])
+        wait_until(lambda: len(outside.children(recursive=True)) == 2)
+        (outside.children()[0] if first else outside).kill()
+
+    try:
+        for first in (False, True):
+            killing = threading.Thread(target=kill, kwargs={"first": first})
+            killing.start()
+            with pytest.raises(RewardOutageError, match="its sandbox was killed: "):
+                run(runner, ["import time; time.sleep(25)"])
+            killing.join()
+        (right,) = run(runner, [READS + "print(a + b)"])
+        assert right.correct
+    finally:
+        runner.close()
 
 
 def test_sandbox_is_used_once(sandbox: Runner) -> None:
