@@ -124,7 +124,7 @@ def _start_live(
         reserved=reserved_engine,
     )
     stack.callback(evaluations.close)
-    progress = _progress(on_progress, trainer, engines)
+    progress = _progress(on_progress, trainer, engines, reserved)
     watch.add(trainer.check, engines.check, evaluations.check, cluster.daemons.check, progress)
     journal = None
     if folder is not None:
@@ -192,10 +192,11 @@ def _sends_deltas(config: RunConfig) -> bool:
 
 
 def _progress(
-    on_progress: OnProgress | None, trainer: Trainer, engines: Engines | None = None
+    on_progress: OnProgress | None, trainer: Trainer, *pools: Engines | None
 ) -> Callable[[], None]:
     def progress() -> None:
         if on_progress is not None:
-            on_progress(trainer.num_micro_batches, 0 if engines is None else engines.num_tokens)
+            num_tokens = sum(pool.num_tokens for pool in pools if pool is not None)
+            on_progress(trainer.num_micro_batches, num_tokens)
 
     return progress
