@@ -25,7 +25,7 @@ SECONDS_PER_TEST = 2.0
 SANDBOX_GRACE_S = 2.0
 """Time that a sandbox may take beyond the time of its runs."""
 KILLED = ("signal SIGKILL", f"exit code {-signal.SIGKILL & 0xFF}")
-"""How a process ends that another one kills, as the kernel does if the host is short of memory. A
+"""Ends of a process that another one kills, as the kernel does if the host is short of memory. A
 process whose sandbox is killed ends with the exit code."""
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.data.batch import in_training_order
-from megadapo.data.group import Group
+from megadapo.data.group import MIN_RESPONSES, Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
@@ -127,7 +127,7 @@ class ReplayedRollouts(Rollouts):
         size, expected = len(saved.responses), self._config.sampling.responses_per_prompt
         if saved.step != step:
             yield f"is from step {saved.step}"
-        if size + len(saved.failures) != expected:
+        if size < MIN_RESPONSES or size + len(saved.failures) != expected:
             yield f"has {size} responses, but sampling.responses_per_prompt = {expected}"
             return
         longest, limit = max(saved.group.lengths), self._config.rollout.max_response_tokens

@@ -1,14 +1,16 @@
 """A stand-in for the engines: responses depend on the seed, and finish in any order."""
 
 import random
+import zlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 
 import numpy as np
 
-from megadapo.data.group import Response, Score
+from megadapo.data.group import Failure, Response, Score
 from megadapo.data.prompts import Prompt
+from megadapo.errors import RewardOutageError
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport
 
@@ -174,6 +176,28 @@ class RightAtLeast:
             Score(1.0 if ok else -1.0, ok, text[-1:], None)
             for ok, text in zip(right, texts, strict=True)
         ]
+
+
+class FailsOn(RightAtLeast):
+    """A verifier that fails on some responses, chosen by their text."""
+
+    def __init__(self, share, bound, *, outages=0):
+        super().__init__(bound)
+        self._share, self.outages = share, outages
+        self.num_failed = 0
+
+    def score_group(self, prompt, texts, token_ids):
+        if self.outages:
+            self.outages -= 1
+            raise RewardOutageError("judge is away")
+        scores = []
+        for text, score in zip(texts, super().score_group(prompt, texts, token_ids), strict=True):
+            fails = zlib.crc32(text.encode()) % 1000 < 1000 * self._share
+            self.num_failed += fails
+            parts = (("judge/failed", 0.0),)
+            failed = replace(score, reward=0.0, correct=False, failure=Failure("judge", "HTTP 400"))
+            scores.append(failed if fails else replace(score, parts=parts))
+        return scores
 
 
 class PlainTokenizer:

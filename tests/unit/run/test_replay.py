@@ -19,8 +19,8 @@ from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.saved_groups import saved_groups
 from tests.support.models.tiny_models import TRAINED
-from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
-from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
+from tests.support.rollout.samplers import HALF, MAX_TOKENS, make_sampler
+from tests.support.rollout.scripted_engines import POLICY_VERSION, FailsOn, ScriptedEngines
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is sampled by ScriptedEngines' policy."""
@@ -45,11 +45,12 @@ def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
     return from_dict({name: {**values, **sections.get(name, {})} for name, values in table.items()})
 
 
-def sample(config: RunConfig) -> list[SampledBatch]:
+def sample(config: RunConfig, judge: FailsOn | None = None) -> list[SampledBatch]:
     """A batch for each of STEPS; those after the first begin with groups of the reserve."""
     engines = ScriptedEngines("last first", slots=200)
     sampling = config.sampling.model_dump()
-    sampler = make_sampler(engines, saved_groups=config.observe.saved_groups, **sampling)
+    saved = config.observe.saved_groups
+    sampler = make_sampler(engines, saved_groups=saved, judge=judge, **sampling)
     batches = []
     for step in STEPS:
         engines.policy_version = step - 1
@@ -101,6 +102,17 @@ def test_batches_are_replayed_exactly(tmp_path, source):
     assert all(b.num_tokens is None and b.reward_seconds is None for b in batches)
     assert all(b.engines == () for b in batches)
     assert [b.num_from_reserve for b in batches] == [b.num_from_reserve for b in source]
+
+
+def test_groups_with_failures_are_replayed(tmp_path, tokenizer):
+    """Catches saved groups that no replay accepts, and counts without the failures."""
+    config = config_of(tmp_path)
+    batches = sample(config, FailsOn(0.1, HALF))
+    save(tmp_path, batches, tokenizer)
+    for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
+        assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in whole.groups]
+        assert batch.num_excluded > 0 and batch.reward_parts["judge/failed"] > 0
+        assert batch.num_all_correct == whole.num_all_correct
 
 
 def test_replay_resumes_after_a_checkpoint(tmp_path, source):

@@ -1,8 +1,6 @@
 """Responses without a score: they leave their groups, and outages of rewards cost only time."""
 
 import random
-import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +10,9 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch, branches_among
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import pack
-from megadapo.data.group import Failure, Group
+from megadapo.data.group import Group
 from megadapo.data.group_codec import decode_group, encode_group
-from megadapo.errors import InfraError, RewardOutageError
+from megadapo.errors import InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.sampling import scoring
@@ -22,39 +20,15 @@ from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRe
 from megadapo.rollout.sampling.sampled_batch import decode_batch, encode_batch
 from tests.support.rollout.samplers import HALF, make_sampler
 from tests.support.rollout.scripted_engines import (
+    FailsOn,
     PlainTokenizer,
-    RightAtLeast,
     ScriptedEngines,
     make_prompts,
 )
 
-FAILURE = Failure("judge", "HTTP 400")
-
-
-class FailsOn(RightAtLeast):
-    """A verifier that fails on some responses, chosen by their text."""
-
-    def __init__(self, share, *, outages=0, bound=HALF):
-        super().__init__(bound)
-        self._share, self.outages = share, outages
-        self.num_failed = 0
-
-    def score_group(self, prompt, texts, token_ids):
-        if self.outages:
-            self.outages -= 1
-            raise RewardOutageError("judge is away")
-        scores = []
-        for text, score in zip(texts, super().score_group(prompt, texts, token_ids), strict=True):
-            fails = zlib.crc32(text.encode()) % 1000 < 1000 * self._share
-            self.num_failed += fails
-            parts = (("judge/failed", 0.0),)
-            failed = replace(score, reward=0.0, correct=False, failure=FAILURE)
-            scores.append(failed if fails else replace(score, parts=parts))
-        return scores
-
 
 def failing_batch(share=0.1, *, bound=HALF, **config):
-    judge = FailsOn(share, bound=bound)
+    judge = FailsOn(share, bound)
     config = {"prompts_per_step": 8, "responses_per_prompt": 6} | config
     batch = make_sampler(ScriptedEngines(), judge=judge, saved_groups="all", **config).next_batch()
     return batch, judge
@@ -157,8 +131,8 @@ def soon(monkeypatch):
 def test_outage_costs_time_and_no_prompts(soon, mode):
     """Catches prompts that are used up while a judge is away."""
     plain, away = ScriptedEngines(), ScriptedEngines()
-    expected = make_sampler(plain, judge=FailsOn(0.0), **mode).next_batch()
-    judge = FailsOn(0.0, outages=25)
+    expected = make_sampler(plain, judge=FailsOn(0.0, HALF), **mode).next_batch()
+    judge = FailsOn(0.0, HALF, outages=25)
     batch = make_sampler(away, judge=judge, **mode).next_batch()
     assert judge.outages == 0 and away.asked == plain.asked
     assert [group.prompt_index for group in batch.groups] == [
@@ -171,7 +145,7 @@ def test_long_outage_ends_the_run_with_the_code_for_a_restart(soon, monkeypatch)
     monkeypatch.setattr(scoring, "OUTAGE_S", 0.05)
     engines = ScriptedEngines()
     with pytest.raises(InfraError, match="judge is away") as raised:
-        make_sampler(engines, judge=FailsOn(0.0, outages=10**9)).next_batch()
+        make_sampler(engines, judge=FailsOn(0.0, HALF, outages=10**9)).next_batch()
     assert raised.value.exit_code == 5
     # the first request of a step: half of the batch more than it needs, but not ten times as much
     assert len(engines.asked) <= 24
@@ -181,12 +155,12 @@ def test_too_many_failures_stop_the_step_early():
     """Catches training on noise, and all prompts of an epoch used up by a function that fails."""
     engines = ScriptedEngines()
     sampler = make_sampler(
-        engines, judge=FailsOn(1.0), num_prompts=500, sampler={"max_failed_share": 0.25}
+        engines, judge=FailsOn(1.0, HALF), num_prompts=500, sampler={"max_failed_share": 0.25}
     )
     with pytest.raises(InfraError, match=r"failed on 9 .* 37.5% .* = 0.25; .* judge: HTTP 400"):
         sampler.next_batch()
     assert len(engines.asked) <= 24
-    judge = FailsOn(0.1)
+    judge = FailsOn(0.1, HALF)
     shares = {"max_failed_share": 0.3}
     assert make_sampler(ScriptedEngines(), judge=judge, sampler=shares).next_batch().num_kept == 8
 
@@ -196,12 +170,12 @@ def test_group_with_failures_is_scored_again_after_a_kill(tmp_path):
     journal = Journal(tmp_path, "settings")
     journal.begin(3, "weights")
     keys = {"selection": "all", "sampler": {"journal": journal}}
-    first = make_sampler(ScriptedEngines(), judge=FailsOn(0.3), **keys).next_batch()
+    first = make_sampler(ScriptedEngines(), judge=FailsOn(0.3, HALF), **keys).next_batch()
     journal.close()
     again = Journal(tmp_path, "settings")
     again.begin(3, "weights")
     keys["sampler"] = {"journal": again}
-    whole = make_sampler(ScriptedEngines(), judge=FailsOn(0.0), **keys).next_batch()
+    whole = make_sampler(ScriptedEngines(), judge=FailsOn(0.0, HALF), **keys).next_batch()
     num_ragged = sum(bool(group.failures) for group in first.groups)
     assert 0 < num_ragged < 8
     assert (whole.num_from_journal, whole.num_excluded) == (8 - num_ragged, 0)
@@ -214,11 +188,11 @@ def test_evaluation_is_the_mean_over_scored_responses():
     held_out = HeldOutRequests.create(
         make_prompts(20), config, tokenizer=PlainTokenizer(), max_response_tokens=12, seed=0
     )
-    with EvaluationInProgress(ScriptedEngines(), FailsOn(0.1, bound=0), held_out) as running:
+    with EvaluationInProgress(ScriptedEngines(), FailsOn(0.1, 0), held_out) as running:
         result = running.finish()
     assert result.accuracy == 1.0 and 5.0 < result.response_length_mean < 8.0
     with (
-        EvaluationInProgress(ScriptedEngines(), FailsOn(1.0), held_out) as running,
+        EvaluationInProgress(ScriptedEngines(), FailsOn(1.0, HALF), held_out) as running,
         pytest.raises(InfraError, match="judge failed on all responses to problem id-.*HTTP 400"),
     ):
         running.finish()
