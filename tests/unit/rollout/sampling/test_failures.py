@@ -1,6 +1,7 @@
 """Responses without a score: they leave their groups, and outages of rewards cost only time."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch, branches_among
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import pack
-from megadapo.data.group import Group
+from megadapo.data.group import Failure, Group
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.errors import InfraError
 from megadapo.rollout.config import EvaluationConfig
@@ -119,6 +120,21 @@ def test_branches_of_remaining_responses_share_the_same_tokens(seed):
     )
     for index, own in zip(kept, found, strict=True):
         assert own == pytest.approx(expected[index])
+
+
+def test_left_out_response_takes_no_branches_along():
+    """Catches a branch to a response that has left, or to the one in its place."""
+    batch, _ = failing_batch(0.0, selection="all")
+    group = next(group for group in batch.groups if min(group.lengths[:4]) >= 2)
+    branches = [None, Branch(0, 2), Branch(1, 1), Branch(1, 2), None, None]
+    responses = [replace(r, branch=b) for r, b in zip(group.responses, branches, strict=True)]
+    failure = Failure("judge", "HTTP 400")
+    scores = [replace(s, failure=failure if i == 1 else None) for i, s in enumerate(group.scores)]
+    branched = replace(group, responses=tuple(responses), scores=tuple(scores))
+    left = branched.without_failures()
+    assert left.branches == (None, Branch(0, 1), Branch(0, 2), None, None)
+    assert left.failures == (failure,)
+    assert decode_group(encode_group(left)).branches == left.branches
 
 
 @pytest.fixture
