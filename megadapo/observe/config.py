@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from megadapo.observe.metrics.reflection import ANY_PHRASE, AREA, metric_name
 from megadapo.section import Section
@@ -24,6 +24,9 @@ class ObserveConfig(Section, title="observe"):
     writers: tuple[WriterName, ...] = ("tensorboard",)
     """Destinations of metrics besides metrics.jsonl. wandb and mlflow need the package of that name
     and read their own settings."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on the driver's loopback where Prometheus finds the run's state and the metrics of its
+    last step, at /metrics. If the port is taken, the run continues without it."""
 
     reflection_phrases: tuple[str, ...] = (
         *("wait", "however", "alternatively", "on second thought"),

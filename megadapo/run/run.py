@@ -166,7 +166,7 @@ class Run:
         """Count the step as completed; `state` goes into its checkpoint."""
         self.step = step
         self._state = state
-        self.log.status.update(step=step)
+        self.log.status.complete(step)
 
     def evaluates(self, step: int) -> bool:
         """Return whether the weights after `step` must be evaluated and are not evaluated yet."""

@@ -22,7 +22,8 @@ from megadapo.observe.progress import RunDisplay
 from megadapo.observe.rollouts.files import RolloutLog
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.journal.journal import evaluation_journal_path
-from megadapo.run.state.status import StatusFile
+from megadapo.run.prometheus import serving_metrics
+from megadapo.run.state.status import Status, StatusFile
 
 NUM_RECENT = 5
 """Number of recent steps from which a phase's duration is predicted."""
@@ -48,8 +49,19 @@ class RunLog:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Show the run within this block, and finish all writes on exit."""
-        with self.metrics, self._display, closing(self._rollouts):
+        port = self._config.observe.prometheus_port
+        with (
+            self.metrics,
+            self._display,
+            closing(self._rollouts),
+            serving_metrics(port, self._last_step),
+        ):
             yield
+
+    def _last_step(self) -> tuple[Status, MetricRecord]:
+        """Return the status and the newest record; may be called from any thread."""
+        records = self.records
+        return self.status.current, records[-1] if records else {}
 
     def rewind(self, step: int) -> None:
         """Set aside records and saved rollouts of steps after `step`, which the run will repeat."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 METRICS = {
     "step": "Number of the rollout step, counted from 1.",
     "policy_version": "Weight publication that the step ends with.",
-    "time/step_s": "Rollout, training and weight sync of the step: the sum of the next three.",
+    "time/step_s": "Seconds of the step: its rollout, training and weight sync.",
     "time/rollout_s": "Seconds in which the step waited for its batch.",
     "time/train_s": "Seconds of old log-probs, reference, critic and updates.",
     "time/sync_s": "Seconds of the weight update, sleeping and waking of engines included.",
@@ -17,19 +17,20 @@ METRICS = {
     "time/checkpoint_s": "Seconds spent on checkpoints since the previous record, so on the "
     "checkpoint of the previous step.",
     "time/group_p50_s": "Median seconds from a group's submission to its last token.",
-    "time/group_p95_s": "95th percentile of the same.",
-    "time/group_max_s": "Largest value of the same.",
+    "time/group_p95_s": "95th percentile of the seconds from a group's submission to its "
+    "last token.",
+    "time/group_max_s": "Most seconds from a group's submission to its last token.",
     "time/engine_min_s": "Busy seconds of the engine that was busy for the shortest time.",
     "time/engine_max_s": "Busy seconds of the engine that was busy for the longest time.",
     "time/rank_logprobs_min_s": "Seconds of the fastest rank for the old log-probs; no "
     "data-parallel rank waits for another in that pass.",
-    "time/rank_logprobs_max_s": "Seconds of the slowest rank for the same.",
+    "time/rank_logprobs_max_s": "Seconds of the slowest rank for the old log-probs.",
     "tokens_per_s": "Tokens generated per second of the step.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
     "reward/excluded": "Responses left out of their groups because a reward function failed on "
     "them; no other metric but reward/NAME/failed counts them.",
     "reward/overlong_penalty_mean": "Mean soft overlong punishment of the same responses.",
-    "reward/shaped_mean": "Sum of the two above.",
+    "reward/shaped_mean": "Sum of reward/mean and reward/overlong_penalty_mean.",
     "accuracy/mean": "Share of correct responses among all generated.",
     "response_length/mean": "Mean response length in tokens.",
     "response_length/p50": "Median response length.",
@@ -46,14 +47,16 @@ METRICS = {
     "sampling.max_staleness is 0.",
     "groups/unscored": "Groups given up because reward functions failed on all of their responses, "
     "or on all but one; other prompts took their places.",
-    "groups/stopped": "Groups ended before completion; depends on the engines' speed likewise.",
+    "groups/stopped": "Groups ended before completion. Depends on the engines' speed if "
+    "sampling.max_staleness is 0.",
     "groups/carried": "Unfinished groups that continue in the next step.",
     "groups/resting": "Prompts left out by sampling.rest_after.",
     "groups/from_journal": "Groups read from the journal of a killed process instead of being "
     "generated again.",
     "tokens/generated": "Tokens sampled by engines. Tool output is not counted; a prefix that "
     "branches share is counted once.",
-    "tokens/stopped": "Tokens of groups that were stopped; depends on the engines' speed likewise.",
+    "tokens/stopped": "Tokens of groups that were stopped. Depends on the engines' speed if "
+    "sampling.max_staleness is 0.",
     "tokens/trained": "Response tokens with a loss weight; a shared prefix counts once per branch.",
     "tools/calls_per_response": "Mean tool calls of a response; null without rollout.tools.",
     "tools/token_share": "Share of response tokens that a tool wrote.",
@@ -88,28 +91,32 @@ METRICS = {
     "policy/skipped_updates": "Updates skipped on all ranks for a non-finite loss or gradient.",
     "parity/logprob_abs_mean": "Mean |log-prob(trainer) - log-prob(engine)| over fresh tokens, "
     "before the first update.",
-    "parity/logprob_abs_max": "Largest value of the same.",
+    "parity/logprob_abs_max": "Largest |log-prob(trainer) - log-prob(engine)| over fresh tokens, "
+    "before the first update.",
     "parity/batch_shape_abs_mean": "Mean gap between the trainer's log-probs of a token in two "
     "micro-batch shapes, over a few sequences scored twice.",
-    "parity/batch_shape_abs_max": "Largest value of the same.",
-    "parity/engine_abs_mean": "Mean distance of the engine's log-prob from the range of those two. "
-    "A token's gap is at most the sum of both causes.",
-    "parity/engine_abs_max": "Largest value of the same.",
+    "parity/batch_shape_abs_max": "Largest gap between the trainer's log-probs of a token in two "
+    "micro-batch shapes.",
+    "parity/engine_abs_mean": "Mean distance of the engine's log-prob from the range of the "
+    "trainer's in two micro-batch shapes. A token's gap is at most the sum of both causes.",
+    "parity/engine_abs_max": "Largest distance of the engine's log-prob from the range of the "
+    "trainer's in two micro-batch shapes.",
     "staleness/token_share": "Share of tokens with a loss weight that earlier weights sampled.",
     "staleness/mean": "Mean number of publications between sampling and training of a token.",
-    "staleness/max": "Largest value of the same.",
+    "staleness/max": "Largest number of publications between sampling and training of a token.",
     "staleness/logprob_drift_mean": "Mean |log-prob(trainer) - log-prob(engine)| over stale "
     "tokens, before the first update.",
-    "staleness/logprob_drift_max": "Largest value of the same.",
+    "staleness/logprob_drift_max": "Largest |log-prob(trainer) - log-prob(engine)| over stale "
+    "tokens, before the first update.",
     "staleness/weight_truncated_share": "Share of importance weights that were truncated.",
     "staleness/weight_masked_share": "Share of importance weights that were masked.",
     "bapo/clip_low": 'Lower ratio bound, mean over updates; null unless the gate is "bapo".',
     "bapo/clip_high": "Upper ratio bound, mean over updates.",
     "bapo/share_before": "Share of positive tokens before the search, mean over updates.",
     "bapo/share": "Share of positive tokens after the search, mean over updates.",
-    "bapo/share_min": "Smallest value of the same.",
+    "bapo/share_min": "Smallest share of positive tokens after the search.",
     "kl/mean": "Mean KL estimate to the reference before the first update; null without kl_coef.",
-    "kl/max": "Largest absolute value of the same.",
+    "kl/max": "Largest absolute KL estimate of a token to the reference.",
     "kl/coef": "Coefficient of the KL divergence in this step, which kl_control moves.",
     "pretraining/loss": "Mean loss of pretraining tokens in nats, without its coefficient.",
     "pretraining/tokens": "Pretraining tokens that were predicted.",
@@ -130,7 +137,7 @@ METRICS = {
     "weights/density": "Share of elements that changed since the previous update; null after a "
     "full update.",
     "weights/update_s": "Seconds of the whole update, within time/sync_s.",
-    "weights/pause_s": "Part of it in which engines had neither old nor new weights.",
+    "weights/pause_s": "Seconds of the update in which engines had neither old nor new weights.",
     "memory/driver_mib": "Private memory of the driver in MiB; memory/* shows leaks.",
     "memory/rank_min_mib": "Smallest private memory of a trainer rank after the updates.",
     "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",

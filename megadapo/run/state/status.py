@@ -41,6 +41,8 @@ class Status:
     phase: str = "start"
     step: int = 0
     """Last completed step."""
+    step_ended: str | None = None
+    """Time at which a driver completed that step."""
     num_steps: int
     checkpoint_step: int = 0
     """Step from which a new driver resumes; 0 starts from the model's own weights."""
@@ -74,13 +76,14 @@ class StatusFile:
         """Write the status of a driver that starts."""
         self._path = folder / STATUS_FILE
         restarts = checkpoint_step = 0
-        longest_pause_s = 0.0
+        longest_pause_s, step_ended = 0.0, None
         with suppress(DataError):
             before = read_status(folder)
             restarts, checkpoint_step = before.restarts + 1, before.checkpoint_step
-            longest_pause_s = before.longest_pause_s
+            longest_pause_s, step_ended = before.longest_pause_s, before.step_ended
         self._progress_at = time.monotonic()
         self._status = Status(
+            step_ended=step_ended,
             num_steps=num_steps,
             checkpoint_step=checkpoint_step,
             restarts=restarts,
@@ -92,6 +95,15 @@ class StatusFile:
             longest_pause_s=longest_pause_s,
         )
         self._write()
+
+    @property
+    def current(self) -> Status:
+        """Status that was last written, or is about to be."""
+        return self._status
+
+    def complete(self, step: int) -> None:
+        """Count a step as completed now."""
+        self.update(step=step, step_ended=_now())
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status, and write it if one differs."""
