@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             config.run.folder,
             max_restarts=arguments.restarts,
             give_up_after_s=arguments.give_up_after,
+            on_event=config.run.on_event,
             say=lambda line: print(f"megadapo: {printable(line)}", file=sys.stderr, flush=True),
         ).run()
     from megadapo.train import train

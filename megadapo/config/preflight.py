@@ -7,6 +7,8 @@ that is not checked.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,7 @@ def check_run(config: RunConfig) -> list[str]:
         _check_resume,
         _check_writers,
         _check_rewards,
+        _check_on_event,
     )
     for check in checks:
         try:
@@ -266,3 +269,11 @@ def _check_writers(config: RunConfig) -> list[str]:
             f"{', '.join(missing)}; run pip install {' '.join(missing)}, or leave them out"
         )
     return []
+
+
+def _check_on_event(config: RunConfig) -> list[str]:
+    """Return a warning if this machine lacks the command of `run.on_event`."""
+    words = shlex.split(config.run.on_event or "")
+    if not words or shutil.which(words[0]) is not None:
+        return []
+    return [f"run.on_event: this machine has no command {words[0]}"]

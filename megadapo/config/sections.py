@@ -5,6 +5,7 @@ They are here because `megadapo/run` imports the configuration and cannot be imp
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from datetime import date, datetime
 from pathlib import Path
@@ -43,6 +44,11 @@ class RunSection(Section, title="run"):
     is one update, weight sync and evaluation, and one and a half times the slowest save so far, or
     five minutes before the first save."""
 
+    on_event: str | None = None
+    """Command that gets the run's events, a JSON object on standard input for each: start, step,
+    save, restart, oracle and end. Its words are split as by a shell, but no shell runs. It is
+    killed after 10 s, and its failures are one warning."""
+
     @property
     def save_before_s(self) -> float | None:
         """Same time in seconds since the epoch."""
@@ -55,6 +61,11 @@ class RunSection(Section, title="run"):
             _ = self.save_before_s
         except ValueError as error:
             yield f"run.save_before: {error}; expected a time such as 2026-12-01T06:00"
+        try:
+            if self.on_event is not None and not shlex.split(self.on_event):
+                yield 'run.on_event is empty; "none" stands for no command'
+        except ValueError as error:
+            yield f"run.on_event = {self.on_event!r} is no command: {error}"
         if self.folder == Path():
             yield "run.folder: expected a folder of the run's own, found the current directory"
         if not self.resume:

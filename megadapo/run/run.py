@@ -167,6 +167,7 @@ class Run:
         self.step = step
         self._state = state
         self.log.status.complete(step)
+        self.log.send_event("step")
 
     def evaluates(self, step: int) -> bool:
         """Return whether the weights after `step` must be evaluated and are not evaluated yet."""

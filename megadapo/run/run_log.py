@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -23,8 +24,10 @@ from megadapo.observe.rollouts.files import RolloutLog
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.prometheus import serving_metrics
+from megadapo.run.state.events import Event, EventHook, is_supervised
 from megadapo.run.state.status import Status, StatusFile
 
+_LOGGER = logging.getLogger("megadapo.run")
 NUM_RECENT = 5
 """Number of recent steps from which a phase's duration is predicted."""
 
@@ -40,6 +43,7 @@ class RunLog:
         self.metrics = MetricsLog(
             self._folder, writers=config.observe.writers, config=to_dict(config)
         )
+        self._hook = EventHook(config.run.on_event, self._folder, warn=_LOGGER.warning)
         self._rollouts = RolloutLog(self._folder)
         self._display = RunDisplay(self._folder, num_steps=config.run.num_steps)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -56,6 +60,7 @@ class RunLog:
             closing(self._rollouts),
             serving_metrics(port, self._last_step),
         ):
+            self.send_event("start")
             yield
 
     def _last_step(self) -> tuple[Status, MetricRecord]:
@@ -156,6 +161,18 @@ class RunLog:
         for message in messages:
             self._display.note(message)
 
+    def send_event(self, event: Event, *, reason: str | None = None) -> None:
+        """Send an event to `run.on_event`, a step's with its metrics."""
+        status, record = self._last_step()
+        is_step = event == "step" and record.get("step") == status.step
+        self._hook.send(event, status, reason=reason, metrics=record if is_step else None)
+
     def end(self, error: BaseException | None) -> None:
-        """Write how the run ended to status.json and as the last line of log.txt."""
+        """Write how the run ended to status.json and as the last line of log.txt.
+
+        Under a supervisor, which may start the run again, the event is the supervisor's.
+        """
         self._display.write(self.status.end(error), console=False)
+        if not is_supervised():
+            self.send_event("end", reason=self.status.current.reason)
+        self._hook.finish()

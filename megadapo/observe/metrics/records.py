@@ -176,12 +176,18 @@ def _number(value: object) -> int | float | None:
     return float(value)
 
 
-def _line(entry: Mapping[str, int | float | None]) -> str:
-    plain = {
+def plain_numbers(
+    entry: Mapping[str, int | float | None],
+) -> dict[str, int | float | str | None]:
+    """Return the values as JSON can hold them, with "nan", "inf" and "-inf" as text."""
+    return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()
     }
-    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _line(entry: Mapping[str, int | float | None]) -> str:
+    return json.dumps(plain_numbers(entry), allow_nan=False) + "\n"
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -204,6 +204,7 @@ class RunCheckpoints:
                 return
         self._failing_since = math.inf
         self._log.status.update(checkpoint_step=self.current.step)
+        self._log.send_event("save")
         low = self._store.low_space(self._num_bytes)
         if low is not None and low != self._low_space:
             self._log.show(low)

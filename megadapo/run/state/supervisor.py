@@ -18,6 +18,7 @@ from megadapo.cluster.process_log import QUIT_SIGNAL, driver_log
 from megadapo.cluster.processes import descendants
 from megadapo.errors import DataError, InfraError, MegadapoError
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.run.state.events import SUPERVISOR, Event, EventHook
 from megadapo.run.state.lease import STALE_S, heartbeat_of, holder_of
 from megadapo.run.state.restart_budget import (
     FIRST_WAIT_S,
@@ -53,6 +54,7 @@ class Supervisor:
         *,
         max_restarts: int,
         say: Callable[[str], None],
+        on_event: str | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
         first_wait_s: float = FIRST_WAIT_S,
         stale_s: float = STALE_S,
@@ -63,6 +65,7 @@ class Supervisor:
             command: starts the training; config overrides can be appended.
             max_restarts: number of restarts of drivers that made progress.
             say: shows a line to the user.
+            on_event: command for the events restart and end.
             give_up_after_s: seconds in which drivers without progress are started again.
             first_wait_s: seconds before the first of several restarts.
             stale_s: seconds without a heartbeat after which a driver counts as hung.
@@ -72,6 +75,7 @@ class Supervisor:
         self._folder = folder
         self._budget = RestartBudget(max_restarts, give_up_after_s, first_wait_s)
         self._say = say
+        self._hook = EventHook(on_event, folder, warn=say)
         self._stale_s = stale_s
         self._stall_s = stall_s
         self._child: subprocess.Popen[bytes] | None = None
@@ -96,14 +100,17 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _run(self) -> int:
+        reason = None
         while (end := self._start()).code != 0:
             why_not = "it was asked to stop" if self._asked_to_stop else self._budget.charge(end)
             if why_not is None and not self._wait(end):
                 why_not = "it was asked to stop"
             if why_not is not None:
                 self._say(f"not restarting: {why_not}")
-                self._write_end(end, why_not)
+                reason = f"{end.reason}; not restarted: {why_not}"
+                self._write_end(reason)
                 break
+        self._send_event("end", reason)
         return end.code
 
     def _start(self) -> DriverEnd:
@@ -111,7 +118,8 @@ class Supervisor:
         # in its own session, so that Ctrl-C reaches it once, from here; the driver unblocks signals
         # when it has handlers for them
         signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
-        self._child = subprocess.Popen(self._command, start_new_session=True)
+        environment = {**os.environ, SUPERVISOR: str(os.getpid())}
+        self._child = subprocess.Popen(self._command, start_new_session=True, env=environment)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
         code, killed_for = self._wait_for(self._child)
         _end_leftovers()
@@ -181,20 +189,29 @@ class Supervisor:
                 waits_until=until.isoformat(timespec="seconds"),
             )
         stop_waiting = time.monotonic() + wait_s
+        self._send_event("restart", end.reason)
         while not self._asked_to_stop and time.monotonic() < stop_waiting:
             time.sleep(0.1)
             text = take_stop_file(self._folder)
             self._asked_to_stop |= text is not None and not restarts_after(text)
         return not self._asked_to_stop
 
-    def _write_end(self, end: DriverEnd, why_not: str) -> None:
+    def _send_event(self, event: Event, reason: str | None) -> None:
+        """Send an event, and wait for the command: it must not outlive the wait for a driver."""
+        status = None
+        with suppress(DataError):
+            status = read_status(self._folder)
+        self._hook.send(event, status, reason=reason)
+        self._hook.finish()
+
+    def _write_end(self, reason: str) -> None:
         """Write the end of a run that its last driver has not written."""
         with suppress(DataError):
             if read_status(self._folder).state in ("running", "waiting") and not self._has_driver():
                 rewrite_status(
                     self._folder,
                     state="stopped" if self._asked_to_stop else "failed",
-                    reason=f"{end.reason}; not restarted: {why_not}",
+                    reason=reason,
                     waits_until=None,
                 )
 

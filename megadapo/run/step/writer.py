@@ -119,15 +119,24 @@ class StepWriter:
         run.complete(step, self._state_dict())
         self._updated = None
         # after the record, so that metrics.jsonl shows the step that broke a bound
-        broken = check_oracles(
-            run.log.records,
-            config.oracles,
-            is_deterministic=config.is_deterministic,
-        )
-        run.log.show(*broken)
+        self._check_oracles()
         if run.saves(step):
             run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)
         return record
+
+    def _check_oracles(self) -> None:
+        """Check the newest step, and send an event for each bound that it broke."""
+        config, log = self._config, self._run.log
+        try:
+            broken = check_oracles(
+                log.records, config.oracles, is_deterministic=config.is_deterministic
+            )
+        except OracleError as error:
+            log.send_event("oracle", reason=str(error))
+            raise
+        for message in broken:
+            log.send_event("oracle", reason=message)
+        log.show(*broken)
 
     def _state_dict(self) -> dict[str, Any]:
         return {**self._rollouts.state_dict(), **self._trainer.state_dict()}

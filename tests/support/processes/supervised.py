@@ -33,6 +33,7 @@ supervisor = Supervisor(
     first_wait_s=float(first_wait),
     stale_s=2.0,
     stall_s=float(os.environ.get("STALL_S", "60")),
+    on_event=os.environ.get("ON_EVENT"),
 )
 sys.exit(supervisor.run())
 """
