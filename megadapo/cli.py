@@ -20,6 +20,7 @@ from megadapo.commands import (
     rollout,
     show,
     status,
+    top,
     train,
 )
 from megadapo.commands.lab import ablate, bench, plan, profile, simulate, weights
@@ -30,7 +31,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
     *(train, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
-    *(ablate, status, show, report, config, doctor),
+    *(ablate, status, top, show, report, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
 

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status = _observed(arguments.run_folder)
+    status = observed_status(arguments.run_folder)
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if status["state"] in ("running", "finished") else 1
 
 
-def _observed(folder: Path) -> dict[str, Any]:
+def observed_status(folder: Path) -> dict[str, Any]:
     """Return a run's status, corrected for processes that died without writing it."""
     from megadapo.run.state.lease import STALE_S, age_s, holder_of
     from megadapo.run.state.status import STATUS_FILE, read_status

@@ -53,5 +53,22 @@ def append_line(path: Path, line: str, *, sync: bool = True) -> None:
         raise _not_written(path, error) from error
 
 
+def complete_lines(path: Path, *, last_bytes: int | None = None) -> list[bytes]:
+    """Return the lines of a file that end in a line break, or an empty list without the file.
+
+    Args:
+        last_bytes: size of the end of the file to read; None reads all of it.
+    """
+    try:
+        with path.open("rb") as file:
+            start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    # text after the last line break was cut off by a kill, or is being written
+    return lines[1 if start else 0 : -1]
+
+
 def _not_written(path: Path, error: OSError) -> InfraError:
     return InfraError(f"{path} cannot be written: {error.strerror or error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -76,7 +76,7 @@ def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> s
     for label, name, form in LINE_FIELDS:
         value = record.get(name)
         parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")
-    parts.append(f"eta={_clock(eta_s)}")
+    parts.append(f"eta={clock(eta_s)}")
     return " ".join(parts)
 
 
@@ -208,11 +208,7 @@ class RunDisplay:
 
     def eta_s(self) -> float | None:
         """Return the expected seconds to the end of the run, or None before the first step."""
-        recent = [r["time/step_s"] for r in self._records[-_RECENT_STEPS:]]
-        times = [t for t in recent if t is not None]
-        if not times:
-            return None
-        return sum(times) / len(times) * (self._num_steps - (self._records[-1]["step"] or 0))
+        return expected_s(self._records, self._num_steps)
 
     def _render(self) -> Panel:
         newest = self._records[-1] if self._records else {"step": 0, "tokens_per_s": None}
@@ -226,22 +222,10 @@ class RunDisplay:
         bar.add_row(
             Text(f"step {done}/{self._num_steps}", style="bold"),
             ProgressBar(total=self._num_steps, completed=done),
-            Text(f"{self._phase} {since:.0f} s   {tokens}   ETA {_clock(self.eta_s())}"),
+            Text(f"{self._phase} {since:.0f} s   {tokens}   ETA {clock(self.eta_s())}"),
         )
-        return Panel(Group(bar, self._curves()), title=self._title, border_style="cyan")
-
-    def _curves(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for label, name, form in _CURVES:
-            values = [v for r in self._records if (v := r.get(name)) is not None]
-            table.add_row(*_curve_cells(label, values, form))
-        label, curve, now, change = _curve_cells(
-            "held-out", [e.accuracy for e in self._evaluations], "{:.3f}"
-        )
-        if self._evaluations:
-            now = f"{now} ± {self._evaluations[-1].standard_error:.3f}"
-        table.add_row(label, curve, now, change)
-        return table
+        curves = curve_table(self._records, self._evaluations)
+        return Panel(Group(bar, curves), title=self._title, border_style="cyan")
 
 
 class _DisplayHandler(logging.Handler):
@@ -254,6 +238,30 @@ class _DisplayHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         for line in f"{record.levelname.lower()}: {record.getMessage()}".splitlines():
             self._display.write(line, console=record.levelno >= logging.WARNING)
+
+
+def expected_s(records: Sequence[MetricRecord], num_steps: int) -> float | None:
+    """Return the expected seconds to the end of a run, or None before its first step."""
+    recent = [record.get("time/step_s") for record in records[-_RECENT_STEPS:]]
+    times = [seconds for seconds in recent if seconds is not None]
+    if not times:
+        return None
+    return sum(times) / len(times) * (num_steps - (records[-1]["step"] or 0))
+
+
+def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[EvaluationRecord]) -> Table:
+    """Return the curves of a run, one a row: label, curve, newest value, oldest value."""
+    table = Table.grid(padding=(0, 2))
+    for label, name, form in _CURVES:
+        values = [v for r in records if (v := r.get(name)) is not None]
+        table.add_row(*_curve_cells(label, values, form))
+    label, curve, now, change = _curve_cells(
+        "held-out", [e.accuracy for e in evaluations], "{:.3f}"
+    )
+    if evaluations:
+        now = f"{now} ± {evaluations[-1].standard_error:.3f}"
+    table.add_row(label, curve, now, change)
+    return table
 
 
 def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
@@ -277,5 +285,6 @@ def _curve_cells(label: str, values: list[int | float], form: str) -> tuple[str,
     return label, sparkline(values), form.format(values[-1]), change
 
 
-def _clock(seconds: float | None) -> str:
+def clock(seconds: float | None) -> str:
+    """Return a duration as 0:01:02, "-" for None."""
     return "-" if seconds is None else str(timedelta(seconds=round(seconds)))

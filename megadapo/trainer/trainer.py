@@ -23,13 +23,13 @@ from megadapo.cluster.watch.diagnostics import (
     flight_recorder,
     save_stacks,
 )
-from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive
+from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive, heartbeat_file
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError, ProcessHungError
 from megadapo.trainer.checkpoint.save import LONGEST_WORK_S, wait_for_save
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.types import TrainerSettings, UpdateRequest, UpdateResult
-from megadapo.trainer.worker import TrainerWorker, heartbeat_file
+from megadapo.trainer.worker import TrainerWorker
 from megadapo.weights.disk.files import Files
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.processes import private_bytes, return_freed_memory
 from megadapo.cluster.watch.diagnostics import ProcessLocation
-from megadapo.cluster.watch.heartbeat import start_heartbeat, working_on
+from megadapo.cluster.watch.heartbeat import heartbeat_file, start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import attention_problem
@@ -60,11 +60,6 @@ def _named_failures(
             ) from None
 
     return call
-
-
-def heartbeat_file(log: Path) -> Path:
-    """Return the heartbeat file of the process with this log."""
-    return log.with_suffix(".heartbeat")
 
 
 class TrainerWorker:

@@ -122,6 +122,11 @@ def report_progress() -> None:
         sender.report_progress()
 
 
+def heartbeat_file(log: Path) -> Path:
+    """Return the heartbeat file of the process with this log."""
+    return log.with_suffix(".heartbeat")
+
+
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return a process's last heartbeat; None without one or while it is being written."""
     try:

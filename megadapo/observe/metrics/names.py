@@ -25,6 +25,7 @@ METRICS = {
     "time/rank_logprobs_min_s": "Seconds of the fastest rank for the old log-probs; no "
     "data-parallel rank waits for another in that pass.",
     "time/rank_logprobs_max_s": "Seconds of the slowest rank for the old log-probs.",
+    "train/slowest_rank": "Trainer rank, counted from 0, that was slowest for the old log-probs.",
     "tokens_per_s": "Tokens generated per second of the step.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
     "reward/excluded": "Responses left out of their groups because a reward function failed on "

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from megadapo.errors import DataError
 from megadapo.observe.config import WriterName
-from megadapo.observe.files import append_line, replace_text
+from megadapo.observe.files import append_line, complete_lines, replace_text
 from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics.writers import MetricWriter, close_in_time, open_writer
 
@@ -141,9 +141,12 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(folder: Path) -> list[MetricRecord]:
-    """Return the steps of a run, oldest first, without an incomplete last line."""
-    return _read(folder / METRICS_FILE)
+def read_metrics(folder: Path, *, last_bytes: int | None = None) -> list[MetricRecord]:
+    """Return the steps of a run, oldest first, without an incomplete last line.
+
+    `last_bytes`: size of the end of the file to read; None reads all steps.
+    """
+    return _read(folder / METRICS_FILE, last_bytes)
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
@@ -190,13 +193,9 @@ def _line(entry: Mapping[str, int | float | None]) -> str:
     return json.dumps(plain_numbers(entry), allow_nan=False) + "\n"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    # A complete line ends in a line break; text after the last one was cut off by a kill.
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line]
+def _read(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    lines = complete_lines(path, last_bytes=last_bytes)
+    return [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line]
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def step_metrics(
         **_spread("train/rank_tokens_{}", update.rank_tokens),
         **_spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
         **_spread("time/rank_logprobs_{}_s", update.rank_seconds),
+        "train/slowest_rank": int(np.argmax(update.rank_seconds)) if update.rank_seconds else None,
     }
 
 
