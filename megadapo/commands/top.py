@@ -99,7 +99,8 @@ class _View:
             curve_table(records, read_evaluations(self._folder)),
         ]
         if warnings := list(_warnings(self._folder)):
-            parts += [Text(), *(Text(printable(line), style="yellow") for line in warnings)]
+            parts += [Text(), Text("last messages of log.txt, without routine:", style="dim")]
+            parts += (Text(printable(line), style="yellow") for line in warnings)
         return Group(*parts)
 
     def _rows(
@@ -117,10 +118,13 @@ class _View:
         yield "phase", f"{status['phase']} for {_age(status['updated'])}"
         yield "speed", f"{_value(newest, 'tokens_per_s', ',.0f')} tokens/s{self._speed(status)}"
         yield "engines", _engines(newest)
-        for text in _ranks(self._folder, newest):
-            yield "ranks", text
+        if (slowest := _slowest_rank(newest)) is not None:
+            yield "ranks", slowest
+        # heartbeats of a dead driver say what its ranks did last
+        if status["state"] in ("running", "stalled"):
+            yield from (("ranks", text) for text in _current_ranks(self._folder))
         checkpoint = status["checkpoint_step"] or "none"
-        yield "safety", f"{status['restarts']} restarts, newest checkpoint: {checkpoint}"
+        yield "restarts", f"{status['restarts']}; newest checkpoint: {checkpoint}"
         disk = shutil.disk_usage(self._folder)
         yield "disk", f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free"
 
@@ -150,20 +154,24 @@ def _engines(newest: MetricRecord) -> str:
     )
 
 
-def _ranks(folder: Path, newest: MetricRecord) -> Iterator[str]:
-    """Yield the slowest rank of the last step and of the running call, and silent ranks."""
+def _slowest_rank(newest: MetricRecord) -> str | None:
+    if newest.get("train/slowest_rank") is None:
+        return None
+    slowest, fastest = (
+        _value(newest, f"time/rank_logprobs_{name}_s", ".2f") for name in ("max", "min")
+    )
+    return (
+        f"slowest rank {newest['train/slowest_rank']}: {slowest} s for old log-probs, "
+        f"fastest {fastest} s"
+    )
+
+
+def _current_ranks(folder: Path) -> Iterator[str]:
+    """Yield the slowest rank of the running call, and silent ranks, by their heartbeats."""
     from megadapo.cluster.process_log import LOGS_FOLDER, trainer_log
     from megadapo.cluster.watch.heartbeat import heartbeat_file, read_heartbeat
     from megadapo.config.recipe import RESOLVED_FILE
 
-    if newest.get("train/slowest_rank") is not None:
-        slowest, fastest = (
-            _value(newest, f"time/rank_logprobs_{name}_s", ".2f") for name in ("max", "min")
-        )
-        yield (
-            f"slowest rank {newest['train/slowest_rank']}: {slowest} s for old log-probs, "
-            f"fastest {fastest} s"
-        )
     times, beats = {}, {}
     resolved = folder / RESOLVED_FILE
     started = resolved.stat().st_mtime if resolved.exists() else 0.0

@@ -52,7 +52,7 @@ def test_frame_has_state_step_phase_speed_and_disk(frame):
     assert "running" in rows["state"] and "train for 0:00:0" in rows["phase"]
     assert "2 of 5, ended 0:00:0" in rows["step"] and "0:00:06 left" in rows["step"]
     assert "500 tokens/s" in rows["speed"] and "tokens/s each, busy 50%" in shown
-    assert "GiB free" in rows["disk"] and "0 restarts" in rows["safety"]
+    assert "GiB free" in rows["disk"] and "0; newest checkpoint: none" in rows["restarts"]
     assert "accuracy" in rows and "held-out" in rows
 
 
@@ -93,9 +93,8 @@ def test_terminal_gets_no_escape_sequences_and_no_markup(folder, frame):
     with (folder / "log.txt").open("ab") as log:
         log.write(f"2026-11-23T17:00:00+00:00 warning: {evil}\n".encode() + b"\xff\xfe\n")
     status = json.loads((folder / "status.json").read_text())
-    changes = {"state": "failed", "reason": evil, "phase": evil, "host": f"{evil}\nx"}
+    changes = {"state": evil, "reason": evil, "phase": evil, "host": f"{evil}\nx"}
     (folder / "status.json").write_text(json.dumps(status | changes))
-    beat(folder, 0, doing=evil)
     shown = frame()
     assert "\x1b" not in shown and "\x07" not in shown
     assert shown.count("\\x1b]0;owned\\x07\\x1b[2J[red]not red[/red]") == 5
@@ -110,12 +109,16 @@ def test_run_without_a_step_has_a_frame(tmp_path, capsys):
 
 
 def test_dead_driver_is_gone(tmp_path, capsys):
-    """The file still says that it is running, as `megadapo status` knows."""
+    """Its files still say that it runs, and what its ranks did last."""
     with Run.open(config_of(tmp_path)):
         status = (tmp_path / "status.json").read_text()
+        beat(tmp_path, 0, doing="update")
+        main(["top", str(tmp_path), "--once"])
+        assert "now update on 1 of 1" in capsys.readouterr().out
     (tmp_path / "status.json").write_text(status)
     main(["top", str(tmp_path), "--once"])
-    assert "gone: the driver is dead" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "gone: the driver is dead" in shown and "update" not in shown
 
 
 def test_current_speed_is_that_between_frames(tmp_path, monkeypatch):
