@@ -131,7 +131,7 @@ def test_failures_are_one_warning(tmp_path, script, body, problem, capfd):
 
 def test_hanging_command_is_killed_with_its_children(tmp_path, script):
     """A hook that waits for a server that is away would stay behind, one for each event."""
-    command, out = script(f'sleep 60 & echo $! >> "{tmp_path}/pids"; wait')
+    command, out = script(f'sleep 600 & echo $! >> "{tmp_path}/pids"; wait')
     warnings = []
     hook = EventHook(command, tmp_path, warn=warnings.append, command_s=0.3)
     began = time.monotonic()
@@ -144,7 +144,7 @@ def test_hanging_command_is_killed_with_its_children(tmp_path, script):
     assert "it was killed after 0.3 s" in warning
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
-    wait_until(lambda: not any(is_running(int(pid)) for pid in pids))
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids), timeout_s=10)
 
 
 def is_running(pid: int) -> bool:
@@ -156,12 +156,12 @@ def is_running(pid: int) -> bool:
 
 
 def test_background_of_a_command_ends_with_it(tmp_path, script):
-    command, _ = script(f'sleep 60 & echo $! > "{tmp_path}/pids"')
+    command, _ = script(f'sleep 600 & echo $! > "{tmp_path}/pids"')
     hook = EventHook(command, tmp_path, warn=print)
     hook.send("start", None)
     hook.finish()
     pid = int((tmp_path / "pids").read_text())
-    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid), timeout_s=10)
 
 
 def test_slow_command_gets_the_newest_step_and_delays_the_end_by_a_bound(tmp_path, script):
