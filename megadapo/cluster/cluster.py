@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.health import unhealthy_nodes
 from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
 from megadapo.cluster.ray_connection import connect_to_ray
 from megadapo.cluster.watch.ray_daemons import RayDaemonWatch, has_node, leave_ray
@@ -89,7 +90,8 @@ class Cluster:
             else num_trainer_ranks + num_engine_ranks
         )
         daemons = connect_to_ray(config, num_slots)
-        group = _reserve(config, num_slots)
+        checks = config.check_nodes and config.uses_cuda and config.address is not None
+        group = reserve(config, num_slots, without=unhealthy_nodes() if checks else [])
         slots = sorted(_locate(group, num_slots, config), key=_sort_key)
         offset = 0 if shared else num_trainer_ranks
         engines = [
@@ -162,21 +164,33 @@ class Cluster:
         }
 
 
-def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
+def reserve(config: ClusterConfig, num_slots: int, *, without: Sequence[str]) -> PlacementGroup:
+    """Reserve slots on nodes of the cluster.
+
+    Args:
+        without: ids of nodes to leave out.
+
+    Raises:
+        InfraError: the cluster has too few slots in time.
+    """
     import ray
     from ray.util.placement_group import placement_group
 
     bundle = {"CPU": 1, "GPU": 1} if config.uses_cuda else {"CPU": 1}
+    others = {"ray.io/node-id": f"!in({','.join(without)})"} if without else {}
     group: PlacementGroup = placement_group(
-        [dict(bundle) for _ in range(num_slots)], strategy="PACK"
+        [dict(bundle) for _ in range(num_slots)],
+        strategy="PACK",
+        bundle_label_selector=[dict(others) for _ in range(num_slots)],
     )
     if not group.wait(timeout_seconds=config.start_timeout_s):
         have = ray.cluster_resources()
+        left_out = f" ({len(without)} nodes that fail the health check included)" if without else ""
         raise InfraError(
             f"the layout asks for {num_slots} slots of {bundle}, the Ray cluster has "
-            f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs: start more nodes, or "
-            "lower trainer.* / rollout.* parallel sizes or rollout.num_engines (beside which "
-            'evaluation.placement = "engine" takes one more)'
+            f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs{left_out}: start more "
+            "nodes, or lower trainer.* / rollout.* parallel sizes or rollout.num_engines (beside "
+            'which evaluation.placement = "engine" takes one more)'
         )
     return group
 

@@ -26,6 +26,10 @@ class ClusterConfig(Section, title="cluster"):
     """Seconds that each of these may take: the cluster has the GPUs that the layout needs; an
     engine has loaded and answered a request; ranks have started and read the weights."""
 
+    check_nodes: bool = True
+    """Whether each start on a joined cluster checks the GPUs of all nodes, as `megadapo doctor
+    --node` does, and leaves out nodes that fail."""
+
     @property
     def uses_cuda(self) -> bool:
         """Whether processes get GPUs; loads torch only if `device` is auto."""

@@ -1,4 +1,4 @@
-"""`megadapo doctor`: check this machine, or every node of a cluster."""
+"""`megadapo doctor`: check this machine, its GPUs, or every node of a cluster."""
 
 from __future__ import annotations
 
@@ -28,10 +28,26 @@ def add(commands: Commands) -> None:
         metavar="FOLDER",
         help="with --cluster: a run's folder, which every node must see",
     )
+    parser.add_argument(
+        "--node",
+        nargs="?",
+        type=int,
+        default=False,
+        metavar="GPUS",
+        help="check whether a run can use the GPUs of this node: as many as GPUS or as the driver "
+        "has, of one product, without memory errors, and able to multiply matrices and to "
+        "all-reduce within 3 minutes",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.node is not False:
+        if arguments.cluster is not None or arguments.folder is not None:
+            raise ConfigError("--node checks this node alone: leave out --cluster and --folder")
+        from megadapo.doctor.doctor import doctor_node
+
+        return doctor_node(arguments.node, as_json=arguments.json)
     if arguments.cluster is not None:
         from megadapo.doctor.cluster import doctor_cluster
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from megadapo import __version__
+from megadapo.cluster.health import node_problems
 from megadapo.observe.machine import Gpu, Machine, attention_problem, inspect_machine
 from megadapo.observe.tables import TextTable
 
@@ -77,11 +80,23 @@ def doctor(*, as_json: bool = False) -> int:
     return report(diagnosis, _tables(diagnosis), as_json=as_json, healthy="no problem found")
 
 
+def doctor_node(num_gpus: int | None, *, as_json: bool = False) -> int:
+    """Check whether a run can use this node, print the problems and return the exit code.
+
+    Args:
+        num_gpus: GPUs that the node must have; None: as many as it has device files.
+    """
+    name = socket.gethostname()
+    errors = tuple(f"node {name}: {problem}" for problem in node_problems(num_gpus))
+    diagnosis = Diagnosis(errors=errors, warnings=())
+    return report(diagnosis, "", as_json=as_json, healthy=f"node {name}: a run can use it")
+
+
 def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) -> int:
     """Print a diagnosis and return the exit code: 1 if there are errors.
 
     Args:
-        tables: the facts, printed before the problems.
+        tables: the facts, printed before the problems; may be empty.
         as_json: whether to print one JSON object instead.
         healthy: line to print if there is no problem.
     """
@@ -89,11 +104,12 @@ def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) ->
         print(json.dumps(asdict(diagnosis), indent=2))
         return 1 if diagnosis.errors else 0
     console = Console(highlight=False)
-    console.print(tables, markup=False, soft_wrap=True)
+    if tables:
+        console.print(tables, markup=False, soft_wrap=True)
     for text in diagnosis.errors:
-        console.print(f"[bold red]error[/bold red]    {text}")
+        console.print(f"[bold red]error[/bold red]    {escape(text)}", soft_wrap=True)
     for text in diagnosis.warnings:
-        console.print(f"[bold yellow]warning[/bold yellow]  {text}")
+        console.print(f"[bold yellow]warning[/bold yellow]  {escape(text)}", soft_wrap=True)
     if not diagnosis.errors and not diagnosis.warnings:
         console.print(f"[green]{healthy}[/green]")
     return 1 if diagnosis.errors else 0

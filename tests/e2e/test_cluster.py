@@ -171,13 +171,13 @@ def test_quickstart_fits_a_single_gpu():
 
 BUSY_SLOT = """
 import ray
-from megadapo.cluster.cluster import _locate, _reserve  # Cluster.start leaves no moment between
+from megadapo.cluster.cluster import _locate, reserve  # Cluster.start leaves no moment between
 from megadapo.cluster.config import ClusterConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
 config = ClusterConfig(device="cuda", start_timeout_s=3)
-group = _reserve(config, 1)
+group = reserve(config, 1, without=[])
 
 @ray.remote(num_cpus=0, num_gpus=1)
 class Holder:

@@ -1,6 +1,7 @@
 """The doctor reports what a machine or a cluster can do, and imports no package that it checks."""
 
 import json
+import socket
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,16 @@ def test_facts_agree_with_the_packages():
     assert machine.packages["ray"] == ray.__version__
     assert machine.torch_cuda == torch.version.cuda
     assert machine.num_cores >= 1 and machine.memory_gib > 1
+
+
+def test_doctor_of_a_node_fails_without_the_gpus_it_must_have(capsys):
+    """tools/launch/slurm.sh excludes a node by this exit code."""
+    assert main(["doctor", "--node", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"errors": [], "warnings": []}
+    assert main(["doctor", "--node=8"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"node {socket.gethostname()}: nvidia-smi fails" in said
+    assert main(["doctor", "--node", "--cluster"]) == 2
 
 
 def test_doctor_works_without_a_driver(monkeypatch, capsys, tmp_path):
