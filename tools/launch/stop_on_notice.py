@@ -1,28 +1,35 @@
-"""Stops a run in time when the cloud announces that this machine will end.
+"""Stops a run in time when this machine will end.
 
     python tools/launch/stop_on_notice.py RUN --cloud aws
 
-Start it on every node, beside Ray. It asks the metadata service of AWS (spot interruption) or
-Google Cloud (preemption, maintenance) every five seconds. On a notice it writes RUN/stop and ends.
-The driver then saves and stops, and with --restarts the run starts again when it has its nodes
-back. The program needs only the standard library.
+Start it on every node, beside Ray. It asks for a notice every five seconds: the metadata service of
+AWS (spot interruption) or Google Cloud (preemption, maintenance), or a file that another program
+creates (--file). With --signal SIGTERM is a notice, and with --now there is one already, as in a
+hook that runs when the machine ends.
+
+On a notice it writes RUN/stop and ends; with --wait it ends when the run's driver has ended. The
+driver saves and stops, and with --restarts the run starts again when it has its nodes back. The
+program needs only the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import signal
 import socket
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 AWS = "http://169.254.169.254"
 GOOGLE = "http://metadata.google.internal"
 TIMEOUT_S = 2.0
+STALE_S = 150.0
+"""Seconds without a heartbeat after which a driver is dead."""
 
 
 def aws_notice(server: str) -> str | None:
@@ -43,11 +50,14 @@ def google_notice(server: str) -> str | None:
     return event if event is not None and event.startswith("TERMINATE") else None
 
 
-def wait_for_notice(ask: Callable[[], str | None], *, every_s: float) -> str:
-    """Return the first notice."""
-    while (notice := ask()) is None:
-        time.sleep(every_s)
-    return notice
+def wait_for_notice(asks: Sequence[Callable[[], str | None]], *, every_s: float) -> str:
+    """Return the first notice, or SIGTERM if it is blocked and comes first."""
+    while True:
+        for ask in asks:
+            if (notice := ask()) is not None:
+                return notice
+        if signal.sigtimedwait({signal.SIGTERM}, every_s) is not None:
+            return "SIGTERM"
 
 
 def write_stop_file(run_folder: Path, notice: str) -> None:
@@ -56,6 +66,28 @@ def write_stop_file(run_folder: Path, notice: str) -> None:
     # "restart" tells a supervisor that the run must continue
     own.write_text(f"restart: {socket.gethostname()} ends: {notice}\n", encoding="utf-8")
     own.replace(run_folder / "stop")
+
+
+def read_lease(run_folder: Path) -> tuple[str | None, float]:
+    """Return what identifies the driver of a run, if there is one, and its last heartbeat."""
+    lease = run_folder / "lease.json"
+    try:
+        return lease.read_text(encoding="utf-8"), lease.stat().st_mtime
+    except FileNotFoundError:
+        return None, 0.0
+
+
+def wait_for_end(run_folder: Path, driver: str | None, *, limit_s: float) -> None:
+    """Wait until a driver has ended or is dead, for at most `limit_s`."""
+    started = heard = time.monotonic()
+    last = 0.0
+    while time.monotonic() - started < limit_s:
+        present, heartbeat = read_lease(run_folder)
+        if heartbeat != last:
+            last, heard = heartbeat, time.monotonic()
+        if driver is None or present != driver or time.monotonic() - heard > STALE_S:
+            return
+        time.sleep(1.0)
 
 
 def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str | None:
@@ -74,17 +106,32 @@ def _ask(url: str, headers: dict[str, str], *, method: str = "GET") -> str | Non
 def main() -> int:
     parser = argparse.ArgumentParser(description="stop a run when this machine will end")
     parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("--cloud", choices=("aws", "google"), required=True)
-    parser.add_argument("--server", help="another address of the metadata service")
+    parser.add_argument("--cloud", choices=("aws", "google"))
+    parser.add_argument("--server", help="another address of the cloud's metadata service")
+    parser.add_argument("--file", type=Path, help="a file that exists when the machine will end")
+    parser.add_argument("--signal", action="store_true", help="take SIGTERM as a notice")
+    parser.add_argument("--now", metavar="NOTICE", help="stop the run at once for this reason")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait for the driver's end"
+    )
     arguments = parser.parse_args()
+    asks: list[Callable[[], str | None]] = [lambda: arguments.now]
     if arguments.cloud == "aws":
-        server, ask = arguments.server or AWS, aws_notice
-    else:
-        server, ask = arguments.server or GOOGLE, google_notice
-    notice = wait_for_notice(lambda: ask(server), every_s=arguments.every)
+        asks.append(lambda: aws_notice(arguments.server or AWS))
+    elif arguments.cloud == "google":
+        asks.append(lambda: google_notice(arguments.server or GOOGLE))
+    if arguments.file is not None:
+        asks.append(lambda: f"{arguments.file} exists" if arguments.file.exists() else None)
+    if len(asks) == 1 and arguments.now is None and not arguments.signal:
+        parser.error("name a source of notices: --cloud, --file, --signal or --now")
+    if arguments.signal:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    notice = wait_for_notice(asks, every_s=arguments.every)
     print(f"stop_on_notice: {notice}", flush=True)
+    driver, _ = read_lease(arguments.run_folder)
     write_stop_file(arguments.run_folder, notice)
+    wait_for_end(arguments.run_folder, driver, limit_s=arguments.wait)
     return 0
 
 

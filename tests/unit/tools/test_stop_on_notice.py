@@ -1,12 +1,14 @@
-"""A cloud's notice becomes the stop file of a run; all other answers of its service do not."""
+"""A notice becomes the stop file of a run; all other answers of a cloud's service do not."""
 
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from megadapo.run.state.lease import Lease
 from megadapo.run.state.stop_watch import restarts_after, take_stop_file
 from tests.support import REPOSITORY
 from tests.support.processes.running import wait_until
@@ -82,3 +84,60 @@ def test_machine_without_the_service_has_no_notice(server, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         subprocess.run([*command, "--every", "0.05"], timeout=1.5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_and_signal_are_notices(tmp_path):
+    run, announced = tmp_path / "run", tmp_path / "node-ends"
+    run.mkdir()
+    options = [sys.executable, "-S", SCRIPT, run, "--every", "0.05"]
+    process = subprocess.Popen([*options, "--file", announced])
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    announced.touch()
+    assert process.wait(timeout=20) == 0
+    assert f"{announced} exists" in take_stop_file(run)
+    # a signal before it is blocked would end it
+    process = subprocess.Popen([*options, "--signal", "--cloud", "aws", "--server", "http://:1"])
+    wait_until(lambda: "SigBlk:\t0000000000004000" in status_of(process), timeout_s=20)
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    assert "ends: SIGTERM" in take_stop_file(run)
+    refused = subprocess.run(options, capture_output=True, text=True)
+    assert refused.returncode == 2 and "name a source of notices" in refused.stderr
+
+
+def status_of(process):
+    return Path(f"/proc/{process.pid}/status").read_text()
+
+
+@pytest.mark.parametrize("next_driver", [False, True])
+def test_hook_waits_until_the_driver_has_saved(tmp_path, next_driver):
+    """A pod that ends before takes a trainer rank with it, in the middle of the save."""
+    lease = Lease.take(tmp_path, heartbeat_s=0.1)
+    command = [sys.executable, "-S", SCRIPT, tmp_path, "--now", "the pod ends", "--wait", "60"]
+    process = subprocess.Popen(command)
+    wait_until((tmp_path / "stop").exists, timeout_s=20)
+    assert restarts_after(take_stop_file(tmp_path))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2.5)
+    lease.close()
+    if next_driver:
+        lease = Lease.take(tmp_path)
+    assert process.wait(timeout=10) == 0
+    lease.close()
+    # without a driver there is nothing to wait for
+    subprocess.run(command, check=True, timeout=10)
+
+
+def test_hook_does_not_wait_for_a_dead_driver(tmp_path):
+    script = f"""
+import importlib.util
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("stop_on_notice", {str(SCRIPT)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.STALE_S = 1.0
+module.wait_for_end(Path({str(tmp_path)!r}), "killed", limit_s=600.0)
+"""
+    (tmp_path / "lease.json").write_text("killed")
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
