@@ -15,8 +15,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
 
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        build-essential cmake git ninja-build procps python3.12 python3.12-dev python3.12-venv \
-        wget \
+        build-essential cmake git ninja-build python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv

@@ -7,9 +7,9 @@ AWS (spot interruption) or Google Cloud (preemption, maintenance), or a file tha
 creates (--file). With --signal SIGTERM is a notice, and with --now there is one already, as in a
 hook that runs when the machine ends.
 
-On a notice it writes RUN/stop and ends; with --wait it ends when the run's driver has ended. The
-driver saves and stops, and with --restarts the run starts again when it has its nodes back. The
-program needs only the standard library.
+On a notice it writes RUN/stop and ends. With --wait it ends when the run's driver has ended, and
+does nothing if there is no driver. The driver saves and stops, and with --restarts the run starts
+again when it has its nodes back. The program needs only the standard library.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--now", metavar="NOTICE", help="stop the run at once for this reason")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait for the driver's end"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="limit on a wait for its end"
     )
     arguments = parser.parse_args()
     asks: list[Callable[[], str | None]] = [lambda: arguments.now]
@@ -130,6 +130,8 @@ def main() -> int:
     notice = wait_for_notice(asks, every_s=arguments.every)
     print(f"stop_on_notice: {notice}", flush=True)
     driver, _ = read_lease(arguments.run_folder)
+    if arguments.wait and driver is None:
+        return 0
     write_stop_file(arguments.run_folder, notice)
     wait_for_end(arguments.run_folder, driver, limit_s=arguments.wait)
     return 0

@@ -125,8 +125,9 @@ def test_hook_waits_until_the_driver_has_saved(tmp_path, next_driver):
         lease = Lease.take(tmp_path)
     assert process.wait(timeout=10) == 0
     lease.close()
-    # without a driver there is nothing to wait for
+    # without a driver there is nothing to stop or to wait for
     subprocess.run(command, check=True, timeout=10)
+    assert not (tmp_path / "stop").exists()
 
 
 def test_hook_does_not_wait_for_a_dead_driver(tmp_path):
