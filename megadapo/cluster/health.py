@@ -154,9 +154,10 @@ def unhealthy_nodes(
         ray.wait(calls, num_returns=len(calls), timeout=answer_s)
     found = {node_id: _answer(call) for node_id, call in zip(nodes, calls, strict=True)}
     failed = {node_id: problems for node_id, problems in found.items() if problems}
+    what = "fails the health check" if len(failed) == len(nodes) else "is left out"
     for node_id, problems in failed.items():
         name = nodes[node_id]["NodeManagerAddress"]
-        _LOGGER.warning("node %s fails the health check: %s", name, "; ".join(problems))
+        _LOGGER.warning("node %s %s: %s", name, what, "; ".join(problems))
     if failed and len(failed) == len(nodes):
         _LOGGER.warning("every node fails the health check, so none is left out")
         return []

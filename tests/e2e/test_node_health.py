@@ -51,6 +51,6 @@ def test_start_leaves_out_nodes_whose_gpus_fail():
     found, healthy_used, refusal, all_fail = json.loads(result.stdout.splitlines()[-1])
     assert found and healthy_used and all_fail == []
     assert "6 GPUs (2 nodes that fail the health check included)" in refusal
-    assert "fails the health check: one of its 2 GPUs is sick" in result.stderr
-    assert "fails the health check: it did not report its health in time" in result.stderr
+    assert "is left out: one of its 2 GPUs is sick" in result.stderr
+    assert "is left out: it did not report its health in time" in result.stderr
     assert "every node fails the health check, so none is left out" in result.stderr

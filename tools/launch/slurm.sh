@@ -117,7 +117,8 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 trap 'exit 75' TERM INT USR1
 checks=()
 for node in "${nodes[@]}"; do
-    on "$node" timeout 400 megadapo doctor --node ${SLURM_GPUS_ON_NODE:+"$SLURM_GPUS_ON_NODE"} &
+    on "$node" timeout -k 10 400 \
+        megadapo doctor --node ${SLURM_GPUS_ON_NODE:+"$SLURM_GPUS_ON_NODE"} &
     checks+=($!)
 done
 healthy=() sick=()
