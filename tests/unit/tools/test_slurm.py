@@ -58,6 +58,7 @@ PROGRAMS = {
             exit
         fi
         trap 'sleep 0.2; echo "megadapo saved" >>"$LOG"; exit 75' TERM
+        echo $$ >>"$LOG.pids"
         echo "megadapo$(printf ' <%s>' "$@") $RAY_ADDRESS" >>"$LOG"
         if [ -n "${SAVES:-}" ]; then mkdir -p "$RUN/checkpoints/$SAVES"; fi
         if [ -n "${STATUS:-}" ]; then echo "$STATUS" >"$RUN/status.json"; fi
@@ -141,7 +142,7 @@ def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(tmp_path
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) == 75, process.stderr.read()
     pids = (tmp_path / "log.pids").read_text().split()
-    assert len(pids) == 2
+    assert len(pids) == 3
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=5)
 
     log = job.log
