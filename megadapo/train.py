@@ -9,6 +9,7 @@ from megadapo.config import RunConfig
 from megadapo.errors import CorruptCheckpointError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.run.evaluations import find_unfinished
+from megadapo.run.fewer import fit_to_cluster
 from megadapo.run.launch import Workers, start_workers
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
@@ -17,13 +18,18 @@ from megadapo.run.step.writer import StepWriter
 
 
 def train(
-    config: RunConfig, *, replay: Path | None = None, accept_changes: Collection[str] = ()
+    config: RunConfig,
+    *,
+    replay: Path | None = None,
+    accept_changes: Collection[str] = (),
+    allow_fewer: bool = False,
 ) -> None:
     """Start or resume the run that `config` describes, and train to its last step.
 
     Args:
         replay: folder of saved rollouts to train on instead of sampling new ones.
         accept_changes: keys that a resumed run may change although they decide what it learns.
+        allow_fewer: start with fewer data-parallel ranks and engines if nodes are missing.
 
     Raises:
         RunInterruptedError: the run was asked to stop; every completed step is saved.
@@ -33,6 +39,9 @@ def train(
     warnings = config.warnings()
     if replay is not None:
         warnings.append(check_replay(config, replay))
+    if allow_fewer:
+        config, changes = fit_to_cluster(config)
+        warnings += changes
     with Run.open(config, accept_changes=accept_changes) as run:
         run.log.show(*warnings)
         while not run.finished:

@@ -51,6 +51,12 @@ def add(commands: Commands) -> None:
         help="resume although these keys, which decide what is learned, have changed since the "
         "checkpoint, as in --accept-changes=reward.rule",
     )
+    parser.add_argument(
+        "--allow-fewer",
+        action="store_true",
+        help="if nodes of the cluster are missing after cluster.start_timeout_s, start with fewer "
+        "data-parallel ranks and engines",
+    )
     add_gpu(parser, purpose="GPU for whose memory --dry-run plans a run on CUDA")
     parser.set_defaults(run=run)
 
@@ -84,7 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
         ).run()
     from megadapo.train import train
 
-    train(config, replay=arguments.replay, accept_changes=arguments.accept_changes)
+    train(
+        config,
+        replay=arguments.replay,
+        accept_changes=arguments.accept_changes,
+        allow_fewer=arguments.allow_fewer,
+    )
     return 0
 
 
@@ -105,4 +116,6 @@ def _single_start(arguments: argparse.Namespace) -> list[str]:
         words += ["--replay", str(arguments.replay)]
     if arguments.accept_changes:
         words.append(f"--accept-changes={','.join(arguments.accept_changes)}")
+    if arguments.allow_fewer:
+        words.append("--allow-fewer")
     return [*words, *arguments.overrides]

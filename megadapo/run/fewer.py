@@ -1,0 +1,99 @@
+"""A run on fewer trainer ranks and engines than its recipe asks for, after nodes were lost.
+
+A checkpoint loads at any split, and an update does not depend on the number of data-parallel ranks,
+so a lost node costs speed instead of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from math import lcm
+
+from megadapo.cluster.ray_connection import connect_to_ray
+from megadapo.config import RunConfig, from_dict, to_dict
+from megadapo.errors import ConfigError, InfraError
+
+POLL_S = 2.0
+
+
+def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Join the cluster, wait for its nodes, and return the largest run that they have room for.
+
+    Returns:
+        The configuration, and a warning if the run is smaller than the recipe's.
+
+    Raises:
+        ConfigError: `cluster.address` is not set: no node of one machine can be lost.
+        InfraError: after `cluster.start_timeout_s` there is not even room for one data-parallel
+            rank and one engine, or there is no cluster.
+    """
+    import ray
+
+    if config.cluster.address is None:
+        raise ConfigError("--allow-fewer needs a cluster of several nodes: set cluster.address")
+    connect_to_ray(config.cluster, 0)
+    resource = "GPU" if config.cluster.uses_cuda else "CPU"
+    until = time.monotonic() + config.cluster.start_timeout_s
+    while True:
+        slots = [int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]]
+        fitting = largest_that_fits(config, slots)
+        if fitting == config:
+            return config, []
+        if time.monotonic() > until:
+            break
+        time.sleep(POLL_S)
+    found = f"{len(slots)} nodes with {sum(slots)} {resource}s"
+    if fitting is None:
+        raise InfraError(
+            f"the cluster has {found}, too few for one data-parallel rank and one engine: "
+            "start Ray on more nodes"
+        )
+    trainer, rollout = fitting.trainer, fitting.rollout
+    return fitting, [
+        f"--allow-fewer: the cluster has {found}. This start trains on {trainer.data_parallel} of "
+        f"trainer.data_parallel = {config.trainer.data_parallel} and generates on "
+        f"{rollout.num_engines} of rollout.num_engines = {config.rollout.num_engines}"
+    ]
+
+
+def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | None:
+    """Return the run with most data-parallel ranks and engines; None if the smallest has no room.
+
+    Args:
+        slots: GPUs of each node, or cores without GPUs.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    # neither a tensor-parallel group nor an engine may span nodes
+    unit = lcm(trainer.tensor_parallel, rollout.ranks_per_engine)
+    room = sum(count // unit * unit if count >= unit else 0 for count in slots)
+    for data_parallel, num_engines in _sizes(config, room):
+        changes = {
+            "trainer": {"data_parallel": data_parallel},
+            "rollout": {"num_engines": num_engines},
+        }
+        plain = to_dict(config)
+        try:
+            return from_dict(plain | {name: plain[name] | new for name, new in changes.items()})
+        except ConfigError:
+            continue  # such as experts that these ranks cannot share
+    return None
+
+
+def _sizes(config: RunConfig, room: int) -> Iterator[tuple[int, int]]:
+    """Yield numbers of data-parallel ranks and engines with room, most of the recipe's first."""
+    most_ranks, most_engines = config.trainer.data_parallel, config.rollout.num_engines
+    ranks_per_copy = config.trainer.num_ranks // most_ranks
+    per_engine, evaluating = config.rollout.ranks_per_engine, config.evaluation.num_engines
+    shared = config.cluster.placement == "colocated"
+    sizes = []
+    for ranks in range(1, most_ranks + 1):
+        left = room if shared else room - ranks * ranks_per_copy
+        if shared and config.cluster.uses_cuda:
+            # every GPU with an engine has a trainer rank
+            left = min(room, ranks * ranks_per_copy)
+        engines = min(most_engines, left // per_engine - evaluating)
+        if engines >= 1 and ranks * ranks_per_copy <= room:
+            share = min(ranks / most_ranks, engines / most_engines)
+            sizes.append((share, ranks + engines, ranks, engines))
+    yield from ((ranks, engines) for *_, ranks, engines in sorted(sizes, reverse=True))

@@ -1,0 +1,77 @@
+"""What `--allow-fewer` makes of a recipe when nodes of its cluster are missing."""
+
+import pytest
+
+from megadapo.config import load_config
+from megadapo.errors import ConfigError
+from megadapo.run.fewer import fit_to_cluster, largest_that_fits
+
+QUICKSTART = "configs/quickstart.toml"
+LARGE = (
+    *("--cluster.device=cuda", "--trainer.tensor_parallel=8", "--trainer.data_parallel=16"),
+    *("--rollout.num_engines=32", "--rollout.tensor_parallel=4"),
+)
+
+
+def sizes(slots, *overrides, recipe=QUICKSTART):
+    """Data-parallel ranks and engines."""
+    fitting = largest_that_fits(load_config(recipe, overrides), slots)
+    return fitting and (fitting.trainer.data_parallel, fitting.rollout.num_engines)
+
+
+@pytest.mark.parametrize(
+    "slots,expected",
+    [
+        ([8] * 16, (16, 32)),
+        ([8] * 15, (15, 30)),
+        ([8] * 20, (16, 32)),
+        # seven GPUs hold no tensor-parallel group of eight, nor do two halves of it
+        ([8] * 15 + [7], (15, 30)),
+        ([4, 4, 8], (1, 2)),
+        ([4, 4], None),
+        ([], None),
+    ],
+)
+def test_shared_gpus_lose_ranks_and_engines_together(slots, expected):
+    assert sizes(slots, *LARGE) == expected
+
+
+@pytest.mark.parametrize(
+    "slots,expected",
+    [([8] * 3, (2, 2)), ([8] * 2, (1, 2)), ([16, 7], (1, 2)), ([8, 4], None), ([8], None)],
+)
+def test_separate_gpus_keep_a_balance(slots, expected):
+    """All engines without a trainer, or the reverse, would be no run at all."""
+    separate = (
+        *('--cluster.placement="separate"', "--cluster.device=cuda", "--trainer.data_parallel=2"),
+        *("--trainer.tensor_parallel=8", "--rollout.num_engines=2", "--rollout.tensor_parallel=4"),
+    )
+    assert sizes(slots, *separate) == expected
+
+
+def test_reserved_engine_keeps_its_place():
+    engines = ('--cluster.placement="separate"', "--rollout.num_engines=3")
+    evaluating = ("--evaluation.placement=engine", *engines)
+    assert sizes([5], *evaluating) == (1, 3)
+    assert sizes([4], *evaluating) == (1, 2)
+    assert sizes([2], *evaluating) is None
+
+
+def test_experts_are_split_evenly():
+    """Three ranks cannot share experts in groups of two."""
+    experts = ("--trainer.data_parallel=4", "--trainer.expert_parallel=2")
+    assert sizes([1] * 3, *experts, recipe="configs/experts.toml")[0] == 2
+
+
+def test_all_else_stays():
+    config = load_config(QUICKSTART, LARGE)
+    assert largest_that_fits(config, [8] * 16) == config
+    fitting = largest_that_fits(config, [8] * 3)
+    assert fitting.trainer.model_copy(update={"data_parallel": 16}) == config.trainer
+    assert fitting.rollout.model_copy(update={"num_engines": 32}) == config.rollout
+    assert fitting.algorithm == config.algorithm
+
+
+def test_one_machine_is_no_cluster():
+    with pytest.raises(ConfigError, match="cluster.address"):
+        fit_to_cluster(load_config(QUICKSTART))
