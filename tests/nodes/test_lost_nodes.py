@@ -67,6 +67,26 @@ def test_lost_node_is_named_and_run_continues_when_it_returns(lan, shared, other
     assert [record["step"] for record in read_metrics(folder)] == [*range(1, NUM_STEPS + 1)]
 
 
+def test_run_goes_on_without_node_that_stays_away(lan, shared, other):
+    folder = shared / "fewer"
+    supervisor = begin(
+        lan.machines[0],
+        folder,
+        *SPREAD,
+        *("--restarts=3", "--allow-fewer", "--cluster.start_timeout_s=60"),
+        *(f"--run.num_steps={NUM_STEPS}", "--checkpoint.every=1"),
+    )
+    try:
+        wait_until(partial(_is_in, folder, "train"), timeout_s=START_S, message="train")
+        other.die()
+        output, _ = supervisor.communicate(timeout=2 * START_S)
+    finally:
+        supervisor.kill()
+    assert supervisor.returncode == 0, output
+    assert "trains on 1 of trainer.data_parallel = 2" in _log(folder)
+    assert [record["step"] for record in read_metrics(folder)] == [*range(1, NUM_STEPS + 1)]
+
+
 def _is_in(folder: Path, part: str) -> bool:
     """Whether the run is in this part of a step after the first one's checkpoint."""
     status = _status(folder)
