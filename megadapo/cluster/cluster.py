@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.health import unhealthy_nodes
+from megadapo.cluster.health import nodes_to_leave_out
 from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
 from megadapo.cluster.ray_connection import connect_to_ray
 from megadapo.cluster.watch.ray_daemons import RayDaemonWatch, has_node, leave_ray
@@ -90,8 +90,7 @@ class Cluster:
             else num_trainer_ranks + num_engine_ranks
         )
         daemons = connect_to_ray(config, num_slots)
-        checks = config.check_nodes and config.uses_cuda and config.address is not None
-        group = reserve(config, num_slots, without=unhealthy_nodes() if checks else [])
+        group = reserve(config, num_slots, without=nodes_to_leave_out(config))
         slots = sorted(_locate(group, num_slots, config), key=_sort_key)
         offset = 0 if shared else num_trainer_ranks
         engines = [

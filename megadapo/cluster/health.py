@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.this_node import LOOPBACK, use_interface_towards
 
 LOOPBACK_S = 180.0
@@ -122,6 +123,12 @@ def loopback_problem(num_ranks: int, device: Device, *, limit_s: float = LOOPBAC
             for process in ranks:
                 process.kill()
                 process.wait()
+
+
+def nodes_to_leave_out(config: ClusterConfig) -> list[str]:
+    """Return the ids of nodes that fail their check, where `cluster.check_nodes` asks for one."""
+    checks = config.check_nodes and config.uses_cuda and config.address is not None
+    return unhealthy_nodes() if checks else []
 
 
 def unhealthy_nodes(

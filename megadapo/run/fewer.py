@@ -7,9 +7,10 @@ so a lost node costs speed instead of the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from math import lcm
 
+from megadapo.cluster.health import nodes_to_leave_out
 from megadapo.cluster.ray_connection import connect_to_ray
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.errors import ConfigError, InfraError
@@ -28,22 +29,18 @@ def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
         InfraError: after `cluster.start_timeout_s` there is not even room for one data-parallel
             rank and one engine, or there is no cluster.
     """
-    import ray
-
     if config.cluster.address is None:
         raise ConfigError("--allow-fewer needs a cluster of several nodes: set cluster.address")
     connect_to_ray(config.cluster, 0)
-    resource = "GPU" if config.cluster.uses_cuda else "CPU"
     until = time.monotonic() + config.cluster.start_timeout_s
-    while True:
-        slots = [int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]]
-        fitting = largest_that_fits(config, slots)
-        if fitting == config:
-            return config, []
-        if time.monotonic() > until:
-            break
+    while largest_that_fits(config, _slots(config)) != config and time.monotonic() < until:
         time.sleep(POLL_S)
-    found = f"{len(slots)} nodes with {sum(slots)} {resource}s"
+    slots = _slots(config, without=nodes_to_leave_out(config.cluster))
+    fitting = largest_that_fits(config, slots)
+    if fitting == config:
+        return config, []
+    resource = "GPU" if config.cluster.uses_cuda else "CPU"
+    found = f"{len(slots)} healthy nodes with {sum(slots)} {resource}s"
     if fitting is None:
         raise InfraError(
             f"the cluster has {found}, too few for one data-parallel rank and one engine: "
@@ -55,6 +52,15 @@ def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
         f"trainer.data_parallel = {config.trainer.data_parallel} and generates on "
         f"{rollout.num_engines} of rollout.num_engines = {config.rollout.num_engines}"
     ]
+
+
+def _slots(config: RunConfig, *, without: Container[str] = ()) -> list[int]:
+    """Return the number of GPUs, or cores without GPUs, of each node that is up."""
+    import ray
+
+    resource = "GPU" if config.cluster.uses_cuda else "CPU"
+    nodes = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
+    return [int(node["Resources"].get(resource, 0)) for node in nodes]
 
 
 def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | None:
