@@ -21,6 +21,25 @@ BRGEMM_SYMBOLS = (
 """C++ names in torch 2.13 of at::native::cpublas::brgemm (bf16 inputs, fp32 result) and
 brgemm_release; a name changes with the function's arguments."""
 
+VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma"),
+    *("log", "log10", "log1p", "log2", "sin", "sinh", "sqrt", "rsqrt", "tan", "tanh"),
+)
+"""Functions that torch may leave to MKL's vector library on a CPU."""
+
+
+def settle_vector_functions() -> None:
+    """Call every vector function once, on one thread; call it before a process computes.
+
+    MKL selects the code of such a function at its first call. If several threads make that call at
+    once, one of them may get code with errors of 1e-4 for its part (pytorch issue 188792; MKL
+    2024.2, which torch 2.13 has). Cosines of positions would be wrong for a whole update.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for name in VECTOR_FUNCTIONS:
+            getattr(torch, name)(one)
+
 
 @dataclass(frozen=True)
 class Brgemm:

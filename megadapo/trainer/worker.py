@@ -96,8 +96,10 @@ class TrainerWorker:
         if uses_cuda:
             require_cuda(deterministic=settings.trainer.deterministic)
         else:
+            from megadapo.kernels.torch_internals import settle_vector_functions
             from megadapo.trainer.model.cpu_platform import install_cpu_platform
 
+            settle_vector_functions()
             install_cpu_platform()
         from megadapo.trainer.rank import TrainerRank
 

@@ -25,12 +25,16 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from megadapo.kernels.torch_internals import settle_vector_functions
 from megadapo.weights.sync.vllm_plugin import UpdateExtension
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+# vLLM's workers import this module before they build the model
+settle_vector_functions()
 
 
 class _CpuConfig(VllmConfig):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.kernels import torch_internals
 from megadapo.kernels.policy_head import products
@@ -65,3 +66,23 @@ def test_row_passes_are_in_a_profile(has_flag, monkeypatch):
     names = {event.key for event in profile.key_averages()}
     assert {ROW_STATS, ROW_GRADS} <= names
     assert torch.equal(got.d_weight, expected.d_weight)
+
+
+def test_every_vector_function_is_settled_on_one_thread():
+    """A function or dtype that is left out could be wrong in the first update."""
+    called = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if args and isinstance(args[0], torch.Tensor):
+                assert args[0].numel() == 1, "two threads would share the call"
+                called.add((function.overloadpacket.__name__, args[0].dtype))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        torch_internals.settle_vector_functions()
+    assert {
+        (name, dtype)
+        for name in ("cos", "sin", "exp", "log", "sqrt")
+        for dtype in (torch.float32, torch.float64)
+    } <= called
