@@ -1,4 +1,4 @@
-"""What `--allow-fewer` makes of a recipe when nodes of its cluster are missing."""
+"""Sizes that `--allow-fewer` gives to a run whose cluster lacks nodes."""
 
 import pytest
 
