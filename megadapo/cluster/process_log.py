@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megadapo.errors import InfraError
@@ -78,12 +78,14 @@ def stacks_on_quit(path: Path) -> Iterator[None]:
         file = path.open("a")
     except OSError as error:
         raise InfraError(f"{path} cannot be written: {error.strerror}") from error
-    with file:
-        faulthandler.register(QUIT_SIGNAL, file=file, all_threads=True)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(QUIT_SIGNAL)
+    faulthandler.register(QUIT_SIGNAL, file=file, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(QUIT_SIGNAL)
+        # a file server that fails now must not hide an error of the block
+        with suppress(OSError):
+            file.close()
 
 
 def _limit_size(path: Path, max_bytes: int, check_s: float) -> None:

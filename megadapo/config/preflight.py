@@ -6,6 +6,7 @@ that is not checked.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.data.arithmetic import is_built_in
 from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
-from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
+from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.observe.machine import attention_problem, inspect_machine
@@ -28,7 +29,10 @@ from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
+from megadapo.weights.disk.files import unreadable
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
+"""Reasons of the system that another start does not change."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -59,6 +63,8 @@ def check_run(config: RunConfig) -> list[str]:
             warnings += check(config)
         except MegadapoError as error:
             problems.append(error)
+        except OSError as error:
+            problems.append(unreadable(Path(error.filename or config.run.folder), error))
     if problems:
         raise type(problems[0])("\n".join(str(problem) for problem in problems))
     return warnings
@@ -74,8 +80,11 @@ def _check_folder(config: RunConfig) -> list[str]:
     except NotADirectoryError:
         raise ConfigError(f"run.folder = {config.run.folder}: {nearest} is a file") from None
     except (OSError, ValueError) as error:
+        # a full disk or a file server that fails can recover
+        recovers = isinstance(error, OSError) and error.errno not in _REFUSED
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"run.folder = {config.run.folder} cannot be created: {reason}") from None
+        kind = InfraError if recovers else ConfigError
+        raise kind(f"run.folder = {config.run.folder} cannot be created: {reason}") from None
     return []
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,10 +21,10 @@ from typing import Any
 from megadapo.data.group import Group
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.data.prompts import Prompt
-from megadapo.errors import InfraError
 from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.rollout.types import OpenGroup
 
+_LOGGER = logging.getLogger("megadapo.rollout")
 JOURNAL_FOLDER = "journal"
 FORMAT = 1
 """Version of the records; a journal with another version is discarded."""
@@ -60,8 +61,13 @@ class Journal:
             "settings": self._settings,
         }
         self._writes = True
-        if self._path.exists():
-            self._open()
+        try:
+            if not self._path.exists():
+                return
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._open()
 
     def find(self, digest: bytes) -> dict[str, Any] | None:
         """Return the entry of a group or whole step with this digest, or None."""
@@ -220,32 +226,40 @@ class EvaluationJournal:
 
         `identity`: identifies weights and scoring.
 
-        Raises:
-            InfraError: the file cannot be read or written.
+        A file that fails keeps no results, and is a warning.
         """
         self.results: dict[str, ProblemResult] = {}
         """Results by digest of the request."""
         self._path = path
         self._identity = identity
+        self._log: RecordLog | None = None
         try:
             self._log = RecordLog(path, self._read)
         except OSError as error:
-            raise InfraError(f"{path} cannot be opened: {error.strerror}") from error
+            self._give_up(error)
 
     def append(self, digest: str, result: ProblemResult) -> None:
-        """Write a problem's result.
-
-        Raises:
-            InfraError: the disk is full or fails.
-        """
+        """Write a problem's result."""
+        if self._log is None:
+            return
         entry = {"scored": self._identity, "request": digest, "result": asdict(result)}
         try:
             self._log.append(json.dumps(entry).encode())
         except OSError as error:
-            raise InfraError(f"{self._path} cannot be written: {error.strerror}") from error
+            self._give_up(error)
 
     def close(self) -> None:
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
+        self._log = None
+
+    def _give_up(self, error: OSError) -> None:
+        """Write nothing more; written records stay readable."""
+        self.close()
+        _LOGGER.warning(
+            "%s fails: %s; if the run is killed, the whole evaluation is repeated",
+            *(self._path, error.strerror),
+        )
 
     def _read(self, offset: int, payload: bytes) -> None:
         entry = json.loads(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 import platform
 import time
@@ -26,6 +27,7 @@ from megadapo.run.state.checkpoint import (
     Checkpoint,
     OpenCheckpoint,
     WriteTrainer,
+    not_written,
 )
 from megadapo.run.state.config_diff import samples_digest
 from megadapo.run.state.resume import (
@@ -40,6 +42,7 @@ FAILING_S = 600.0
 """Seconds without a successful save, since the first that failed, after which the run ends."""
 SAVE_MARGIN = 1.5
 """Factor on the slowest save so far: the time reserved for a save that must finish."""
+_LOGGER = logging.getLogger("megadapo.checkpoint")
 _VERSIONED = ("megadapo", "torch", "megatron-core", "transformers", "vllm", "ray")
 
 
@@ -167,15 +170,18 @@ class RunCheckpoints:
             return
         self._num_bytes = num_bytes
         assert self._pending is None, "settle the save before"
-        self._exports.collect()
-        in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
         with self._phase("checkpoint"):
             self._saved_step, self._began_at = step, time.monotonic()
             try:
+                self._exports.collect()
+                in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
                 begun = self._store.begin(step, write_trainer, num_bytes=num_bytes)
-            except MegadapoError as error:
+            except (OSError, MegadapoError) as error:
+                failed = isinstance(error, OSError)
                 self._pending = Future()
-                self._pending.set_exception(error)
+                self._pending.set_exception(
+                    not_written(step, self._store.folder, error) if failed else error
+                )
                 return
             self._pending = self._executor.submit(self._commit, begun, state, in_use)
 
@@ -205,12 +211,16 @@ class RunCheckpoints:
         self._failing_since = math.inf
         self._log.status.update(checkpoint_step=self.current.step)
         self._log.send_event("save")
-        low = self._store.low_space(self._num_bytes)
-        if low is not None and low != self._low_space:
-            self._log.show(low)
-        self._low_space = low
-        delete_journals_before(self._folder, self.current.step)
-        self._start_export()
+        # the checkpoint is complete, so the rest can wait for the next one
+        try:
+            low = self._store.low_space(self._num_bytes)
+            if low is not None and low != self._low_space:
+                self._log.show(low)
+            self._low_space = low
+            delete_journals_before(self._folder, self.current.step)
+            self._start_export()
+        except OSError as error:
+            self._log.show(f"{self._folder} fails: {error.strerror}")
 
     def join(self) -> None:
         """Wait for the pending save, which needs the trainer; `settle` reports its result."""
@@ -230,7 +240,10 @@ class RunCheckpoints:
         """Complete a checkpoint and delete old ones; runs in the executor's thread."""
         checkpoint = begun.commit(state, _provenance(self._config, policy_version=begun.step))
         self._slowest_s = max(self._slowest_s, time.monotonic() - self._began_at)
-        self._store.prune(in_use)
+        try:
+            self._store.prune(in_use)
+        except (OSError, InfraError) as error:
+            _LOGGER.warning("old checkpoints stay until the next save: %s", error)
         return checkpoint
 
     def _start_export(self) -> None:

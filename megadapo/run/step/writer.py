@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import (
+    InfraError,
     MegadapoError,
     OracleError,
     ProcessHungError,
@@ -22,10 +24,14 @@ from megadapo.observe.oracles import check_oracles
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
+from megadapo.run.state.run_checkpoints import FAILING_S
 from megadapo.run.step.metrics import step_metrics, step_warnings
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.trainer.types import UpdateResult
 from megadapo.weights.sync.publish import PublishReport
+
+RETRY_S = 5.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class StepWriter:
         self._rollouts = workers.rollouts
         self._tokenizer = workers.tokenizer
         self._updated: _UpdatedStep | None = None
+        self._save_rollouts: Callable[[], None] = lambda: None
+        """Begins to save the rollouts of the updated step."""
 
     @contextmanager
     def saving_last_step(self) -> Iterator[None]:
@@ -67,7 +75,7 @@ class StepWriter:
         if self._run.evaluates(step):
             self._rollouts.evaluate(step)
         for evaluation in self._rollouts.scored():
-            self._run.log.record_evaluation(evaluation)
+            self._until_written(partial(self._run.log.record_evaluation, evaluation))
 
     def update_done(
         self,
@@ -83,7 +91,8 @@ class StepWriter:
         """
         metrics = partial(step_metrics, step, sampled, update, config=self._config)
         self._updated = _UpdatedStep(step, self._state_dict, metrics)
-        saved = saved_groups(
+        saved = partial(
+            saved_groups,
             step,
             sampled,
             batch.recorded,
@@ -93,7 +102,8 @@ class StepWriter:
             self._tokenizer,
             self._rollouts.cross_checks,
         )
-        self._run.log.save_rollouts(step, saved)
+        self._save_rollouts = lambda: self._run.log.save_rollouts(step, saved())
+        self._save_rollouts()
         with self._run.phase("rollout"):
             self._rollouts.wait()
 
@@ -113,7 +123,7 @@ class StepWriter:
         run, config = self._run, self._config
         self.evaluate(step)
         metrics = step_metrics(step, sampled, update, config=config, published=published)
-        record = run.log.record(metrics)
+        record = self._until_written(partial(self._record, metrics))
         run.log.show(*step_warnings(step, sampled, update, config))
         run.log.show(*self._rollouts.drain_warnings())
         run.complete(step, self._state_dict())
@@ -123,6 +133,34 @@ class StepWriter:
         if run.saves(step):
             run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)
         return record
+
+    def _record(self, metrics: MetricRecord) -> MetricRecord:
+        """Record a step; if that fails, begin to save its rollouts again for the next try."""
+        try:
+            return self._run.log.record(metrics)
+        except InfraError:
+            self._save_rollouts()
+            raise
+
+    def _until_written(self, write: Callable[[], Result]) -> Result:
+        """Write to the run's folder; if it fails, try again for `FAILING_S`, as saves are.
+
+        Raises:
+            InfraError: the folder fails for longer.
+            RunInterruptedError: a stop was requested meanwhile.
+        """
+        until, shown = time.monotonic() + FAILING_S, False
+        while True:
+            try:
+                return write()
+            except (InfraError, OSError) as error:
+                if time.monotonic() > until:
+                    raise
+                if not shown:
+                    self._run.log.show(f"{error}; trying again for {FAILING_S / 60:g} minutes")
+                shown = True
+            with self._run.phase("wait for the run's folder", interruptible=True):
+                time.sleep(RETRY_S)
 
     def _check_oracles(self) -> None:
         """Check the newest step, and send an event for each bound that it broke."""

@@ -1,6 +1,8 @@
 """Commands end with one message and the right exit code, and import only what they need."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,7 +12,7 @@ import pytest
 import megadapo
 from megadapo import cli, errors
 from megadapo.cli import main
-from megadapo.config import load_config, to_dict
+from megadapo.config import load_config, preflight, to_dict
 from megadapo.observe.rollouts.files import write_rollouts
 from tests.support import REPOSITORY
 from tests.support.processes.running import heavy_imports
@@ -160,6 +162,25 @@ def test_impossible_run_folder_is_found_early(recipe, tmp_path, fails, monkeypat
     message = fails(2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
     assert f"run.folder = {folder} cannot be created" in message
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_run_folder_that_fails_for_a_while_can_be_tried_again(recipe, tmp_path, fails, monkeypatch):
+    """With exit code 2 a supervisor would give the run up."""
+    folder, real = tmp_path / "run", Path.exists
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def unreadable(path):
+        if path.parent == folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", unreadable)
+    words = ("train", str(recipe), "--dry-run", f"--run.folder={folder}")
+    assert f"{folder}/resumed.json cannot be read" in fails(5, *words)
+    monkeypatch.setattr(preflight, "TemporaryDirectory", full)
+    assert "cannot be created: No space left" in fails(5, *words)
 
 
 def test_error_reaches_the_terminal_without_escape_sequences(tmp_path, capsys):

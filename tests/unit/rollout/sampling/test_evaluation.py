@@ -1,6 +1,7 @@
 """Evaluation: avg@k, its standard error, and results of a killed process."""
 
 import math
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
+from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import EvaluationJournal
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.tools import ToolsConfig
@@ -140,6 +142,18 @@ def test_results_survive_a_kill(tmp_path):
     again = ScriptedEngines()
     assert run(prompts, again, EvaluationJournal(path, "weights")) == run(prompts)
     assert again.asked == []
+
+
+def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monkeypatch):
+    """A file server that fails for a minute would end the run."""
+    prompts, engines = make_prompts(6), ScriptedEngines()
+    nowhere = EvaluationJournal(tmp_path / "missing" / "answers.log", "weights")
+    assert run(prompts, engines, nowhere) == run(prompts)
+    assert "answers.log fails: No such file" in caplog.text
+    monkeypatch.setattr(record_log.os, "pwrite", lambda *arguments: os.stat("missing"))
+    failing = EvaluationJournal(tmp_path / "answers.log", "weights")
+    assert run(prompts, ScriptedEngines(), failing) == run(prompts)
+    assert caplog.text.count("is repeated") == 2
 
 
 @pytest.mark.parametrize(

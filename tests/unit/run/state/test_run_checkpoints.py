@@ -1,5 +1,6 @@
 """The checkpoints of a run: resume, save, prune, fall back."""
 
+import errno
 import json
 import os
 import shutil
@@ -170,6 +171,27 @@ def test_failed_save_is_repeated(tmp_path):
     log = (tmp_path / "log.txt").read_text()
     assert "checkpoint of step 2" in log and "rank 1: no space left" in log and "tried again" in log
     assert saved_steps(tmp_path) == ["step-3"]
+
+
+@pytest.mark.parametrize(
+    "target", ["run_checkpoints.pinned_steps", "CheckpointStore.low_space", "CheckpointStore.prune"]
+)
+def test_folder_that_fails_beside_a_save_ends_no_run(tmp_path, monkeypatch, target):
+    """A file server that is away for a minute; none of this is part of a checkpoint."""
+    owner, name = target.split(".")
+    owner = {"run_checkpoints": run_checkpoints, "CheckpointStore": CheckpointStore}[owner]
+    real, calls = getattr(owner, name), []
+
+    def fails_once(*arguments):
+        calls.append(name)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fails_once)
+    with Run.open(config_of(tmp_path, {"checkpoint.every": 1})) as run:
+        advance(run, 3)
+    assert len(calls) > 1 and saved_steps(tmp_path)[-1] == "step-3"
 
 
 def test_saves_that_fail_for_long_end_the_run(tmp_path, monkeypatch):
