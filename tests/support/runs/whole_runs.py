@@ -24,7 +24,7 @@ SMALL = [
 ]
 TIMED = (
     "time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped",
-    "weights/", "groups/from_journal", "memory/",
+    "weights/", "groups/from_journal", "memory/", "train/slowest_rank",
 )  # fmt: skip
 """Beginnings of the names of metrics that depend on the engines' speed, on what they had, or on
 what processes hold."""

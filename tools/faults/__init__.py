@@ -1,0 +1,1 @@
+"""Faults for supervised runs; tools/kills.py uses them."""
