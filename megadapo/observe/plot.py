@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import DataError
+from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.records import (
     METRICS_FILE,
     EvaluationRecord,
@@ -105,13 +105,13 @@ def save(figure: Figure, output: Path) -> None:
     """Write a figure as PNG.
 
     Raises:
-        DataError: the file cannot be written.
+        InfraError: the file cannot be written; a finished run's supervisor tries again.
     """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=130, format="png")
     except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+        raise InfraError(f"{output}: cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
     Without a finished run these are only JSON and Markdown.
 
     Raises:
-        DataError: a run's folder holds a damaged file, or a file cannot be written.
+        DataError: a run's folder holds a damaged file, or a table cannot be written.
+        InfraError: a picture cannot be written.
     """
     ablation, num_seeds = result.ablation, len(result.ablation.seeds)
     seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
@@ -200,7 +201,8 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Pa
         rows: names, and folders of the runs; a row without runs is left out.
 
     Raises:
-        DataError: a folder holds a damaged file, or the picture cannot be written.
+        DataError: a folder holds a damaged file.
+        InfraError: the picture cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure

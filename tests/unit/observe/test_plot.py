@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from megadapo.cli import main
-from megadapo.errors import DataError
+from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.plot import COLOURS, plot_run, plot_runs
 from tests.support.runs.recorded_runs import record_run
@@ -76,5 +76,5 @@ def test_plot_command_says_where_the_plot_is(tmp_path, capsys):
 def test_unwritable_output_is_a_clear_error(tmp_path):
     run = record_run(tmp_path / "run", num_steps=2)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(InfraError, match="cannot be written"):
         plot_runs([run], tmp_path / "file" / "plot.png")

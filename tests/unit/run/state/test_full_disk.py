@@ -117,6 +117,25 @@ def test_full_disk_at_start_changes_nothing(tmp_path):
     on_a_small_disk(tmp_path, check)
 
 
+def test_plot_of_a_finished_run_is_written_by_its_next_start(tmp_path):
+    """With exit code 3 a supervisor gave up a run whose last step was saved."""
+
+    def check(disk: Path) -> None:
+        config = config_of(disk / "run", num_steps=1)
+        with Run.open(config) as run:
+            step(run, 1)
+            filler = fill(disk)
+            with pytest.raises(InfraError, match=r"plot\.png: cannot be written: No space left"):
+                run.finish()
+            filler.unlink()
+        with Run.open(config) as run:
+            assert run.finished
+            run.finish()
+        assert (disk / "run" / "plot.png").stat().st_size > 0
+
+    on_a_small_disk(tmp_path, check)
+
+
 def test_read_only_folder_loses_nothing(tmp_path, monkeypatch):
     # a disk on which a file is open for writing cannot be made read-only
     monkeypatch.setattr("megadapo.run.run.stacks_on_quit", nullcontext)
