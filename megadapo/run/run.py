@@ -14,7 +14,6 @@ from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError, CorruptCheckpointError, InfraError
 from megadapo.observe.files import replace_text
-from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.plot import plot_run
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
@@ -178,7 +177,7 @@ class Run:
             return False
         if config.every > 0:
             due |= step % config.every == 0 or step == self._config.run.num_steps
-        return due and all(record.step != step for record in read_evaluations(self.folder))
+        return due and step not in self.log.evaluated_steps
 
     def saves(self, step: int) -> bool:
         """Return whether the completed step gets a checkpoint, as one that a signal asks for."""

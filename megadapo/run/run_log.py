@@ -37,6 +37,7 @@ class RunLog:
 
     def __init__(self, config: RunConfig) -> None:
         self.records: list[MetricRecord] = []
+        self.evaluated_steps: set[int] = set()
         self._config = config
         self._folder = config.run.folder
         self.status = StatusFile(self._folder, num_steps=config.run.num_steps)
@@ -73,7 +74,9 @@ class RunLog:
         self.metrics.rewind(step)
         self._rollouts.rewind(step)
         self.records = read_metrics(self._folder)
-        self._display.restore(self.records, read_evaluations(self._folder))
+        evaluations = read_evaluations(self._folder)
+        self.evaluated_steps = {evaluation.step for evaluation in evaluations}
+        self._display.restore(self.records, evaluations)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -138,6 +141,7 @@ class RunLog:
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Write and show one held-out evaluation, and delete its stored answers."""
         self.metrics.record_evaluation(evaluation)
+        self.evaluated_steps.add(evaluation.step)
         self._display.evaluation(evaluation)
         self._evaluated = evaluation
         evaluation_journal_path(self._folder, evaluation.step).unlink(missing_ok=True)

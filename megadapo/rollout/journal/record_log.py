@@ -92,7 +92,9 @@ class RecordLog:
             self._entry_is_synced = True
 
     def close(self) -> None:
-        self._file.close()
+        # a file server may refuse now what it took before; the next scan cuts off what it lost
+        with suppress(OSError):
+            self._file.close()
 
     def _scan(self, read: Callable[[int, bytes], None]) -> int:
         """Read all records, and return the end of the last intact one."""

@@ -84,6 +84,24 @@ def test_damage_is_detected_while_open(tmp_path):
     log.close()
 
 
+def test_failing_close_ends_nothing(tmp_path):
+    """A file server that is away reports it when a file is closed; the run ended."""
+    path = tmp_path / "log"
+    written(path)
+    log, seen = opened(path)
+    files = (int(number) for number in os.listdir("/proc/self/fd"))
+    os.close(next(file for file in files if _target(file) == str(path)))
+    log.close()
+    assert opened(path)[1] == seen
+
+
+def _target(file: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{file}")
+    except FileNotFoundError:
+        return ""
+
+
 @pytest.mark.parametrize("num_written", [0, 1, 30])
 def test_failed_write_leaves_no_trace(tmp_path, monkeypatch, num_written):
     """A full disk accepts part of a write; later records must still be readable."""
