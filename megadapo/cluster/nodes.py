@@ -19,7 +19,8 @@ from megadapo.errors import InfraError
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 300.0
+"""Seconds for an answer of a node, which may first import megadapo from a slow disk."""
 CONNECT_S = 5.0
 VISIBLE_S = 5.0
 """Seconds that a shared folder may take to show a file to another node."""
