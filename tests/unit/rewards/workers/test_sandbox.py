@@ -235,6 +235,8 @@ def test_sandbox_that_is_killed_is_no_wrong_program() -> None:
 
     def kill(*, first: bool) -> None:
         """Kill a sandbox, or the process outside that waits for it, while a program runs."""
+        # a sandbox that starts runs an empty program, and whoever kills it then gets another one
+        wait_until(lambda: runner._pool._workers[0].number is not None)
         outside = psutil.Process(runner._pool.process_ids[0])
         wait_until(lambda: len(outside.children(recursive=True)) == 2)
         (outside.children()[0] if first else outside).kill()
