@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,8 +126,12 @@ def loopback_problem(num_ranks: int, device: Device, *, limit_s: float = LOOPBAC
                 process.wait()
 
 
+@cache
 def nodes_to_leave_out(config: ClusterConfig) -> list[str]:
-    """Return the ids of nodes that fail their check, where `cluster.check_nodes` asks for one."""
+    """Return the ids of nodes that fail their check, where `cluster.check_nodes` asks for one.
+
+    The nodes are checked once in the life of a driver.
+    """
     checks = config.check_nodes and config.uses_cuda and config.address is not None
     return unhealthy_nodes() if checks else []
 

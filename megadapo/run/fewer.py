@@ -39,8 +39,7 @@ def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
     fitting = largest_that_fits(config, slots)
     if fitting == config:
         return config, []
-    resource = "GPU" if config.cluster.uses_cuda else "CPU"
-    found = f"{len(slots)} healthy nodes with {sum(slots)} {resource}s"
+    found = f"{len(slots)} healthy nodes with {sum(slots)} {_resource(config)}s"
     if fitting is None:
         raise InfraError(
             f"the cluster has {found}, too few for one data-parallel rank and one engine: "
@@ -58,9 +57,12 @@ def _slots(config: RunConfig, *, without: Container[str] = ()) -> list[int]:
     """Return the number of GPUs, or cores without GPUs, of each node that is up."""
     import ray
 
-    resource = "GPU" if config.cluster.uses_cuda else "CPU"
     nodes = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
-    return [int(node["Resources"].get(resource, 0)) for node in nodes]
+    return [int(node["Resources"].get(_resource(config), 0)) for node in nodes]
+
+
+def _resource(config: RunConfig) -> str:
+    return "GPU" if config.cluster.uses_cuda else "CPU"
 
 
 def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | None:
@@ -72,15 +74,13 @@ def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | No
     trainer, rollout = config.trainer, config.rollout
     # neither a tensor-parallel group nor an engine may span nodes
     unit = lcm(trainer.tensor_parallel, rollout.ranks_per_engine)
-    room = sum(count // unit * unit if count >= unit else 0 for count in slots)
+    room = sum(count // unit * unit for count in slots)
+    plain = to_dict(config)
     for data_parallel, num_engines in _sizes(config, room):
-        changes = {
-            "trainer": {"data_parallel": data_parallel},
-            "rollout": {"num_engines": num_engines},
-        }
-        plain = to_dict(config)
+        plain["trainer"]["data_parallel"] = data_parallel
+        plain["rollout"]["num_engines"] = num_engines
         try:
-            return from_dict(plain | {name: plain[name] | new for name, new in changes.items()})
+            return from_dict(plain)
         except ConfigError:
             continue  # such as experts that these ranks cannot share
     return None

@@ -39,7 +39,7 @@ from megadapo.run.state.resume import (
 )
 
 FAILING_S = 600.0
-"""Seconds without a successful save, since the first that failed, after which the run ends."""
+"""Seconds in which writing a checkpoint or a record may fail before the run ends."""
 SAVE_MARGIN = 1.5
 """Factor on the slowest save so far: the time reserved for a save that must finish."""
 _LOGGER = logging.getLogger("megadapo.checkpoint")
@@ -176,14 +176,15 @@ class RunCheckpoints:
                 self._exports.collect()
                 in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
                 begun = self._store.begin(step, write_trainer, num_bytes=num_bytes)
-            except (OSError, MegadapoError) as error:
-                failed = isinstance(error, OSError)
-                self._pending = Future()
-                self._pending.set_exception(
-                    not_written(step, self._store.folder, error) if failed else error
-                )
+            except OSError as error:
+                failure: MegadapoError = not_written(step, self._store.folder, error)
+            except MegadapoError as error:
+                failure = error
+            else:
+                self._pending = self._executor.submit(self._commit, begun, state, in_use)
                 return
-            self._pending = self._executor.submit(self._commit, begun, state, in_use)
+            self._pending = Future()
+            self._pending.set_exception(failure)
 
     def settle(self, *, wait: bool = True, last: bool = False) -> None:
         """Show and count the pending save if it has ended.

@@ -42,6 +42,8 @@ class _UpdatedStep:
     state: Callable[[], dict[str, Any]]
     metrics: Callable[[], MetricRecord]
     """Returns the metrics to record if the weights cannot be published."""
+    save_rollouts: Callable[[], None]
+    """Begins to save the step's rollouts."""
 
 
 class StepWriter:
@@ -54,8 +56,6 @@ class StepWriter:
         self._rollouts = workers.rollouts
         self._tokenizer = workers.tokenizer
         self._updated: _UpdatedStep | None = None
-        self._save_rollouts: Callable[[], None] = lambda: None
-        """Begins to save the rollouts of the updated step."""
 
     @contextmanager
     def saving_last_step(self) -> Iterator[None]:
@@ -90,7 +90,6 @@ class StepWriter:
         From here on an early end of the run saves this step, whether or not it is published.
         """
         metrics = partial(step_metrics, step, sampled, update, config=self._config)
-        self._updated = _UpdatedStep(step, self._state_dict, metrics)
         saved = partial(
             saved_groups,
             step,
@@ -102,8 +101,13 @@ class StepWriter:
             self._tokenizer,
             self._rollouts.cross_checks,
         )
-        self._save_rollouts = lambda: self._run.log.save_rollouts(step, saved())
-        self._save_rollouts()
+        self._updated = _UpdatedStep(
+            step,
+            self._state_dict,
+            metrics,
+            save_rollouts=lambda: self._run.log.save_rollouts(step, saved()),
+        )
+        self._updated.save_rollouts()
         with self._run.phase("rollout"):
             self._rollouts.wait()
 
@@ -139,11 +143,12 @@ class StepWriter:
         try:
             return self._run.log.record(metrics)
         except InfraError:
-            self._save_rollouts()
+            if self._updated is not None:
+                self._updated.save_rollouts()
             raise
 
     def _until_written(self, write: Callable[[], Result]) -> Result:
-        """Write to the run's folder; if it fails, try again for `FAILING_S`, as saves are.
+        """Write to the run's folder; if it fails, try again for as long as a save is tried.
 
         Raises:
             InfraError: the folder fails for longer.
