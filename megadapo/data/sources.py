@@ -25,6 +25,8 @@ TEXT = "text"
 """The only column that pretraining data needs."""
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
+MAX_LINE_BYTES = 1 << 28
+"""Longest line of a JSONL file that is read; a damaged file may be one line of any length."""
 SPLIT_WORDS = ("train", "test", "validation")
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
 
@@ -239,10 +241,12 @@ def _check_columns(file: Path, names: list[str], needed: tuple[str, ...]) -> Non
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES), b""), start=1):
             if not line.strip():
                 continue
             place = f"{file}, line {number}"
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(f"{place}: longer than {MAX_LINE_BYTES >> 20} MiB")
             try:
                 columns = json.loads(line)
             except (ValueError, RecursionError) as error:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 ROLLOUTS_FOLDER = "rollouts"
 _FILE_NAME = re.compile(r"step-(\d+)\.jsonl\.zst")
+MAX_LINE_LENGTH = 1 << 30
+"""Longest line that is read, in characters: a group has about 100 for each of its tokens. A damaged
+or foreign file may be one line of any length."""
 _TEMPORARY = "tmp-"
 
 
@@ -61,6 +64,8 @@ def read_rollouts(path: Path) -> Iterator[SavedGroup]:
     try:
         for line in _lines(path):
             number += 1
+            if len(line) == MAX_LINE_LENGTH:
+                raise ValueError(f"longer than {MAX_LINE_LENGTH} characters")
             yield decode_saved(json.loads(line))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
@@ -152,4 +157,4 @@ def _lines(path: Path) -> Iterator[str]:
         pyarrow.CompressedInputStream(file, "zstd") as decompressed,
         io.TextIOWrapper(io.BufferedReader(decompressed), encoding="utf-8") as text,
     ):
-        yield from text
+        yield from iter(lambda: text.readline(MAX_LINE_LENGTH), "")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 DEADLINE = "weights.deadline_s"
+MEETING_S = 600.0
+"""Seconds that all ranks and engines have to meet, if `weights.deadline_s` is shorter: the first
+meeting of hundreds of processes is slower than any bucket."""
 
 
 class UpdatableEngines(Protocol):
@@ -96,14 +99,19 @@ class UpdatePeers:
     def submit_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
         return [getattr(rank, self._sender).remote(method, *args, **kwargs) for rank in self._ranks]
 
-    def wait_ranks(self, refs: Sequence[ObjectRef[Any]], doing: str) -> list[Any]:
-        """Return the results of one call per trainer rank; raise an error after the deadline."""
+    def wait_ranks(
+        self, refs: Sequence[ObjectRef[Any]], doing: str, *, least_s: float = 0.0
+    ) -> list[Any]:
+        """Return the results of one call per trainer rank; raise an error after the deadline.
+
+        `least_s`: seconds to wait if the deadline is shorter.
+        """
         with phase(doing):
             return gather(
                 refs,
                 names=[f"trainer rank {rank}" for rank in range(len(refs))],
                 doing=doing,
-                timeout_s=self._deadline_s,
+                timeout_s=max(self._deadline_s, least_s),
                 limit=DEADLINE,
                 logs=self._logs,
             )
@@ -116,14 +124,19 @@ class UpdatePeers:
         return self._engines.call(method, dict.fromkeys(self.targets, args))
 
     def wait_engines(
-        self, refs: Mapping[int, ObjectRef[Any]], doing: str, *, forgive: bool = True
+        self,
+        refs: Mapping[int, ObjectRef[Any]],
+        doing: str,
+        *,
+        forgive: bool = True,
+        least_s: float = 0.0,
     ) -> dict[int, Any]:
         """Return the results of one call per target; remove engines that were lost from targets."""
         with phase(doing):
             results = self._engines.gather(
                 refs,
                 doing=doing,
-                timeout_s=self._deadline_s,
+                timeout_s=max(self._deadline_s, least_s),
                 limit=DEADLINE,
                 forgive=forgive,
             )

@@ -15,7 +15,7 @@ from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta.state import Delta
-from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers, phase
+from megadapo.weights.sync.peers import MEETING_S, UpdatableEngines, UpdatePeers, phase
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import SenderInfo
@@ -299,7 +299,7 @@ class Publisher:
                 for index, number, member in own
             },
         )
-        peers.wait_engines(opening, "connect", forgive=False)
-        peers.wait_ranks(connecting, "connect")
+        peers.wait_engines(opening, "connect", forgive=False, least_s=MEETING_S)
+        peers.wait_ranks(connecting, "connect", least_s=MEETING_S)
         peers.call_ranks("opened")
         return pack(plan, bucket_bytes)

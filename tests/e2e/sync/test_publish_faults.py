@@ -78,3 +78,13 @@ def test_two_rank_engine_restarts_after_failed_update(folder, tmp_path):
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     assert alive == []
     engines.shutdown()
+
+
+def test_first_meeting_may_take_longer_than_a_bucket(folder, tmp_path):
+    """A deadline that fits buckets would end the start of a run with hundreds of ranks."""
+    engines = start_engines(folder, tmp_path)
+    senders = start_senders(folder)
+    ray.get(senders[0].meet_late.remote(DEADLINE_S + 2.0))
+    Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32).publish(1)
+    assert engines.policy_version == 1
+    engines.shutdown()

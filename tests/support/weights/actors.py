@@ -1,6 +1,7 @@
 """Trainer ranks that only send weights, and engines that answer fixed prompts."""
 
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class SenderRank:
         torch.set_num_threads(1)
         self._signal_at: tuple[int, int, int] | None = None
         self._tear_at: tuple[int, Path] | None = None
+        self._late_s = 0.0
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
         """Load the weights of a rank at `position`."""
@@ -62,11 +64,17 @@ class SenderRank:
         """Cut a byte off the file of a round below `folder`, once."""
         self._tear_at = (round_number, folder)
 
+    def meet_late(self, seconds: float) -> None:
+        """Wait that long before every meeting with the other ranks."""
+        self._late_s = seconds
+
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
             _, number, pid = self._signal_at
             self._signal_at = None
             os.kill(pid, number)
+        if method == "connect":
+            time.sleep(self._late_s)
         answer = getattr(self._sender, method)(*args, **kwargs)
         if method == "fill" and self._tear_at and self._tear_at[0] == args[0]:
             files = self._tear_at[1].rglob(f"rank-{self._rank}-bucket-*")

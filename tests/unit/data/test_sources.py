@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megadapo.data import sources
 from megadapo.data.arithmetic import generate
 from megadapo.data.config import DataConfig
 from megadapo.data.sources import read_rows
@@ -97,6 +98,16 @@ def test_damaged_line(tmp_path, line: bytes) -> None:
     good = json.dumps(generate("train", 1, seed=0)[0].row()).encode()
     (tmp_path / "a.jsonl").write_bytes(good + b"\n" + line + b"\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not"):
+        num_rows(tmp_path / "a.jsonl")
+
+
+def test_endless_line_is_not_read_whole(tmp_path, monkeypatch) -> None:
+    """A file of zeros would fill the memory of the driver."""
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
+    good = json.dumps(generate("train", 1, seed=0)[0].row()).encode()
+    assert len(good) < 999
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n" + b"0" * 5000)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: longer than"):
         num_rows(tmp_path / "a.jsonl")
 
 

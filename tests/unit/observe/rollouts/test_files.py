@@ -12,6 +12,7 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import NO_VERSION
 from megadapo.errors import DataError, InfraError
+from megadapo.observe.rollouts import files
 from megadapo.observe.rollouts.files import (
     RolloutLog,
     read_rollouts,
@@ -144,6 +145,14 @@ LINE = json.dumps(encode_saved(saved_group()))
 def test_malformed_line_error_names_file_and_line(tmp_path, line):
     path = compressed(rollouts_path(tmp_path, 1), f"{LINE}\n{line}\n")
     with pytest.raises(DataError, match=r"step-1\.jsonl\.zst, line 2"):
+        list(read_rollouts(path))
+
+
+def test_endless_line_is_not_read_whole(tmp_path, monkeypatch):
+    """A few kilobytes of zstd can be gigabytes of text."""
+    monkeypatch.setattr(files, "MAX_LINE_LENGTH", 2 * len(LINE))
+    path = compressed(rollouts_path(tmp_path, 1), f"{LINE}\n{'0' * 5 * len(LINE)}")
+    with pytest.raises(DataError, match=r"step-1\.jsonl\.zst, line 2: .*longer than"):
         list(read_rollouts(path))
 
 
