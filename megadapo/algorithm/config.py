@@ -111,7 +111,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     overlong_factor: NonNegativeFloat = 1.0
     """Scale of the soft overlong punishment."""
     overlong_filtering: bool = False
-    """Whether truncated responses are left out of the loss instead of punished."""
+    """Whether truncated responses are left out of the loss. The punishment still reaches complete
+    responses inside the buffer, and the rewards with which a group is compared."""
     objective: PolicyObjective = PolicyObjective()
     """Objective per token."""
     bapo: BapoConfig = BapoConfig()
@@ -131,12 +132,6 @@ class AlgorithmConfig(Section, title="algorithm"):
         return self.advantage == "grpo-process"
 
     def conflicts(self) -> Iterator[str]:
-        if self.overlong_filtering and self.overlong_buffer > 0:
-            yield (
-                "algorithm.overlong_filtering = true leaves truncated responses out of the loss, "
-                "so the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or "
-                "turn algorithm.overlong_filtering off"
-            )
         yield from self._advantage_conflicts()
         yield from self._shared_prefix_conflicts()
         yield from self._without_effect()

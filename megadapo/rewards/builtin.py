@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megadapo.rewards.dapo_math import score
+from megadapo.rewards.dapo_math import Rule, score
 from megadapo.rewards.steps import split_steps
 
 Messages = Sequence[Mapping[str, str]]
@@ -75,6 +75,36 @@ def length_reward(
     if excess == 0:
         return 0.0
     return -min(1.0, excess / buffer) if buffer > 0 else -1.0
+
+
+def hierarchical_reward(
+    messages: Messages,
+    response: str,
+    tokens: Sequence[int],
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    tools: Sequence[str],
+    bonus: float = 0.1,
+    pattern: str = "",
+    rule: Rule = "answer",
+) -> dict[str, float | bool]:
+    """Return ARPO's reward (arXiv 2507.19849, equation 8) with parts format and used_tools.
+
+    It is -1 for a wrong format, else 0 for an incorrect answer, else 1, plus the bonus if the
+    response used every tool.
+
+    Args:
+        tools: for each tool a text that every response with a call of it has.
+        pattern: a regular expression that must match the whole response; "" allows any format.
+        rule: place of the answer.
+    """
+    correct = score(response, ground_truth, rule).correct
+    has_format = not pattern or re.fullmatch(pattern, response, re.S) is not None
+    used_tools = all(tool in response for tool in tools)
+    found = correct * (1.0 + bonus * used_tools) if has_format else -1.0
+    parts = {"format": float(has_format), "used_tools": float(used_tools)}
+    return {"score": found, "correct": correct, **parts}
 
 
 def arithmetic_steps_reward(

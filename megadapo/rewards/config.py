@@ -29,6 +29,7 @@ IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
 IN_WORKERS = {
     "format": "megadapo.rewards.builtin:format_reward",
     "length": "megadapo.rewards.builtin:length_reward",
+    "hierarchical": "megadapo.rewards.builtin:hierarchical_reward",
     "judge": "megadapo.rewards.served:judge_reward",
     "reward_model": "megadapo.rewards.served:reward_model_reward",
     "arithmetic_steps": "megadapo.rewards.builtin:arithmetic_steps_reward",
@@ -183,7 +184,7 @@ class RewardFunction(Section, title="reward.functions"):
             yield from self._wrong_server_options()
         elif self.function == PYTHON_TESTS:
             yield from self._wrong_test_options()
-        elif self.function == "format" and isinstance(pattern, str):
+        elif self.function in ("format", "hierarchical") and isinstance(pattern, str):
             try:
                 re.compile(pattern)
             except re.error as error:

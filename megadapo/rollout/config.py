@@ -163,7 +163,8 @@ class BranchingConfig(Section, title="sampling.branching"):
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """Probability of a branch if the entropy has not risen since the response's start."""
     beta: NonNegativeFloat = 0.2
-    """Increase of that probability per unit of normalized entropy."""
+    """Increase of that probability per unit of normalized entropy: of the mean over `num_tokens`
+    with "threshold", of the sum with "draw"."""
     threshold: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Probability above which a response branches (tau)."""
     decision: Literal["threshold", "draw"] = "threshold"
@@ -171,7 +172,7 @@ class BranchingConfig(Section, title="sampling.branching"):
     beam_size: Annotated[int, Field(ge=2)] = 2
     """Responses that continue from a branching point, its own response included."""
     num_tokens: PositiveInt = 20
-    """Tokens at a response's start, and after a call, over which the entropy is averaged."""
+    """Largest number of tokens at a response's start, and after a call, whose entropy counts."""
 
     @property
     def is_on(self) -> bool:

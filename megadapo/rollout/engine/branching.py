@@ -74,8 +74,10 @@ def choose_branches(
 
 def _has_branch(rise: float, seed: int, end: int, config: BranchingConfig) -> bool:
     # alpha + beta dH; if an entropy was not measured, this is NaN and no comparison holds
-    probability = config.alpha + config.beta * rise
     if config.decision == "threshold":
-        return probability > config.threshold
+        return config.alpha + config.beta * rise > config.threshold
+    # the authors' beta is for entropies summed over the positions. A mean times their number is
+    # that sum, and after a call with fewer tokens it does not fall with their number
+    probability = config.alpha + config.beta * config.num_tokens * rise
     digest = hashlib.sha256(f"{seed}/branch/{end}".encode()).digest()
     return probability > int.from_bytes(digest[:8], "little") / 2.0**64

@@ -11,6 +11,7 @@ from megadapo.algorithm.advantages import (
     whitened,
 )
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 from tests.support.trainer.batches import scored_group
 
@@ -128,3 +129,15 @@ def test_rounding_does_not_make_rewards_different(rule):
     assert (group_advantages([0.1 + 0.2] * 3, rule=rule) == 0.0).all()
     near = np.array([0.3 + 1e-9, 0.3, 0.3, 0.3])
     assert response_advantages(near, [4], np.full(4, 5), rule=rule, normalize_by_std=True).any()
+
+
+def test_filtering_leaves_the_punishment_of_complete_responses():
+    """With both, a complete correct response inside the buffer is punished, and a truncated one has
+    no loss: the two rules reach different responses."""
+    group = scored_group([40, 48, 10], rewards=[1.0, -1.0, 1.0], truncated=[False, True, False])
+    config = AlgorithmConfig(overlong_filtering=True, overlong_buffer=16, normalize_by_std=False)
+    rewards = shaped_rewards(group, config, max_response_tokens=48)
+    assert rewards.tolist() == [0.5, -2.0, 1.0]
+    found = advantages([group], config, max_response_tokens=48)
+    np.testing.assert_allclose(found, rewards - rewards.mean(), rtol=1e-15)
+    assert loss_weights([group], config).tolist() == [1 / 50, 0.0, 1 / 50]

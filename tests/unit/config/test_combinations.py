@@ -25,7 +25,6 @@ evaluation.every=10; evaluation.placement=engine
     -> evaluation.placement = "engine"; cluster.placement
 evaluation.every=5; evaluation.placement=engine; cluster.placement=separate
     -> evaluation.every = 5; checkpoint.every = 10
-algorithm.overlong_filtering=true -> algorithm.overlong_filtering; algorithm.overlong_buffer
 trainer.sequence_parallel=true -> trainer.sequence_parallel; tensor_parallel
 weights.transport=cuda_ipc; cluster.placement=separate -> weights.transport; cluster.placement
 weights.transport=nccl -> weights.transport; cluster.placement

@@ -137,3 +137,13 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
             assert getattr(config, section) == getattr(base, section), (name, section)
     assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(configs)
     assert configs["dr-grpo"].algorithm.loss_length == base.rollout.max_response_tokens
+
+
+def test_only_the_recipes_whose_papers_say_so_sample_dynamically_and_punish_length() -> None:
+    """DAPO and, by section 3.1 of MiniMax-M1, CISPO do; ARPO's appendix C.2 has neither. A recipe
+    that inherits both from the quickstart is not its paper's algorithm."""
+    configs = {path.stem: load_config(path) for path in ALGORITHMS}
+    for name, config in configs.items():
+        is_dapos = name in ("dapo", "cispo")
+        assert config.sampling.selection == ("signal" if is_dapos else "all"), name
+        assert (config.algorithm.overlong_buffer > 0) == is_dapos, name

@@ -11,7 +11,6 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import PackedBatch, pack, pack_responses
 from megadapo.data.group import NO_VERSION, Group, Response, Score
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError
 
 PROMPT = Prompt("id", (("user", "1+1=?"),), "2", "test")
 
@@ -185,5 +184,3 @@ def test_overlong_punishment_and_filtering():
     assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
     hard = packed(truncated, overlong_filtering=True)
     assert (hard.loss_weights == 0).all()
-    with pytest.raises(ConfigError, match="overlong_filtering"):
-        AlgorithmConfig(overlong_filtering=True, overlong_buffer=4096)

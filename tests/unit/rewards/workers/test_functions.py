@@ -233,6 +233,28 @@ def test_format_and_length() -> None:
     assert [one.reward for one in by_length] == [-0.5, -0.25, 0.0, 0.0, -0.25, -1.0]
 
 
+def test_hierarchical_reward_is_equation_8_of_arpo() -> None:
+    """A bonus for tools alone, or for a wrong answer, would teach calls instead of answers."""
+    used = "<search>a</search> <python>1+1</python>"
+    rewards = {
+        f"<think>{used}</think> Answer: 12": 1.1,
+        "<think><search>a</search></think> Answer: 12": 1.0,
+        "<think></think> Answer: 12": 1.0,
+        f"<think>{used}</think> Answer: 13": 0.0,
+        f"<think>{used} Answer: 12": -1.0,
+        "Answer: 13": -1.0,
+    }
+    options = {"tools": ["</search>", "</python>"], "pattern": "<think>.*</think>.*"}
+    scores = score([*rewards], {"function": "hierarchical", "options": options})
+    assert [one.reward for one in scores] == pytest.approx([*rewards.values()])
+    assert [one.correct for one in scores] == [text.endswith("12") for text in rewards]
+    used_tools = [dict(one.parts)["hierarchical/used_tools"] for one in scores]
+    assert used_tools == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    boxed = {"tools": ["</python>"], "bonus": 0.5, "rule": "boxed"}
+    (one,) = score([rf"{used} \boxed{{12}}"], {"function": "hierarchical", "options": boxed})
+    assert one.reward == 1.5
+
+
 @pytest.mark.fault
 def test_endless_pattern_is_a_failure() -> None:
     slow = {"function": "format", "options": {"pattern": "(a+)+b"}, "timeout_s": 1.0}
@@ -272,6 +294,7 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ([{"function": "arithmetic_steps", "step_separators": ["."]}], "has its own"),
         ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
         ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
+        ([{"function": "hierarchical", "options": {"pattern": "("}}], "no regular expression"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> None:

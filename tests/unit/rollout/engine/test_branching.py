@@ -93,6 +93,21 @@ def test_draws_follow_the_probability_and_repeat():
     assert branches(responses, config, num_left=4000) == found
 
 
+def test_draws_use_the_scale_of_the_authors_code():
+    """ARPO's code sums the entropy of 20 positions over log V, for which its weight 0.2 was made.
+    By the mean, 0.3 nats more at each position would give 0.505 instead of 0.601: a coin flip."""
+    rise = 0.3 / math.log(152_064)
+    assert 20 * rise == pytest.approx(0.503, abs=5e-4)
+    config = BranchingConfig(initial_rollouts=2, decision="draw")
+    responses = [response(0.1, (10, 0.1 + rise)) for _ in range(20_000)]
+    share = len(branches(responses, config, num_left=20_000)) / 20_000
+    assert share == pytest.approx(0.601, abs=4 * math.sqrt(0.601 * 0.399 / 20_000))
+    # fewer positions have a smaller sum
+    fewer = config.model_copy(update={"num_tokens": 10})
+    share = len(branches(responses, fewer, num_left=20_000)) / 20_000
+    assert share == pytest.approx(0.550, abs=4 * math.sqrt(0.25 / 20_000))
+
+
 def test_branching_group_takes_as_many_slots_as_start_at_the_prompt():
     """Counting all of its responses would leave half of the slots empty."""
     plain = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5)
