@@ -55,7 +55,7 @@ class VirtualEngines:
         """Seconds on the virtual clock."""
         self.policy_version = 0
         self.requested: dict[int, Draw] = {}
-        """Draws of all submitted groups, by key."""
+        """Latest draws of all submitted groups, by key."""
         self.mixed_tokens = 0
         """Tokens generated for mixed groups, counted when they finish or stop."""
         self.task = task
@@ -66,6 +66,8 @@ class VirtualEngines:
             VirtualEngine(settings.speed, num_slots=settings.num_slots)
             for _ in range(settings.num_engines)
         ]
+        self._first: dict[int, tuple[OpenGroup, int]] = {}
+        """First request of each group and its policy version, by key."""
         self._groups: dict[int, _Group] = {}
         self._complete: list[_Group] = []
         self._num_dispatched = 0
@@ -105,6 +107,11 @@ class VirtualEngines:
         """Give the engines new weights."""
         self.policy_version += 1
         self._versions = np.full_like(self._zeros, self.policy_version)
+
+    def draw(self, key: int, policy_version: int) -> Draw:
+        """Return the responses that these weights give to a group that was submitted."""
+        request, first = self._first[key]
+        return self.task.draw(request.prompt_ids, request.seeds, age=policy_version - first)
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups."""
@@ -192,7 +199,8 @@ class VirtualEngines:
 
     def _start(self, request: OpenGroup, index: int) -> tuple[_Group, list[VirtualResponse]]:
         if not request.responses:
-            self.requested[request.key] = self.task.draw(request.prompt_ids, request.seeds)
+            self._first.setdefault(request.key, (request, self.policy_version))
+            self.requested[request.key] = self.draw(request.key, self.policy_version)
         draw = self.requested[request.key]
         done = [len(begun.token_ids) for begun in request.responses] or [0] * len(request.seeds)
         sequences = [

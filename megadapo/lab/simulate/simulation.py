@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.policies import BatchSource, Policy, TrainedGroup, all_policies
 from megadapo.lab.simulate.task import (
-    Draw,
     LogNormalLengths,
     Task,
     TaskSettings,
@@ -116,7 +115,8 @@ class PolicyResult:
     """Share trained on, of the tokens generated for mixed groups."""
     length_bias: float
     """Mean response length of the trained groups over all mixed groups requested between the first
-    and the last of them (finished or not), minus 1."""
+    and the last of them (finished or not), minus 1. A group from the reserve is compared with new
+    responses, as the unfinished groups of its step have."""
     staleness_mean: float
     """Publications between sampling a token and training on it."""
     staleness_max: int
@@ -166,7 +166,7 @@ def simulate(
     before = _counters(engines)
     steps = _run(source, engines, num_steps)
     counters = _counters(engines) - before
-    return _result(policy, steps, counters, engine_settings, engines.requested)
+    return _result(policy, steps, counters, engine_settings, engines)
 
 
 def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
@@ -229,7 +229,7 @@ def _result(
     steps: Sequence[_Step],
     counters: np.ndarray,
     engine_settings: EngineSettings,
-    requested: Mapping[int, Draw],
+    engines: VirtualEngines,
 ) -> PolicyResult:
     seconds, num_tokens, mixed_tokens, running_seconds = counters.tolist()
     groups = [group for step in steps for group in step.groups]
@@ -252,7 +252,7 @@ def _result(
         seconds=tuple(step.seconds for step in steps),
         generated_per_trained=num_tokens / num_trained,
         kept_tokens_trained=min(1.0, num_trained / mixed_tokens),
-        length_bias=_length_bias(groups, requested),
+        length_bias=_length_bias(policy, steps, engines),
         staleness_mean=sum(age * number for age, number in ages.items()) / num_trained,
         staleness_max=max(age for age, number in ages.items() if number),
         slot_use=running_seconds / seconds / num_slots,
@@ -272,15 +272,18 @@ def _ages(group: TrainedGroup, version: int) -> Counter[int]:
     return ages
 
 
-def _length_bias(groups: Sequence[TrainedGroup], requested: Mapping[int, Draw]) -> float:
-    indices = [group.prompt_index for group in groups]
-    first, last = min(indices), max(indices)
-    trained = np.mean([requested[index].lengths.mean() for index in indices])
+def _length_bias(policy: Policy, steps: Sequence[_Step], engines: VirtualEngines) -> float:
+    versions = {group.prompt_index: step.version for step in steps for group in step.groups}
+    trained = np.mean([engines.requested[index].lengths.mean() for index in versions])
+    # partial continues unfinished groups with their responses, the others draw new ones
+    is_redrawn = policy.sampling.mode != "partial"
     mixed = np.mean(
         [
-            draw.lengths.mean()
-            for index, draw in requested.items()
-            if first <= index <= last and draw.is_mixed
+            (
+                engines.draw(index, versions[index]) if is_redrawn and index in versions else draw
+            ).lengths.mean()
+            for index, draw in engines.requested.items()
+            if min(versions) <= index <= max(versions) and draw.is_mixed
         ]
     )
     return float(trained / mixed) - 1.0

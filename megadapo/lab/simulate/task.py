@@ -183,7 +183,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class Draw:
-    """The policy's responses to one prompt with one set of seeds."""
+    """The policy's responses to one prompt with one set of seeds and weights."""
 
     lengths: np.ndarray  # [G] int64
     correct: np.ndarray  # [G] bool
@@ -191,7 +191,7 @@ class Draw:
 
 
 class Task:
-    """Prompts and answers; the same seeds give the same answers under every policy."""
+    """Prompts and answers; the same seeds and number of draws give the same answers everywhere."""
 
     def __init__(self, settings: TaskSettings) -> None:
         self.settings = settings
@@ -207,18 +207,23 @@ class Task:
         generator = np.random.default_rng(settings.seed)
         self._probabilities = _probabilities(settings, generator)
         self._scores = _length_scores(settings, self._probabilities, generator)
-        self._draws: dict[int, Draw] = {}
+        self._draws: dict[tuple[int, int], Draw] = {}
 
-    def draw(self, prompt_ids: Sequence[int], seeds: Sequence[int]) -> Draw:
-        """Return the responses to a prompt with these seeds."""
-        known = self._draws.get(seeds[0])
-        if known is None:
-            known = self._draws[seeds[0]] = self._draw(prompt_ids[0], seeds)
-        return known
+    def draw(self, prompt_ids: Sequence[int], seeds: Sequence[int], *, age: int = 0) -> Draw:
+        """Return the responses to a prompt with these seeds.
 
-    def _draw(self, prompt: int, seeds: Sequence[int]) -> Draw:
+        Args:
+            age: publications of weights since the first request with these seeds. Other weights
+                give other responses.
+        """
+        key = (seeds[0], age)
+        if key not in self._draws:
+            self._draws[key] = self._draw(prompt_ids[0], seeds, age)
+        return self._draws[key]
+
+    def _draw(self, prompt: int, seeds: Sequence[int], age: int) -> Draw:
         settings = self.settings
-        generator = np.random.default_rng(seeds[0])
+        generator = np.random.default_rng([seeds[0], age] if age else seeds[0])
         within = generator.standard_normal(len(seeds))
         scores = (
             math.sqrt(settings.between_prompts) * self._scores[prompt]

@@ -64,6 +64,19 @@ def test_order_of_the_policies_at_an_eighth_of_the_size():
     assert found["partial"].slot_use > found["sync"].slot_use
 
 
+def test_a_reserve_prefers_short_groups_a_little():
+    """Surplus groups that ended are kept and the others draw new responses. With the same responses
+    again the bias would be 0 by construction. Few responses and equal prompts make it larger."""
+    names = ("sync", "sync-reserve", "one-step-off", "partial")
+    sampling = SamplingConfig(prompts_per_step=32)
+    task = TaskSettings(keep_rate=0.55, num_responses=4, between_prompts=0.0, length_difficulty=0.0)
+    found = results(sampling, 4, task, dict.fromkeys(names, 16), range(4))
+    assert -0.01 < found["sync-reserve"].length_bias < -0.002
+    # whether a group is drawn again depends on its place alone
+    assert found["sync"].length_bias == found["one-step-off"].length_bias == 0.0
+    assert abs(found["partial"].length_bias) < 0.002
+
+
 def test_memory_of_solved_prompts_saves_requests():
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, num_prompts=300)
     sampling = SamplingConfig(prompts_per_step=32, rest_after=1, rest_epochs=10)

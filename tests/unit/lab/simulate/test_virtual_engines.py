@@ -80,6 +80,23 @@ def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens():
         assert one.finish_reason == ("length" if length == 20480 else "stop")
 
 
+def test_group_that_is_requested_again_draws_new_responses_with_new_weights_only():
+    some = engines(1)
+    lengths = []
+    for is_published in (False, False, True):
+        if is_published:
+            some.publish()
+        some.submit([request(0)])
+        some.stop(keep=False)
+        lengths.append(some.requested[0].lengths.tolist())
+    assert lengths[0] == lengths[1] != lengths[2]
+    # every policy sees the same first responses, whatever its engines have published before
+    late = engines(1)
+    late.publish()
+    late.submit([request(0)])
+    assert late.requested[0].lengths.tolist() == lengths[0]
+
+
 def test_dropped_tokens_are_counted():
     some = engines(1)
     some.submit([request(0), request(1)])
