@@ -72,6 +72,16 @@ def _steps_to_accuracy(run: RunRecords, accuracy: float) -> float | None:
     return next((float(e.step) for e in run.evaluations if e.accuracy >= accuracy), None)
 
 
+def _total_to_accuracy(name: str) -> Callable[[RunRecords, float], float | None]:
+    def total(run: RunRecords, accuracy: float) -> float | None:
+        last = _steps_to_accuracy(run, accuracy)
+        if last is None:
+            return None
+        return sum(record.get(name) or 0.0 for record in run.steps if (record["step"] or 0) <= last)
+
+    return total
+
+
 def _mean_share(
     share: Callable[[MetricRecord], float | None],
 ) -> Callable[[RunRecords, float], float | None]:
@@ -101,6 +111,15 @@ MEASURES = (
     Measure("held_out_before", "held-out before", "{:.3f}", _held_out(0)),
     Measure("held_out_after", "held-out after", "{:.3f}", _held_out(-1)),
     Measure("steps_to_accuracy", "steps to accuracy", "{:.1f}", _steps_to_accuracy),
+    Measure(
+        "tokens_to_accuracy",
+        "tokens to accuracy",
+        "{:,.0f}",
+        _total_to_accuracy("tokens/generated"),
+    ),
+    Measure(
+        "seconds_to_accuracy", "seconds to accuracy", "{:.1f}", _total_to_accuracy("time/step_s")
+    ),
     Measure("entropy", "entropy", "{:.4f}", _at_end("policy/entropy")),
     Measure("response_length", "length", "{:.1f}", _at_end("response_length/mean")),
     Measure("truncated", "truncated", "{:.3%}", _over_run("response_length/truncated_fraction")),
@@ -113,6 +132,8 @@ MEASURES = (
     ),
     Measure("clip_low", "clipped low", "{:.3%}", _over_run("policy/clip_low_fraction")),
     Measure("clip_high", "clipped high", "{:.3%}", _over_run("policy/clip_high_fraction")),
+    Measure("bapo_low", "BAPO's low", "{:.3f}", _over_run("bapo/clip_low")),
+    Measure("bapo_high", "BAPO's high", "{:.3f}", _over_run("bapo/clip_high")),
     Measure("tokens", "tokens generated", "{:,.0f}", _total("tokens/generated")),
     Measure("seconds", "seconds", "{:.1f}", _total("time/step_s")),
 )
@@ -190,8 +211,8 @@ def difference(
 ) -> Spread | None:
     """Return one measure of a row minus another row's, paired by seed; None if a seed lacks it.
 
-    Steps to an accuracy are missing for runs that never reach it: a mean over the others would omit
-    the slowest ones.
+    Steps, tokens and seconds to an accuracy are missing for runs that never reach it: a mean over
+    the others would omit the slowest ones.
 
     Args:
         row: measures by seed.

@@ -89,20 +89,21 @@ def _measures(result: AblationResult) -> TextTable:
         f"Mean {PLUS_MINUS} standard error over {num} seed{'s' if num != 1 else ''} "
         f"({', '.join(map(str, ablation.seeds))}), {ablation.runs[0].config.run.num_steps} steps "
         f"each, on {ablation.config}. Entropy (nats) and length (tokens) are means of the last "
-        f"{END_STEPS} steps, shares of all steps, seconds without start and evaluation. Steps to "
-        f"accuracy: to {ablation.rows.accuracy:g} held-out, as evaluations see it; (k/n): k of n "
-        "runs reached it. No signal: groups all correct or all incorrect, of those sampled and of "
-        "those trained on."
+        f"{END_STEPS} steps, shares and bounds of all steps, seconds without start and evaluation. "
+        f"Steps, tokens and seconds to accuracy: to {ablation.rows.accuracy:g} held-out, as "
+        "evaluations see it; (k/n): k of n runs reached it. No signal: groups all correct or all "
+        "incorrect, of those sampled and of those trained on."
     )
     short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
     if short:
         note += f" Finished seeds of incomplete rows: {'; '.join(short)}."
+    measures = _measured(result)
     rows = [
-        [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in MEASURES)]
+        [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in measures)]
         + [row.row.source] * has_source
         for row in result.rows
     ]
-    head = ["row", *(one.label for one in MEASURES), *["source"] * has_source]
+    head = ["row", *(one.label for one in measures), *["source"] * has_source]
     return TextTable(title="Rows", note=note, head=head, rows=rows)
 
 
@@ -118,13 +119,19 @@ def _differences(result: AblationResult) -> TextTable:
             f" Rows with results identical to {other}, except for the seconds: "
             f"{'; '.join(result.unchanged)}. Their change had no effect in these runs."
         )
+    measures = _measured(result)
     rows = [
-        [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in MEASURES)]
+        [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in measures)]
         for row, other in result.ablation.rows.comparisons
     ]
     return TextTable(
-        title="Differences", note=note, head=["row", *(one.label for one in MEASURES)], rows=rows
+        title="Differences", note=note, head=["row", *(one.label for one in measures)], rows=rows
     )
+
+
+def _measured(result: AblationResult) -> list[Measure]:
+    """Return the measures that some row has, such as BAPO's bounds."""
+    return [one for one in MEASURES if any(row.spread(one.name) for row in result.rows)]
 
 
 def _effects(result: AblationResult) -> TextTable:

@@ -123,7 +123,7 @@ class AblationResult:
 
 
 def _without_seconds(measured: Measured) -> dict[str, float | None]:
-    return {name: value for name, value in measured.items() if name != "seconds"}
+    return {name: value for name, value in measured.items() if not name.startswith("seconds")}
 
 
 def collect(ablation: Ablation, failures: Sequence[Failure] = ()) -> AblationResult:

@@ -10,6 +10,7 @@ from megadapo.lab.ablation.report import ablation_tables, markdown, write_report
 from megadapo.lab.ablation.result import collect
 from megadapo.lab.ablation.rows import Ablation
 from megadapo.lab.ablation.runner import Failure
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.tables import TextTable
 from tests.support import REPOSITORY
 from tests.support.runs.ablations import ROWS, ablation_of, finish
@@ -72,6 +73,19 @@ def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path):
     steps = rows.head.index("steps to accuracy")
     # 0.67, 0.69 and 0.71 at the last step
     assert [row[steps] for row in rows.rows] == ["6.0 (1/3)", "6.0 (1/3)"]
+
+
+def test_bounds_are_shown_only_where_a_row_has_them(tmp_path):
+    """Most ablations have no row with BAPO's gate."""
+    ablation = finished(tmp_path)
+    assert "BAPO's high" not in ablation_tables(collect(ablation))[0].head
+    with MetricsLog(ablation.runs[0].folder) as log:
+        log.record({"step": 7, "bapo/clip_low": 0.7, "bapo/clip_high": 1.4})
+    rows, differences, *_ = ablation_tables(collect(ablation))
+    for name, value in (("BAPO's low", "0.700"), ("BAPO's high", "1.400")):
+        place = rows.head.index(name)
+        assert [row[place] for row in rows.rows] == [f"{value} (1/3)", "-"]
+        assert differences.rows[0][differences.head.index(name)] == "-"
 
 
 def test_rows_with_identical_results_are_flagged(tmp_path):
