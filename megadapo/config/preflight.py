@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
+from megadapo.config.teacher import check_teacher_folder, check_teacher_server
 from megadapo.data.arithmetic import is_built_in
 from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
@@ -52,6 +53,7 @@ def check_run(config: RunConfig) -> list[str]:
         _check_device,
         _check_model,
         _check_critic,
+        _check_teacher,
         _check_data,
         _check_resume,
         _check_writers,
@@ -178,6 +180,26 @@ def _check_critic(config: RunConfig) -> list[str]:
     model = describe_critic(read_hf_config(folder))
     validate_model_layout(model, config.trainer)
     validate_critic(model, describe_model(read_hf_config(policy)))
+    return []
+
+
+def _check_teacher(config: RunConfig) -> list[str]:
+    reference, policy = config.algorithm.reference, _model_folder(config.model)
+    if reference.path is not None:
+        teacher = _local_folder("algorithm.reference.path", reference.path)
+        if teacher is None or policy is None:
+            return [
+                f"algorithm.reference.path = {reference.path} is not compared with the policy: a "
+                "model is on the Hub"
+            ]
+        check_teacher_folder(config, teacher, policy)
+    elif reference.server is not None:
+        if policy is None:
+            return [
+                f"algorithm.reference.server = {reference.server} is not compared with the "
+                "policy, which is on the Hub"
+            ]
+        check_teacher_server(config, reference.server, policy)
     return []
 
 

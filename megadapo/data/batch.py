@@ -37,6 +37,8 @@ class PackedBatch:
     """[m, layers, K] expert numbers of each sequence; empty if any sequence has none.
 
     They stay separate arrays: those of a large model are gigabytes."""
+    logprobs_ref: np.ndarray | None = None
+    """[T] float32 of a teacher on a server, NaN on prompts; None without one."""
 
     @property
     def num_sequences(self) -> int:

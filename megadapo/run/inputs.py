@@ -126,7 +126,11 @@ def start_cluster(
     Raises:
         InfraError: the cluster has not enough slots in time.
     """
-    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "algorithm.reference.path": config.algorithm.reference.path,
+    }
     models = {key: Path(path).absolute() for key, path in paths.items() if path}
     needs = Needs(
         shared=(folder or config.run.folder).absolute(),

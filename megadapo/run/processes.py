@@ -141,11 +141,15 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
     critic = config.critic
     if critic.path is not None:
         critic = critic.model_copy(update={"path": path_from_anywhere(critic.path)})
+    algorithm, reference = config.algorithm, config.algorithm.reference
+    if reference.path is not None:
+        reference = reference.model_copy(update={"path": path_from_anywhere(reference.path)})
+        algorithm = algorithm.model_copy(update={"reference": reference})
     path = path_from_anywhere(config.model.path)
     return TrainerSettings(
         model=config.model.model_copy(update={"path": path}),
         trainer=trainer,
-        algorithm=config.algorithm,
+        algorithm=algorithm,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         critic=critic if config.algorithm.advantage == "gae" else None,

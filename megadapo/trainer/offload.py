@@ -37,8 +37,8 @@ class Offload:
         self._optimizers = [model.optimizer for model in models]
         self._device = device
         storages: dict[StateKind, Storages] = {
-            "parameters": lambda: _storages(self._parameters()),
-            "gradients": lambda: _storages(self._gradients()),
+            "parameters": lambda: storages_of(self._parameters()),
+            "gradients": lambda: storages_of(self._gradients()),
             "optimizer": self._optimizer_storages,
         }
         self._kinds: dict[str, OffloadedStorages] = {
@@ -106,7 +106,7 @@ class Offload:
 
     def _optimizer_storages(self) -> list[UntypedStorage]:
         """Return moments and fp32 masters; fp32 weights are their own masters, so parameters."""
-        weights = {storage.data_ptr() for storage in _storages(self._parameters())}
+        weights = {storage.data_ptr() for storage in storages_of(self._parameters())}
         tensors = (
             tensor
             for optimizer in self._optimizers
@@ -115,7 +115,7 @@ class Offload:
             # Megatron's hybrid optimizer keeps some in main memory itself
             if tensor.device.type == self._device.type
         )
-        return [storage for storage in _storages(tensors) if storage.data_ptr() not in weights]
+        return [storage for storage in storages_of(tensors) if storage.data_ptr() not in weights]
 
 
 class OffloadedStorages:
@@ -215,7 +215,7 @@ def _optimizer_tensors(part: MegatronOptimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return each non-empty storage once, in the tensors' order."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:

@@ -40,6 +40,7 @@ from megadapo.trainer.model.parallel import (
 from megadapo.trainer.model.router_replay import check_choices
 from megadapo.trainer.offload import Offload
 from megadapo.trainer.reference import ReferencePolicy
+from megadapo.trainer.teacher import Teacher
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,
@@ -78,7 +79,9 @@ class TrainerRank(TrainedModel):
             settings.model.path, with_weights=settings.model.init == "pretrained"
         )
         algorithm = settings.algorithm
-        keeps_first = algorithm.objective.kl_coef != 0.0 and algorithm.reference.is_fixed
+        reference = algorithm.reference
+        uses_first = reference.is_fixed and not reference.is_teacher
+        keeps_first = algorithm.objective.kl_coef != 0.0 and uses_first
         model = describe_model(read_hf_config(folder))
         # every rank raises before it joins: none waits for another
         validate_model_layout(model, settings.trainer)
@@ -98,7 +101,12 @@ class TrainerRank(TrainedModel):
         if algorithm.objective.kl_coef != 0.0:
             # the reference's routers choose their own experts
             score = partial(self.logprobs_of, replays=False)
-            self.reference = ReferencePolicy(settings, self.chunks, self.parameters, score=score)
+            teacher = None
+            if reference.path is not None:
+                teacher = Teacher(settings, policy=self.model, device=self.device)
+            self.reference = ReferencePolicy(
+                settings, self.chunks, self.parameters, score=score, teacher=teacher
+            )
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)

@@ -1,7 +1,8 @@
 """The reference policy: a second set of weights in main memory, and the KL divergence to it.
 
 The policy's own modules compute it, with its weights swapped in. So equal weights give equal bits,
-and no second model is on the device.
+and no second model is on the device. A teacher is another model: its log-probs come from modules of
+its own (trainer/teacher.py), or with the batch from a server (rewards/teacher.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megadapo.errors import CheckpointError
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.parallel import has_results
+from megadapo.trainer.teacher import Teacher
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.weights.disk.export import copy_config_and_tokenizer
@@ -53,22 +55,26 @@ class ReferencePolicy:
         parameters: Mapping[str, Tensor],
         *,
         score: Callable[[Sequence[MicroBatch]], list[Tensor]],
+        teacher: Teacher | None = None,
     ) -> None:
         """
         Args:
             parameters: the policy's by global name.
             score: computes log-probs [T] of micro-batches with the weights in `parameters`.
+            teacher: the model of algorithm.reference.path, which computes them instead.
         """
         self.settings, self._config = settings, settings.algorithm.reference
         self._chunks = chunks
         self._parameters = parameters
-        self._score = score
+        self._teacher = teacher
+        self._score = score if teacher is None else teacher.logprobs_of
+        kept = {} if self._config.is_teacher else parameters
         # pinned, if the parameters are on a GPU
         self._weights = {
             name: torch.empty_like(
                 value, device="cpu", pin_memory=value.is_cuda, requires_grad=False
             ).copy_(value.detach())
-            for name, value in parameters.items()
+            for name, value in kept.items()
         }
         # a bf16 average would not move by a hundredth of a small update
         self._average = (
@@ -79,7 +85,14 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Put the reference's weights into the policy's modules for the block; collective."""
+        """Put the reference's weights into the policy's modules for the block; collective.
+
+        A teacher has modules of its own, and gets its weights on the device instead.
+        """
+        if self._teacher is not None:
+            with self._teacher.resident():
+                yield
+            return
         self._exchange()
         yield
         self._exchange()
@@ -101,8 +114,11 @@ class ReferencePolicy:
             trained: [tokens of the batch] bool, tokens that have a KL divergence.
             split: the rank's part of each mini-batch, with its old policy.
         """
-        with self.swapped_in():
-            logprobs_ref = [self._score(mini_batch) for mini_batch in split]
+        if self._config.server is not None:
+            logprobs_ref = [_from_batch(batch, mini_batch) for mini_batch in split]
+        else:
+            with self.swapped_in():
+                logprobs_ref = [self._score(mini_batch) for mini_batch in split]
         objective = self.settings.algorithm.objective
         found = [
             mini_batch.with_policy(with_reference(mini_batch, values, objective))
@@ -225,6 +241,15 @@ class ReferencePolicy:
         kl = kl.to(next(iter(self._parameters.values())).device)
         torch.distributed.all_reduce(kl)
         return kl.cpu().numpy()
+
+
+def _from_batch(batch: PackedBatch, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return [T] of each micro-batch on the last pipeline stage, else an empty list."""
+    known = batch.logprobs_ref
+    assert known is not None, "the driver asks algorithm.reference.server for them"
+    if not mpu.is_pipeline_last_stage():
+        return []
+    return [one.at_rows(known[one.source]) for one in micro_batches]
 
 
 def with_reference(

@@ -1,4 +1,4 @@
-"""A model of one rank with its gradient buffers and optimizer: the policy or the critic."""
+"""A model of one rank: a teacher, or with gradient buffers and optimizer the policy or critic."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 """Ends of the names of matrices whose output is added to the residual stream."""
 
 
-class TrainedModel:
-    """This rank's part of a model, with its optimizer."""
+class RankModel:
+    """This rank's part of a model, for forward passes."""
 
     def __init__(
         self,
         settings: TrainerSettings,
         model: ModelDescription,
-        optimizer: OptimizerConfig,
         folder: Path,
         *,
         needs_weights: bool,
@@ -50,18 +49,14 @@ class TrainedModel:
         self.layout = ModelLayout(model.family, model.shape)
         dtype = getattr(torch, settings.model.dtype)
         self.config = transformer_config(model, settings.trainer, dtype=dtype)
-        self.config.finalize_model_grads_func = finalize_sums
-        chunks = self.build_chunks()
-        self.position = shard_position(chunks, settings.trainer)
-        self.parameters = parameters_by_global_name(chunks)
+        self.chunks = self.build_chunks()
+        self.position = shard_position(self.chunks, settings.trainer)
+        self.parameters = parameters_by_global_name(self.chunks)
         if needs_weights:
-            # megatron-core copies weights into its buffers and masters, so they must be set before
             source = self.first_weights()
             check_tensors(source, self.layout, folder)
             for shard, param in match_params(self.parameters, self.layout, self.position):
                 fill_shard(param, shard, source)
-        self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
-        self.optimizer = build_optimizer(self.chunks, optimizer)
 
     def build_chunks(self) -> list[GPTModel]:
         """Return this rank's chunks in model order; their weights are not set yet."""
@@ -73,6 +68,25 @@ class TrainedModel:
             return open_source(self.model_folder)
         std = self.model.initializer_range
         return RandomTensors(self.layout, std=std, seed=self.settings.seed)
+
+
+class TrainedModel(RankModel):
+    """This rank's part of a model, with its optimizer."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        model: ModelDescription,
+        optimizer: OptimizerConfig,
+        folder: Path,
+        *,
+        needs_weights: bool,
+    ) -> None:
+        # megatron-core copies weights into its buffers and masters, so they must be set before
+        super().__init__(settings, model, folder, needs_weights=needs_weights)
+        self.config.finalize_model_grads_func = finalize_sums
+        self.chunks = wrap_for_gradients(self.chunks, self.config, settings.trainer)
+        self.optimizer = build_optimizer(self.chunks, optimizer)
 
 
 class RandomTensors:

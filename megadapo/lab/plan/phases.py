@@ -37,6 +37,7 @@ from megadapo.weights.layout.layout import ModelLayout
 
 BUCKETS_IN_FLIGHT = 2
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+TEACHER = "teacher's weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class Models:
 
     policy: ModelDescription
     critic: ModelDescription | None = None
+    teacher: ModelDescription | None = None
 
 
 def models_of(config: RunConfig) -> Models:
@@ -79,11 +81,14 @@ def models_of(config: RunConfig) -> Models:
     from megadapo.models.folder import find_hf_config
 
     policy = find_hf_config(config.model.path)
-    if config.algorithm.advantage != "gae":
-        return Models(policy=describe_model(policy))
-    path = config.critic.path
-    critic = policy if path is None else find_hf_config(path, key="critic.path")
-    return Models(policy=describe_model(policy), critic=describe_critic(critic))
+    critic, teacher = None, None
+    if config.algorithm.advantage == "gae":
+        path = config.critic.path
+        found = policy if path is None else find_hf_config(path, key="critic.path")
+        critic = describe_critic(found)
+    if (path := config.algorithm.reference.path) is not None:
+        teacher = describe_model(find_hf_config(path, key="algorithm.reference.path"))
+    return Models(policy=describe_model(policy), critic=critic, teacher=teacher)
 
 
 def gpu_kinds(config: RunConfig, models: Models, card: Card) -> list[GpuKind]:
@@ -143,7 +148,9 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
     # weights are copied into the trainer's buffers before the optimizer exists
     loading = own | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
     start = max(loading, own, key=lambda items: sum(items.values())) | process
-    temporary = _update_items(config, models, kind)
+    # in main memory otherwise
+    teacher = {TEACHER: _teacher_bytes(config, models, kind.stage)} if models.teacher else {}
+    start, temporary = start | teacher, _update_items(config, models, kind) | teacher
     if config.cluster.placement == "separate":
         phases = [
             Phase(name="start trainer", items=start),
@@ -175,6 +182,14 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
         num_gpus=trainer.num_ranks // trainer.pipeline_parallel,
         phases=tuple(phases),
     )
+
+
+def _teacher_bytes(config: RunConfig, models: Models, stage: int) -> int:
+    """Return the teacher's weights on a rank of a pipeline stage; 0 without a teacher."""
+    if models.teacher is None:
+        return 0
+    layout = ModelLayout(models.teacher.family, models.teacher.shape)
+    return rank_kinds(layout, config.trainer)[stage].num_parameters * itemsize_of(config)
 
 
 def _update_items(config: RunConfig, models: Models, kind: RankKind) -> dict[str, int]:
@@ -241,6 +256,7 @@ def host_items(
     """Return a node's main memory by purpose; the processes' own memory is extra."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
+    teachers = [_teacher_bytes(config, models, stage) for stage in range(len(states))]
     offload: tuple[StateKind, ...] = ()
     engine_share = 0
     if config.cluster.placement == "colocated":
@@ -249,14 +265,16 @@ def host_items(
         engine_share = engine.weights
         if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
             engine_share += GRAPH_BYTES
-    has_reference = config.algorithm.objective.kl_coef != 0.0
+    algorithm = config.algorithm
+    has_reference = algorithm.objective.kl_coef != 0.0 and not algorithm.reference.is_teacher
     trainer_share = max(
         state.main_memory
         + (state.optimizer if "optimizer" in offload else 0)
         # torch rounds a pinned block up to a power of two, and a chunk's weights are one block
         + (1 << (state.weights - 1).bit_length() if "parameters" in offload else 0)
         + (state.weights if has_reference else 0)
-        for state in states
+        + teacher
+        for state, teacher in zip(states, teachers, strict=True)
     )
     shares = {
         "offloaded by the trainer": trainer_share,

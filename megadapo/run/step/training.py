@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
+from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
@@ -61,11 +63,19 @@ class StepTrainer:
         """Step that produced the trainer's weights; None in the middle of an update."""
         self.gpus = gpus
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
+        server = algorithm.reference.server
+        self._teacher = None if server is None else TeacherServer(server)
         self._pretraining = algorithm.pretraining
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch. Engines on shared GPUs sleep until the next publish."""
+        """Train on one step's batch. Engines on shared GPUs sleep until the next publish.
+
+        Raises:
+            InfraError: a rank failed, or the teacher's server does not answer.
+        """
+        if self._teacher is not None:
+            batch = replace(batch, logprobs_ref=self._teacher.logprobs(batch))
         self.step = None
         self.gpus.start_update()
         request = UpdateRequest(

@@ -123,7 +123,6 @@ def pack_sequences(
     positions = np.concatenate([np.arange(n) for n in lengths])
     rows = torch.from_numpy(np.repeat(first_rows, lengths) + positions)
     own = part.places(lengths)
-    angles = torch.outer(torch.from_numpy(positions[own]).float(), inverse_frequencies.cpu())
     own_rows = rows[own]
     token_of_row = _tokens_of_rows(own_rows, num_padded_rows)
     key_rows, key_of_row = own_rows, token_of_row
@@ -131,16 +130,26 @@ def pack_sequences(
         places = [ContextPart(rank, part.size).places(lengths) for rank in range(part.size)]
         key_rows = rows[np.concatenate(places)]
         key_of_row = _tokens_of_rows(key_rows, num_padded_rows)
+    packed = with_rotary(packed, inverse_frequencies, part)
     return replace(
         packed,
-        cos=angles.cos(),
-        sin=angles.sin(),
         buckets=buckets,
         padded_rows=own_rows,
         token_of_row=token_of_row,
         key_rows=key_rows,
         key_of_row=key_of_row,
     )
+
+
+def with_rotary(
+    packed: PackedSequences, inverse_frequencies: Tensor, part: ContextPart = WHOLE_SEQUENCES
+) -> PackedSequences:
+    """Return the sequences with cosine and sine of a rotary embedding [D / 2], on their device."""
+    lengths = packed.cu_seqlens_q.diff().tolist()
+    positions = np.concatenate([np.arange(n) for n in lengths])[part.places(lengths)]
+    angles = torch.outer(torch.from_numpy(positions).float(), inverse_frequencies.cpu())
+    device = packed.cu_seqlens_q.device
+    return replace(packed, cos=angles.cos().to(device), sin=angles.sin().to(device))
 
 
 def _tokens_of_rows(rows: Tensor, num_padded_rows: int) -> Tensor:

@@ -95,6 +95,29 @@ def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
         )
 
 
+def validate_teacher(
+    teacher: ModelDescription, policy: ModelDescription, trainer: TrainerConfig
+) -> None:
+    """Check that a teacher can score the policy's tokens, and be split like the policy.
+
+    Raises:
+        ConfigError: it names every size that does not fit.
+    """
+    key = "algorithm.reference.path"
+    if teacher.shape.vocab_size < policy.shape.vocab_size:
+        raise ConfigError(
+            f"{key}: vocab_size = {teacher.shape.vocab_size} is below the policy's "
+            f"{policy.shape.vocab_size}: a teacher scores every token of the policy"
+        )
+    # a teacher's routers are neither balanced nor replayed
+    plain = trainer.model_copy(update={"router_aux_loss_coef": 0.0, "router_replay": False})
+    try:
+        validate_model_layout(teacher, plain)
+    except ConfigError as error:
+        lines = (line.removeprefix("model.path: ") for line in str(error).splitlines())
+        raise ConfigError("\n".join(f"{key}: {line}" for line in lines)) from None
+
+
 def validate_architecture(model: ModelDescription) -> None:
     """Check that the trainer computes the model and all its options correctly.
 

@@ -16,9 +16,11 @@ from megadapo.algorithm.reference import policy_loss
 from megadapo.data.batch import PackedBatch
 
 
-def sequence_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def sequence_logprobs(
+    model: torch.nn.Module, tokens: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
     """[n - 1] log-probs of tokens 1 to n - 1 of one sequence."""
-    logits = model(tokens[None]).logits[0, :-1]
+    logits = model(tokens[None]).logits[0, :-1] / temperature
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
@@ -136,21 +138,24 @@ def loss_and_gradients_of(
     bapo: BapoConfig,
     *,
     scale: float | None = None,
+    teacher: Path | None = None,
+    temperature: float = 1.0,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The first mini-batch's under an objective: the definition's loss of a dense model.
 
     Old log-probs are 0.15 sin(t) above the present ones, those of the reference 0.15 sin(0.7 t); or
-    with a scale, the policy's weights are the folder's times that, and the reference's those.
+    with a scale, the policy's weights are the folder's times that, and the reference's those. With
+    a teacher the reference is that model. Logits of both are divided by the temperature.
     """
-    model, reference = load_wide(folder, scale or 1.0), load_wide(folder)
+    model, reference = load_wide(folder, scale or 1.0), load_wide(teacher or folder)
     parts: list[tuple[torch.Tensor, ...]] = []
     for places, tokens in sequences(batch):
-        log_p = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
         logprob = log_p.gather(1, tokens[1:, None])[:, 0]
         referred = logprob.detach() + shift(places, 0.7)
-        if scale is not None:
+        if scale is not None or teacher is not None:
             with torch.no_grad():
-                referred = sequence_logprobs(reference, tokens)
+                referred = sequence_logprobs(reference, tokens, temperature)
         entropy = -(log_p.exp() * log_p).sum(-1)
         advantages, weights = (
             torch.from_numpy(values[places]).double()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
-from megadapo.errors import ConfigError, DataError
+from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.models.description import critic_config
 
 REPOSITORY = Path(__file__).parents[3]
@@ -93,6 +94,59 @@ def test_a_critic_that_is_not_there():
     config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
     with pytest.raises(DataError, match="critic.path = /no/such/folder"):
         check_run(config)
+
+
+TAUGHT = ["algorithm.objective.kl_coef=1.0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hidden_layers": 6, "hidden_size": 64, "vocab_size": 512}, None),
+        ({"vocab_size": 30}, "reference.path: vocab_size = 30 is below the policy's"),
+        ({"hidden_act": "gelu"}, "reference.path: hidden_act 'gelu'"),
+        ({"num_hidden_layers": 3}, "reference.path: trainer.pipeline_parallel = 2 .*_layers = 3"),
+        ({"max_position_embeddings": 8}, "= 8 of algorithm.reference.path"),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_cannot_score_the_policys_tokens(tmp_path, changes, problem):
+    shutil.copytree("configs/quickstart-base", tmp_path, dirs_exist_ok=True)
+    model = json.loads((tmp_path / "config.json").read_text()) | changes
+    del model["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    overrides = [*TAUGHT, f"algorithm.reference.path={tmp_path}", "trainer.pipeline_parallel=2"]
+    config = load_config("configs/quickstart.toml", overrides)
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check_run(config)
+
+
+def test_a_teacher_with_another_tokenizer(tmp_path):
+    """The same number of tokens, two of which have changed places."""
+    shutil.copytree("configs/quickstart-base", tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    overrides = [*TAUGHT, f"algorithm.reference.path={tmp_path}"]
+    config = load_config("configs/quickstart.toml", overrides)
+    problem = f"reference.path = {tmp_path} and model.path = .* tokenizers: '1' is token "
+    with pytest.raises(ConfigError, match=problem):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind", "problem"),
+    [
+        ("path=/no/such/folder", DataError, "reference.path = /no/such/folder: no such"),
+        ("path=configs", DataError, "configs has no .*safetensors"),
+        ("server=http://127.0.0.1:1", InfraError, "reference.server: .*Connection refused"),
+    ],
+)
+def test_a_teacher_that_is_not_there(reference, kind, problem):
+    overrides = [*TAUGHT, f"algorithm.reference.{reference}"]
+    with pytest.raises(kind, match=problem):
+        check_run(load_config("configs/quickstart.toml", overrides))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megadapo.lab.plan.fit import largest_sequence, overflows, problems, warning
 from megadapo.lab.plan.phases import (
     GpuKind,
     gpu_kinds,
+    host_items,
     longest_sequence,
     models_of,
     replayed_bytes,
@@ -200,6 +201,24 @@ def test_critic_takes_memory():
         assert (
             items_in(after[0], "checkpoint")[name] > 1.9 * items_in(before[0], "checkpoint")[name]
         )
+
+
+def test_teacher_takes_memory_in_training_only():
+    """On the GPU beside the policy, and in main memory between its passes."""
+    student = ("algorithm.objective.kl_coef=1.0",)
+    taught = recipe("qwen2.5-7b", *student, "algorithm.reference.path=Qwen2.5-32B")
+    alone = recipe("qwen2.5-7b", *student)
+    (kind,) = kinds_of(taught)
+    engine = engine_bytes(models_of(taught).policy, taught.rollout, H100, itemsize=2)
+    ranks = taught.trainer.tensor_parallel * taught.trainer.pipeline_parallel
+    weights = items_in(kind, "train")["teacher's weights"]
+    assert weights == pytest.approx(32.76e9 * 2 / ranks, rel=0.02)
+    assert items_in(kind, "start trainer")["teacher's weights"] == weights
+    assert "teacher's weights" not in items_in(kind, "rollout").keys()
+    hosts = [host_items(config, models_of(config), engine, 8) for config in (alone, taught)]
+    before, after = (host["offloaded by the trainer"] for host in hosts)
+    policy = items_in(kind, "train")["weights"]
+    assert after - before == 8 * (weights - policy)
 
 
 def test_cache_is_the_rest_of_the_engines_share():
