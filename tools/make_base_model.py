@@ -7,6 +7,7 @@ model learns both styles, so that an outcome reward alone can make it prefer the
     python tools/make_base_model.py configs/quickstart-base
     python tools/make_base_model.py configs/chain-base --task arithmetic-chain
     python tools/make_base_model.py configs/experts-base --experts 8
+    python tools/make_base_model.py runs/student --layers 2
 
 It is a Qwen2, or with experts a Qwen3-MoE.
 """
@@ -29,7 +30,7 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, pack_responses
-from megadapo.data.group import NO_VERSION, Response
+from megadapo.data.group import Response
 from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument(
         "--experts", type=int, default=0, help="experts per layer (default 0: an MLP)"
     )
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default 4)")
     parser.add_argument("--steps", type=int, help="supervised steps (default: the task's)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
@@ -92,6 +94,7 @@ def main() -> None:
         options.folder,
         task=options.task,
         num_experts=options.experts,
+        num_layers=options.layers,
         start=options.start,
         num_steps=options.steps or RECIPES[options.task].num_steps,
         lr=options.lr,
@@ -105,6 +108,7 @@ def make_base_model(
     *,
     task: str = "arithmetic",
     num_experts: int = 0,
+    num_layers: int = 4,
     start: Path | None = None,
     num_steps: int,
     lr: float,
@@ -123,7 +127,7 @@ def make_base_model(
         model = Path(temporary)
         tokenizer = make_tokenizer(problems)
         tokenizer.save_pretrained(model)
-        model_config(tokenizer, recipe, num_experts).save_pretrained(model)
+        model_config(tokenizer, recipe, num_experts, num_layers).save_pretrained(model)
         if start is not None:
             shutil.copy(start / "model.safetensors", model)
         config = supervised_config(
@@ -166,17 +170,17 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
 
 
 def model_config(
-    tokenizer: Qwen2Tokenizer, recipe: Recipe, num_experts: int = 0
+    tokenizer: Qwen2Tokenizer, recipe: Recipe, num_experts: int = 0, num_layers: int = 4
 ) -> PreTrainedConfig:
-    """Return a configuration with about 0.8 million parameters, 1.1 million with 8 experts.
+    """Return a configuration with about 0.8 million parameters in 4 layers, 1.1 with 8 experts.
 
-    Every size is divisible by 2 for tensor and pipeline parallelism.
+    Every other size is divisible by 2 for tensor and pipeline parallelism.
     """
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": recipe.max_positions,
@@ -274,10 +278,10 @@ def _response(
     token_ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     response = Response(
         token_ids=np.array(token_ids, dtype=np.int32),
-        # no engine sampled these tokens, so there is no parity to check
+        # no engine sampled these tokens, but only sampled ones have a loss
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
         finish_reason="stop",
-        policy_versions=np.full(len(token_ids), NO_VERSION, dtype=np.int32),
+        policy_versions=np.zeros(len(token_ids), dtype=np.int32),
         text=text,
     )
     return list(tokenizer.encode(problem.text)), response

@@ -54,3 +54,11 @@ def test_problems_grow_from_the_shortest_to_all():
     longest = [batch.prompt_lengths.max() for batch in batches]
     assert longest[0] <= 2 * 10 + 1 < longest[2]
     assert min(longest[4:]) > 2 * 80
+
+
+def test_every_token_of_an_answer_has_a_loss():
+    """Tokens that no policy sampled have none, and a model of them would stay random."""
+    problems = tool.generate("train", 8, 0, task="arithmetic")
+    tokenizer, recipe = tool.make_tokenizer(problems), tool.RECIPES["arithmetic"]
+    (batch,) = tool.supervised_batches(problems, tokenizer, recipe, num_steps=1, seed=0)
+    assert batch.loss_weights.sum() == pytest.approx(1.0)
