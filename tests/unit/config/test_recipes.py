@@ -131,9 +131,10 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
     assert configs["dapo"].algorithm == base.algorithm
     for name, config in configs.items():
         assert config.run.folder == Path("runs") / name
-        # scores of steps are another reward
-        same = {"model", "data", "rollout", "evaluation", "trainer", "reward"}
-        for section in same - ({"reward"} if name == "grpo-process" else set()):
+        same = {"model", "data", "rollout", "evaluation", "trainer"}
+        # scores of steps are another reward, and a teacher alone gives none
+        same |= set() if name in ("grpo-process", "distillation") else {"reward"}
+        for section in same:
             assert getattr(config, section) == getattr(base, section), (name, section)
     assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(configs)
     assert configs["dr-grpo"].algorithm.loss_length == base.rollout.max_response_tokens

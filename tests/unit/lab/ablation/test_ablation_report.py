@@ -148,6 +148,18 @@ def test_committed_ablations_are_ready_to_run(tmp_path, monkeypatch, capsys):
         assert main([*words, "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
 
 
+def test_comparison_of_teachers_is_ready_to_run(tmp_path, monkeypatch, capsys):
+    """With its models in place, which are made by the commands of docs/stages.md."""
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "benchmarks").symlink_to(REPOSITORY / "benchmarks")
+    (tmp_path / "runs").mkdir()
+    for name in ("student", "teacher"):
+        (tmp_path / "runs" / name).symlink_to(REPOSITORY / "configs" / "quickstart-base")
+    monkeypatch.chdir(tmp_path)
+    words = ["ablate", "configs/quickstart.toml", "--rows", "benchmarks/distillation.toml"]
+    assert main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+
+
 def test_wide_tables_are_split_without_loss(tmp_path):
     table = ablation_tables(collect(finished(tmp_path)))[0]
     whole = table.text().splitlines()
