@@ -36,6 +36,9 @@ class ToolsConfig(Section, title="rollout.tools"):
     """Calls of a response that get an output; later ones get none."""
     max_output_tokens: PositiveInt = 64
     """Longest output of a call, in tokens; the rest is cut off."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens that a response may generate before its first call, between two calls and after the
+    last one. One that needs more is truncated. None: no limit but the response's own."""
 
     def output_of(self, result: str) -> str:
         """Return the text to append after a call with this result; other braces stay."""

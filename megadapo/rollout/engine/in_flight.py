@@ -258,8 +258,7 @@ class InFlightResponse:
             ids = ids[: min(tools.max_output_tokens, num_left)]
             self._segments.append(_Segment(ids, None, NO_VERSION))
             self._calls.append(ToolCall(end=len(token_ids) + len(ids)))
-            num_left -= len(ids)
-        if num_left == 0:
+        if self._num_left_of_turn(self._token_ids) == 0:
             self._finish_reason = "length"
 
     def _measure_entropy(self, table: LogprobTable) -> None:
@@ -276,13 +275,24 @@ class InFlightResponse:
         """Return the number of tokens that the response may still have."""
         return self._group.request.settings.max_tokens - len(token_ids)
 
+    def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens that may still be generated before the next call."""
+        num_left, limit = (
+            self._num_left(token_ids),
+            self._group.request.settings.tools.max_turn_tokens,
+        )
+        if limit is None:
+            return num_left
+        start = self._calls[-1].end if self._calls else 0
+        return min(num_left, start + limit - len(token_ids))
+
     def _sampling_params(self, before: Sequence[int]) -> SamplingParams:
         settings, tool = self._group.request.settings, self._group.tool
         may_call = tool is not None and len(self._calls) < settings.tools.max_calls
         return SamplingParams(
             temperature=settings.temperature,
             top_p=settings.top_p,
-            max_tokens=self._num_left(before),
+            max_tokens=self._num_left_of_turn(before),
             seed=continued_seed(self._seed, np.array(before, dtype=np.int32)),
             logprobs=TOP_LOGPROBS if settings.branching.is_on else 0,
             flat_logprobs=True,

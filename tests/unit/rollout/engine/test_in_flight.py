@@ -1,4 +1,4 @@
-"""Experts of a response made by several requests, with vLLM's own output types.
+"""Experts and limits of a response made by several requests, with vLLM's own output types.
 
 Missing or doubled experts of a token would shift those of all later tokens.
 """
@@ -17,6 +17,7 @@ from tests.support.models.tiny_models import write_tokenizer
 
 PROMPT = (3, 4, 5)
 MAX_TOKENS = 12
+NO_TOOL = ToolsConfig()
 
 
 class ThreeTokens(Tool):
@@ -44,12 +45,14 @@ class Engine:
 
     def __init__(self, *lengths: int, end: str = "length", first: int = 0, lost: int = 0) -> None:
         self._lengths, self._end, self._lost = [0] * first + list(lengths), end, lost
+        self.limits: list[int] = []
         self._number = first
 
     async def add_request(self, group, prompt, params):
         from vllm.outputs import CompletionOutput, RequestOutput
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
+        self.limits.append(params.max_tokens)
         length, is_last = self._lengths[self._number], self._number == len(self._lengths) - 1
         num_read = len(prompt["prompt_token_ids"]) + length - 1
         positions = np.arange(params.routed_experts_prompt_start, num_read - self._lost)
@@ -76,11 +79,12 @@ def generate(
     *,
     begun: Response | None = None,
     tool: Tool | None = None,
+    tools: ToolsConfig = NO_TOOL,
     returns_experts: bool = True,
 ) -> Response:
     from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
 
-    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS, tools=tools)
     group = InFlightGroup(
         request=OpenGroup(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
         policy_version=0,
@@ -140,3 +144,26 @@ def test_branch_reads_the_last_token_of_its_prefix(tokenizer) -> None:
 def test_missing_experts_are_an_error(tokenizer) -> None:
     with pytest.raises(InfraError, match="experts of 5 tokens, but read 6"):
         generate(Engine(4, lost=1), tokenizer)
+
+
+class NoCall(Tool):
+    """A tool whose stop string ends no call."""
+
+    def step(self, text: str) -> str | None:
+        return None
+
+
+def test_turn_is_bounded_from_the_last_output_on(tokenizer) -> None:
+    """ARPO's limit per interaction. Output is in no turn, and the response's own limit holds."""
+    tools = ToolsConfig(tool="mark", max_turn_tokens=4)
+    for given, limits in ((tools, [4, 4, 2]), (ToolsConfig(tool="mark"), [12, 7, 2])):
+        engine = Engine(2, 2, 2)
+        generate(engine, tokenizer, tool=ThreeTokens(given), tools=given, returns_experts=False)
+        assert engine.limits == limits
+    engine = Engine(2, 1, 1)
+    found = generate(engine, tokenizer, tool=NoCall(tools), tools=tools, returns_experts=False)
+    assert engine.limits == [4, 2, 1] and len(found.token_ids) == 4
+    # the turn ends with a stop string that is no call: no request may ask for 0 tokens
+    engine = Engine(4, 1)
+    found = generate(engine, tokenizer, tool=NoCall(tools), tools=tools, returns_experts=False)
+    assert engine.limits == [4] and found.finish_reason == "length"
