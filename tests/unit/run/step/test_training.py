@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.config import AlgorithmConfig, ReferenceConfig
 from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.config import load_config
+from megadapo.errors import InfraError
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
 from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from tests.support import REPOSITORY
+from tests.support.processes.teacher_stand_in import TeacherStandIn, logprob
 from tests.support.runs.step_results import UPDATE
 from tests.support.trainer.batches import random_batch
 
@@ -44,6 +46,24 @@ def test_critic_warmup_keeps_kl_coefficient():
     assert coefs == [0.02] * 3 + [pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
 
 
+def test_teachers_server_is_asked_before_an_update():
+    """A failure in an update would leave a state that no save takes."""
+    seen = []
+    ranks: Any = SimpleNamespace(update=lambda request: seen.append(request.batch) or UPDATE)
+    batch = random_batch([5, 9])
+    with TeacherStandIn() as server:
+        reference = ReferenceConfig(server=server.url)
+        algorithm = AlgorithmConfig(objective=PolicyObjective(kl_coef=1.0), reference=reference)
+        trainer = StepTrainer(ranks, GpuSharing(ranks), algorithm)
+        trainer.update(batch, 1)
+        server.damage = lambda entries: None
+        with pytest.raises(InfraError):
+            trainer.update(batch, 2)
+    (taught,) = seen
+    assert taught.logprobs_ref[4] == pytest.approx(logprob(batch.tokens[:5].tolist(), 4))
+    assert trainer.step == 1
+
+
 def test_model_path_is_absolute(monkeypatch):
     """Ray starts in another folder on other nodes; names on the Hub must not become paths."""
     monkeypatch.chdir(REPOSITORY)
@@ -51,4 +71,6 @@ def test_model_path_is_absolute(monkeypatch):
     settings = trainer_settings(load_config(recipe))
     assert settings.model.path == str(REPOSITORY / "configs" / "quickstart-base")
     elsewhere = trainer_settings(load_config(recipe, ["model.path=some/name"]))
+    taught = load_config(REPOSITORY / "configs" / "algorithms" / "distillation.toml")
+    assert trainer_settings(taught).algorithm.reference.path == settings.model.path
     assert elsewhere.model.path == "some/name"
