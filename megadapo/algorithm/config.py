@@ -111,6 +111,13 @@ class AlgorithmConfig(Section, title="algorithm"):
 
     responses_per_mini_batch: PositiveInt = 512
     """Responses of one optimizer update; a multiple of sampling.responses_per_prompt."""
+    passes: PositiveInt = 1
+    """Passes over a step's batch (epochs in PPO, mu in GRPO and DAPO). Old log-probs, values and
+    advantages are those of before the first pass; later passes take the mini-batches in a random
+    order, drawn from run.seed."""
+    max_kl: Annotated[float, Field(gt=0.0)] | None = None
+    """Divergence of the policy from the step's old one, in nats per token, above which the rest of
+    the step's updates is left out; none: no such limit."""
     advantage: AdvantageRule = "grpo"
     """Advantage of a response or token. grpo: reward less the group's mean, over its standard
     deviation; grpo-process: of each token, from scores of steps; rloo: reward less the mean of the

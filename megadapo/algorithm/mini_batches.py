@@ -34,6 +34,19 @@ def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...
     return tuple(np.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
+def update_order(num_mini_batches: int, passes: int, *, seed: int, step: int) -> list[int]:
+    """Return the mini-batch of each update of a step: in turn, then in a new order for each pass.
+
+    The first pass keeps the order of the batch. The order of a later pass depends only on the seed,
+    the step and the pass, so it is the same on all ranks and after a restart.
+    """
+    order = list(range(num_mini_batches))
+    for number in range(1, passes):
+        generator = np.random.default_rng((seed, step, number))
+        order += generator.permutation(num_mini_batches).tolist()
+    return order
+
+
 def spread_stale(is_stale: Sequence[bool], groups_per_mini_batch: int) -> list[int]:
     """Order a step's groups so that stale ones are spread evenly over the updates.
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megadapo.algorithm.mini_batches import update_order
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
@@ -156,11 +157,13 @@ class TrainerRank(TrainedModel):
             critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)
             split = critic.split
         search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
-        sums, grad_norms = self._apply_updates(
+        sums, grad_norms, num_left_out = self._apply_updates(
             request, split, probed=probed, critic=critic, search=search, recorder=recorder
         )
         metrics = summarize(
             sums,
+            num_mini_batches=len(split),
+            num_left_out=num_left_out,
             grad_norms=grad_norms,
             lr=self.settings.lr_at(request.step) or 0.0,
             version_gaps=gaps[trained],
@@ -211,33 +214,41 @@ class TrainerRank(TrainedModel):
         critic: CriticStep | None,
         search: BoundSearch,
         recorder: UpdateRecorder,
-    ) -> tuple[list[MiniBatchSums], list[float]]:
-        """Apply one update per mini-batch.
+    ) -> tuple[list[MiniBatchSums], list[float], int | None]:
+        """Apply the updates of all passes; a divergence ends the policy's, and not the critic's.
 
         Returns:
-            The sums of each mini-batch over all ranks, and the gradient norms of applied updates.
+            The sums of each measured update over all ranks, the gradient norms of applied updates,
+            and the number of updates left out, None without `algorithm.max_kl`.
         """
-        pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(split)
+        algorithm = self.settings.algorithm
+        order = update_order(
+            len(split), algorithm.passes, seed=self.settings.seed, step=request.step
+        )
+        pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         lengths = np.diff(request.batch.cu_seqlens)
-        reduced, grad_norms = [], []
+        reduced: list[MiniBatchSums] = []
+        grad_norms: list[float] = []
+        num_left_out, lr = 0, self.settings.lr_at(request.step)
         self.offload.load(*BETWEEN_UPDATES)
-        for number, mini_batch in enumerate(split):
-            self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
-            objective = search.objective(self.head.objective, mini_batch)
-            head = replace(self.head, objective=objective)
-            sums, logprobs = compute_gradients(self.chunks, head, mini_batch, pretraining[number])
-            search.observe(mini_batch, logprobs)
-            recorder.add_update(mini_batch, logprobs)
-            if number == 0:
-                sums = MiniBatchSums.merged([sums, probed])
-            sums = sums.reduced(contributes=self.has_results, device=self.device)
-            reduced.append(sums)
-            loss = sums.loss + sums.pretraining_loss
-            norm = step_if_finite(self.optimizer, loss=loss, lr=self.settings.lr_at(request.step))
-            if norm is not None:
-                grad_norms.append(norm)
+        for update, number in enumerate(order):
+            if num_left_out == 0:
+                self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
+                sums, logprobs = self._gradients(split[number], pretraining[update], search)
+                if update < len(split):
+                    recorder.add_update(split[number], logprobs)
+                if update == 0:
+                    sums = MiniBatchSums.merged([sums, probed])
+                sums = sums.reduced(contributes=self.has_results, device=self.device)
+                reduced.append(sums)
+                if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
+                    num_left_out = len(order) - update
+            if num_left_out == 0:
+                loss = sums.loss + sums.pretraining_loss
+                norm = step_if_finite(self.optimizer, loss=loss, lr=lr)
+                grad_norms += [] if norm is None else [norm]
             if critic is not None:
                 critic.update(number)
             report_progress()
@@ -245,7 +256,19 @@ class TrainerRank(TrainedModel):
         gather_weights_now(self.chunks)
         if self.reference is not None:
             self.reference.follow(request.step)
-        return reduced, grad_norms
+        return reduced, grad_norms, None if algorithm.max_kl is None else num_left_out
+
+    def _gradients(
+        self,
+        mini_batch: MiniBatch,
+        pretraining: Sequence[MicroBatch],
+        search: BoundSearch,
+    ) -> tuple[MiniBatchSums, list[Tensor]]:
+        """Search for the update's bounds, and leave its gradients in the buffers."""
+        head = replace(self.head, objective=search.objective(self.head.objective, mini_batch))
+        sums, logprobs = compute_gradients(self.chunks, head, mini_batch, pretraining)
+        search.observe(mini_batch, logprobs)
+        return sums, logprobs
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.

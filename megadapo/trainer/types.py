@@ -51,7 +51,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateRequest:
-    """One rollout step to train on: one optimizer update per mini-batch of the batch."""
+    """One rollout step to train on: one optimizer update per mini-batch and pass of the batch."""
 
     batch: PackedBatch
     step: int
@@ -61,7 +61,7 @@ class UpdateRequest:
     kl_reward_coef: float | None = None
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
     pretraining: PackedBatch | None = None
-    """Pretraining data with as many mini-batches; its language-model loss joins the updates."""
+    """Pretraining data with a mini-batch per update; its language-model loss joins the updates."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class RecordedTokens:
     """Response tokens of the recorded sequences, one sequence after another."""
 
     old: np.ndarray  # [n] float32, old log-probs of the ratio; NaN where a token has no loss
-    update: np.ndarray  # [n] float32, log-probs in the update that trained the sequence
+    update: np.ndarray  # [n] float32, log-probs in the first update on the sequence
     advantages: np.ndarray
     """[n] float32, NaN unless ranks compute advantages."""
 

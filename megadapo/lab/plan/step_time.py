@@ -115,8 +115,9 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     layer, mlp = _layer_flops(model, length)
     forward = _forward_flops(model, length)
     again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
-    # old log-probs, then the update's forward and backward pass
-    flops = num_sequences * length * ((2 + BACKWARD_PASSES) * forward + again)
+    # old log-probs, then a forward and backward pass for each pass over the batch
+    update = (1 + BACKWARD_PASSES) * forward + again
+    flops = num_sequences * length * (forward + config.algorithm.passes * update)
     seconds = flops / (trainer.num_ranks * TRAIN_SHARE * card.flops)
     return seconds / (1.0 - _bubble(config, length))
 

@@ -79,6 +79,10 @@ METRICS = {
     "policy/loss": "Mean loss of the step's updates, without the pretraining loss.",
     "policy/entropy": "Mean token entropy in nats.",
     "policy/ratio_mean": "Mean ratio of new to old token probability.",
+    "policy/approx_kl": "Mean of r - 1 - log r, the divergence of the policy in the step's updates "
+    "from the old one, in nats per token.",
+    "policy/left_out_updates": "Updates left out because policy/approx_kl of one was above "
+    "algorithm.max_kl.",
     "policy/ratio_first_max_error": "Largest |ratio - 1| in the step's first mini-batch; exactly "
     "0.0 unless old and new log-probs differ for the same weights.",
     "policy/clip_low_fraction": "Share of tokens clipped at the lower bound.",

@@ -65,7 +65,7 @@ class StepTrainer:
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
         server = algorithm.reference.server
         self._teacher = None if server is None else TeacherServer(server)
-        self._pretraining = algorithm.pretraining
+        self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:
@@ -83,7 +83,7 @@ class StepTrainer:
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
-            pretraining=self._next_pretraining_batch(len(batch.mini_batches)),
+            pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
         result = self.ranks.update(request)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
@@ -125,9 +125,9 @@ class StepTrainer:
         with self.gpus.saving(last=last):
             return self.ranks.begin_save(folder)
 
-    def _next_pretraining_batch(self, num_mini_batches: int) -> PackedBatch | None:
+    def _next_pretraining_batch(self, num_updates: int) -> PackedBatch | None:
         if self._pretraining_data is None:
             return None
         num_tokens = self._pretraining.tokens_per_mini_batch
-        parts = [self._pretraining_data.take(num_tokens) for _ in range(num_mini_batches)]
+        parts = [self._pretraining_data.take(num_tokens) for _ in range(num_updates)]
         return pack_pretraining(parts, coef=self._pretraining.coef)

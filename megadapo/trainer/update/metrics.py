@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
@@ -63,6 +63,8 @@ class MiniBatchSums(Sums):
     num_tokens: float = 0.0
     entropy: float = 0.0
     ratio: float = 0.0
+    approx_kl: float = 0.0
+    """KL divergence of the old policy to this one."""
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     dual_clipped: float = 0.0
@@ -99,6 +101,11 @@ class MiniBatchSums(Sums):
     max_engine_difference: float = 0.0
     max_kl: float = 0.0
 
+    @property
+    def mean_kl(self) -> float:
+        """Mean divergence of the old policy to this one, in nats per token; NaN without a token."""
+        return _ratio(self.approx_kl, self.num_tokens)
+
     def add(
         self, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
     ) -> None:
@@ -115,6 +122,7 @@ class MiniBatchSums(Sums):
         self.token_probability += output.probability_sum.item()
         self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, output))
         self._add_old_policy(micro_batch)
+        self.approx_kl += _kl_from_old(micro_batch, output.logprobs)
         positive, size = gradient_sizes(
             output.logprobs[micro_batch.rows],
             _policy_inputs(micro_batch, output.logprobs, objective),
@@ -158,6 +166,19 @@ def _ratio_error(micro_batch: MicroBatch, output: PolicyHeadOutput) -> float:
     return torch.expm1(change).abs().max().item()
 
 
+def _kl_from_old(micro_batch: MicroBatch, logprobs: Tensor) -> float:
+    """Return the sum of r - 1 - log r over trained tokens, with the ratio clamped as in the loss.
+
+    Its mean over samples of the old policy is KL(old policy to policy), and no term is negative.
+    Schulman, "Approximating KL Divergence" (2020), k3.
+    """
+    old = micro_batch.logprobs_old
+    assert old is not None, "computed before the first update"
+    trained = micro_batch.rows[(micro_batch.loss_weights != 0)[micro_batch.rows]]
+    log_ratios = (logprobs[trained] - old[trained]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return float((log_ratios.expm1() - log_ratios).sum().item())
+
+
 def _policy_inputs(
     micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
 ) -> PolicyInputs:
@@ -195,6 +216,8 @@ def gradient_sizes(
 def summarize(
     mini_batches: list[MiniBatchSums],
     *,
+    num_mini_batches: int,
+    num_left_out: int | None = None,
     grad_norms: list[float],
     lr: float,
     version_gaps: np.ndarray,
@@ -202,23 +225,29 @@ def summarize(
     bounds: Sequence[BapoBounds] = (),
     kl_coef: float = 0.0,
 ) -> Metrics:
-    """Return the policy's metrics of a step from its mini-batches' reduced sums, in order.
+    """Return the policy's metrics of a step from its updates' reduced sums, in order.
 
     Args:
+        num_mini_batches: number of updates of a pass.
+        num_left_out: updates left out for `algorithm.max_kl`; the first of them is measured.
         grad_norms: of the applied updates.
         version_gaps: publications between sampling and training, of each token of the step.
         kl_coef: coefficient of the KL divergence, in the loss or the reward.
     """
     step = MiniBatchSums.merged(mini_batches)
     tokens = step.num_tokens
+    num_applied = len(mini_batches) - bool(num_left_out)
+    first_pass = mini_batches[: min(num_applied, num_mini_batches)]
     return {
-        "tokens/trained": int(tokens),
+        "tokens/trained": int(MiniBatchSums.merged(first_pass).num_tokens),
         "policy/loss": _ratio(step.loss, len(mini_batches)),
         "policy/entropy": _ratio(step.entropy, tokens),
         "policy/ratio_mean": _ratio(step.ratio, tokens),
         "policy/ratio_first_max_error": mini_batches[0].max_ratio_error
         if mini_batches
         else math.nan,
+        "policy/approx_kl": _measured(step.mean_kl),
+        "policy/left_out_updates": num_left_out,
         "policy/clip_low_fraction": _ratio(step.clipped_low, tokens),
         "policy/clip_high_fraction": _ratio(step.clipped_high, tokens),
         "policy/dual_clip_fraction": _ratio(step.dual_clipped, tokens),
@@ -226,7 +255,7 @@ def summarize(
         "policy/positive_gradient_share": _measured(_ratio(step.positive_gradient, step.gradient)),
         "policy/grad_norm": _ratio(sum(grad_norms), len(grad_norms)),
         "policy/lr": lr,
-        "policy/skipped_updates": len(mini_batches) - len(grad_norms),
+        "policy/skipped_updates": num_applied - len(grad_norms),
         "pretraining/loss": mean_of(step.pretraining_loss, step.num_pretraining_tokens),
         "pretraining/tokens": int(step.num_pretraining_tokens) or None,
         "kl/mean": mean_of(step.kl, step.num_with_kl),

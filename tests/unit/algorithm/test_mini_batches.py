@@ -6,7 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from megadapo.algorithm.mini_batches import mini_batch_sizes, mini_batches, spread_stale
+from megadapo.algorithm.mini_batches import (
+    mini_batch_sizes,
+    mini_batches,
+    spread_stale,
+    update_order,
+)
 
 
 def test_full_step_has_planned_sizes():
@@ -64,3 +69,18 @@ def test_stale_groups_are_spread_evenly():
 
 def test_leading_stale_groups_are_spread():
     assert spread_stale([True, True, False, False, False, False], 3) == [0, 2, 3, 1, 4, 5]
+
+
+def test_later_passes_have_orders_of_their_own():
+    """The same order in each pass, step or run would correlate the updates; a lost one biases."""
+    orders = {}
+    for seed, step in itertools.product((0, 1), (1, 2)):
+        order = update_order(8, 3, seed=seed, step=step)
+        assert order == update_order(8, 3, seed=seed, step=step)
+        assert order[:8] == update_order(8, 1, seed=seed, step=step) == list(range(8))
+        assert sorted(order[8:16]) == sorted(order[16:]) == list(range(8))
+        orders |= {tuple(order[8:16]): 1, tuple(order[16:]): 2}
+    assert len(orders) == 8 and tuple(range(8)) not in orders
+    assert (
+        update_order(1, 4, seed=0, step=1) == [0] * 4 and update_order(0, 2, seed=0, step=1) == []
+    )

@@ -30,7 +30,7 @@ def sums(**changes: float) -> MiniBatchSums:
 
 
 def step_of(mini_batches: list[MiniBatchSums], **changes):
-    usual = {"grad_norms": [1.0], "lr": 1e-6}
+    usual = {"grad_norms": [1.0], "lr": 1e-6, "num_mini_batches": len(mini_batches)}
     usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "importance": ImportanceConfig()}
     return summarize(mini_batches, **(usual | changes))
 
