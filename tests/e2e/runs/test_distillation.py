@@ -19,22 +19,28 @@ def distil(folder, num_steps, *overrides, code=0):
 
 
 def test_server_and_folder_teach_the_same(tmp_path):
-    """Within the rounding of fp32; and no reward moves the policy. Without its server a run ends
-    with the exit code of infrastructure."""
-    folder, server, own = (tmp_path / name for name in ("folder", "server", "own"))
+    """Within the rounding of fp32. Without its server a run ends with the exit code of
+    infrastructure."""
+    folder, server = tmp_path / "folder", tmp_path / "server"
     by_folder = f"--algorithm.reference.path={TEACHER}"
-    distil(folder, 4, by_folder)
+    distil(folder, 2, by_folder)
     with served(TEACHER, tmp_path / "log") as url:
         words = [f"--algorithm.reference.server={url}", "--algorithm.reference.path=none"]
         distil(server, 2, *words)
     distil(server, 4, *words, code=5)
     taught, asked = metrics(folder), metrics(server)
-    for one, other in zip(taught, asked, strict=False):
+    for one, other in zip(taught, asked, strict=True):
         assert one["kl/mean"] == pytest.approx(other["kl/mean"], rel=1e-4)
-        assert one["kl/mean"] > 0.01
-    assert taught[3]["kl/mean"] < taught[0]["kl/mean"]
-    distil(own, 2, f"--algorithm.reference.path={REPOSITORY / 'configs' / 'quickstart-base'}")
-    assert [record["kl/max"] for record in metrics(own)] == [0.0, 0.0], "nothing to learn"
+        assert one["kl/max"] == pytest.approx(other["kl/max"], rel=1e-4)
+        assert one["kl/max"] > 0.1
+
+
+def test_teacher_with_the_policys_weights_teaches_nothing(tmp_path):
+    """Rewards of weight 0 give no gradient either. This is the recipe as it stands."""
+    distil(tmp_path / "own", 2)
+    for record in metrics(tmp_path / "own"):
+        assert (record["kl/max"], record["policy/grad_norm"]) == (0.0, 0.0)
+        assert 0.0 < record["accuracy/mean"] < 1.0
 
 
 def test_stopped_run_with_a_teacher_resumes_the_same(tmp_path):
