@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +23,8 @@ EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
 TEXT = "text"
 """The only column that pretraining data needs."""
+PAIR_COLUMNS = ("chosen", "rejected")
+"""The columns of preference pairs besides the prompt."""
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 MAX_LINE_BYTES = 1 << 28
@@ -45,9 +47,29 @@ class Row:
     @property
     def messages(self) -> Messages:
         """Chat messages, checked."""
-        chat = self.columns.get("prompt")
+        return self._chat("prompt")
+
+    def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
+        """Return the messages of a preference pair's prompt and of one of its answers, checked.
+
+        The prompt may be one text, or be part of both answers.
+        """
+        prompt: Messages = ()
+        for column in ("prompt", "messages"):
+            if self.columns.get(column) is not None:
+                is_text = isinstance(self.columns[column], str)
+                prompt = (("user", self._text(column)),) if is_text else self._chat(column)
+                break
+        if isinstance(self.columns.get(answer), list):
+            return prompt + self._chat(answer)
+        if not prompt:
+            raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
+        return (*prompt, ("assistant", self._text(answer)))
+
+    def _chat(self, column: str) -> Messages:
+        chat = self.columns.get(column)
         if not isinstance(chat, list) or not chat:
-            raise DataError(f"{self.place}: prompt is not a list of chat messages: {chat!r:.80}")
+            raise DataError(f"{self.place}: {column} is not a list of chat messages: {chat!r:.80}")
         for message in chat:
             if not isinstance(message, dict) or not all(
                 isinstance(message.get(key), str) for key in ("role", "content")
@@ -63,11 +85,14 @@ class Row:
     @property
     def text(self) -> str:
         """Text for a language-model loss, checked; it may be empty."""
-        text = self.columns.get(TEXT)
+        return self._text(TEXT)
+
+    def _text(self, column: str) -> str:
+        text = self.columns.get(column)
         if not isinstance(text, str):
-            raise DataError(f"{self.place}: {TEXT} is not a string but {text!r:.80}")
+            raise DataError(f"{self.place}: {column} is not a string but {text!r:.80}")
         if not _is_unicode(text):
-            raise DataError(f"{self.place}: {TEXT} is not valid Unicode")
+            raise DataError(f"{self.place}: {column} is not valid Unicode")
         return text
 
     @property
@@ -147,6 +172,19 @@ def read_text_rows(source: str) -> Iterator[Row]:
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
             yield Row(str(file), {TEXT: text})
+
+
+def read_pair_rows(source: str) -> Iterator[Row]:
+    """Yield rows of preference pairs in order, from files, folders and Hub datasets.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or lacks a column.
+    """
+    for file in _files(source, SUFFIXES):
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, PAIR_COLUMNS, ("prompt", "messages"))
+        else:
+            yield from _jsonl_rows(file)
 
 
 def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:

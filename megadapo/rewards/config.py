@@ -26,12 +26,15 @@ Isolation = Literal["auto", "require"]
 
 IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
 """Functions that only compare strings, in bounded time; they run in the driver."""
+LOCAL_MODEL = "local_reward_model"
+"""Name of the function whose processes load a reward model."""
 IN_WORKERS = {
     "format": "megadapo.rewards.builtin:format_reward",
     "length": "megadapo.rewards.builtin:length_reward",
     "hierarchical": "megadapo.rewards.builtin:hierarchical_reward",
     "judge": "megadapo.rewards.served:judge_reward",
     "reward_model": "megadapo.rewards.served:reward_model_reward",
+    LOCAL_MODEL: "megadapo.rewards.local_model:local_reward_model_reward",
     "arithmetic_steps": "megadapo.rewards.builtin:arithmetic_steps_reward",
 }
 """MODULE:FUNCTION of built-in functions that run like a user's, by their name in a config."""
@@ -42,6 +45,8 @@ SCORES_STEPS = {"arithmetic_steps": STEP_SEPARATORS}
 BUILT_IN = (*IN_PROCESS, *IN_WORKERS, PYTHON_TESTS)
 WITH_NETWORK = ("judge", "reward_model")
 """Built-in functions that ask a server."""
+LOADING_TIMEOUT_S = 60.0
+"""Shortest limit of a call that loads a model."""
 REQUEST_TIMEOUT_S = 60.0
 """Default timeout of one request to a server."""
 OnFailure = Literal["retry", "exclude", "score", "stop"]
@@ -182,6 +187,11 @@ class RewardFunction(Section, title="reward.functions"):
             yield f'reward.functions.options: "{self.function}" takes none'
         elif self.function in WITH_NETWORK:
             yield from self._wrong_server_options()
+        elif self.function == LOCAL_MODEL and self.timeout_s < LOADING_TIMEOUT_S:
+            yield (
+                f"reward.functions.timeout_s = {self.timeout_s:g} ends the first call of "
+                f'"{LOCAL_MODEL}", which loads the model: set it to {LOADING_TIMEOUT_S:g} or more'
+            )
         elif self.function == PYTHON_TESTS:
             yield from self._wrong_test_options()
         elif self.function in ("format", "hierarchical") and isinstance(pattern, str):

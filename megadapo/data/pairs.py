@@ -1,0 +1,116 @@
+"""Preference pairs: two answers to one prompt, the chosen and the rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+import jinja2
+import numpy as np
+
+from megadapo.data.batch import PackedBatch
+from megadapo.data.group import NO_VERSION
+from megadapo.data.sources import Messages, read_pair_rows
+from megadapo.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Tokens of two conversations that differ in their answer."""
+
+    chosen: np.ndarray  # [n] int32
+    rejected: np.ndarray  # [m] int32
+
+
+def load_pairs(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    overlong: Literal["error", "drop"] = "error",
+) -> list[Pair]:
+    """Return the pairs of a source of `read_pair_rows` in order.
+
+    Args:
+        max_tokens: most tokens of a conversation.
+        overlong: whether a longer one is an error, or its pair is left out.
+
+    Raises:
+        DataError: a row cannot be read, has equal answers or is too long; the error names it.
+    """
+    pairs: list[Pair] = []
+    for row in read_pair_rows(source):
+        chosen, rejected = (
+            np.array(conversation_tokens(row.preference(name), tokenizer), dtype=np.int32)
+            for name in ("chosen", "rejected")
+        )
+        if np.array_equal(chosen, rejected):
+            raise DataError(f"{row.place}: chosen and rejected are the same text")
+        longest = max(len(chosen), len(rejected))
+        if longest <= max_tokens:
+            pairs.append(Pair(chosen, rejected))
+        elif overlong == "error":
+            raise DataError(f"{row.place} has {longest} tokens; at most {max_tokens} are allowed")
+    if not pairs:
+        raise DataError(f"{source} has no usable pair")
+    return pairs
+
+
+def conversation_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation that ends with an answer, as a reward model reads them.
+
+    The chat template makes them, as on a server; without one they are the contents and the
+    end-of-sequence token.
+
+    Raises:
+        DataError: the conversation has no tokens, or does not fit the chat template.
+    """
+    if tokenizer.chat_template:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        try:
+            # a single chat without return_dict gives a list of ids
+            ids = cast(list[int], tokenizer.apply_chat_template(chat, return_dict=False))
+        except jinja2.TemplateError as error:
+            raise DataError(f"{messages!r:.80} does not fit the chat template: {error}") from error
+    else:
+        ids = tokenizer.encode("".join(content for _, content in messages))
+        end = tokenizer.eos_token_id
+        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+    if not ids:
+        raise DataError(f"{messages!r:.80} has no tokens")
+    return ids
+
+
+def pack_pairs(mini_batches: Sequence[Sequence[Pair]]) -> PackedBatch:
+    """Pack the pairs of each optimizer update: sequence 2i is chosen, 2i + 1 rejected.
+
+    A reward model gives its score at a sequence's last token. Entries of a batch describe the token
+    that a hidden state predicts, so one more token is put behind each sequence. No token before it
+    attends to it.
+    """
+    pairs = [pair for part in mini_batches for pair in part]
+    sequences = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
+    lengths = np.array([len(tokens) + 1 for tokens in sequences], dtype=np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    num_tokens = int(cu_seqlens[-1])
+    scored = np.zeros(num_tokens, dtype=np.float32)
+    scored[cu_seqlens[1:] - 1] = 1.0
+    sizes = [2 * len(part) for part in mini_batches]
+    return PackedBatch(
+        tokens=np.concatenate([np.append(tokens, tokens[-1]) for tokens in sequences]).astype(
+            np.int64
+        ),
+        cu_seqlens=cu_seqlens,
+        prompt_lengths=lengths - 1,
+        logprobs_rollout=np.full(num_tokens, np.nan, dtype=np.float32),
+        advantages=np.zeros(num_tokens, dtype=np.float32),
+        loss_weights=scored,
+        policy_versions=np.full(num_tokens, NO_VERSION, dtype=np.int32),
+        mini_batches=tuple(np.split(np.arange(len(sequences)), np.cumsum(sizes)[:-1])),
+        rewards=np.zeros(len(sequences)),
+        group_sizes=np.full(len(pairs), 2, dtype=np.int64),
+    )
