@@ -54,8 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         quantize=arguments.quantize,
         critic=arguments.critic,
     )
-    loader = "SequenceClassification" if arguments.critic else "CausalLM"
-    serve = "" if arguments.critic else f"  vllm serve {folder}\n"
+    kind = source.kind(critic=arguments.critic)
+    loader = "CausalLM" if kind == "policy" else "SequenceClassification"
+    options = {"policy": "", "reward model": " --runner pooling"}
+    serve = f"  vllm serve {folder}{options[kind]}\n" if kind in options else ""
     size = decimal(sum(path.stat().st_size for path in folder.iterdir()))
     num_files = len(list(folder.glob("*.safetensors")))
     files = "file" if num_files == 1 else "files"

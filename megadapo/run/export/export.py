@@ -15,7 +15,7 @@ from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import resolve_model_folder
-from megadapo.run.export.model_card import CARD_FILE, model_card
+from megadapo.run.export.model_card import CARD_FILE, Kind, model_card
 from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.trainer.types import CRITIC_FOLDER
@@ -23,6 +23,7 @@ from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.conversion import quantize_folder
 from megadapo.weights.disk.export import check_new, export_weights, new_folder, progress_bar
 from megadapo.weights.disk.sources import open_layout, read_json
+from megadapo.weights.disk.torch_checkpoint import METADATA_FILE
 from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"
@@ -37,6 +38,13 @@ class ExportSource:
     run_folder: Path | None
     skipped: tuple[str, ...] = ()
     """One line for each newer checkpoint that is unusable."""
+
+    def kind(self, *, critic: bool = False) -> Kind:
+        """Return the model to export: the reward model if the checkpoint has no policy."""
+        folder = self.checkpoint.trainer_folder
+        if (folder / CRITIC_FOLDER).is_dir() and not (folder / METADATA_FILE).exists():
+            return "reward model"
+        return "critic" if critic else "policy"
 
     def run_config(self) -> dict[str, Any]:
         """Return the run's resolved configuration as plain values; empty without a run."""
@@ -91,24 +99,27 @@ def export_checkpoint(
     Args:
         model: folder or Hub name of the trained model; None takes the run's model.path.
         quantize: "fp8", or None for the type of training.
-        critic: whether to export the critic, as a sequence classifier with one label.
+        critic: whether to export the critic, as a sequence classifier with one label. A reward
+            model is such a one too, and is exported if the checkpoint has no policy.
 
     Raises:
-        ConfigError: the trained model is not known, or a critic is to be quantised.
+        ConfigError: the trained model is not known, or a model other than a policy is to be
+            quantised.
         DataError: that model is not on this machine.
         CheckpointError: the checkpoint cannot be read.
         WeightError: it belongs to another model, or `destination` exists.
     """
-    if critic and quantize is not None:
-        raise ConfigError("--quantize works only for a policy: leave it or --critic out")
+    kind = source.kind(critic=critic)
+    if kind != "policy" and quantize is not None:
+        raise ConfigError(f"--quantize works only for a policy, and this exports a {kind}")
     check_new(destination)
     config = source.run_config()
-    base_name = model or _trained_model(source, config, critic=critic)
+    base_name = model or _trained_model(source, config, kind)
     base = _base_folder(base_name)
-    weights, layout = _open_weights(source, base, critic=critic)
+    weights, layout = _open_weights(source, base, kind)
     partial = new_folder(destination)
     written = partial / "model"
-    _write_model(weights, layout, written, base=base, critic=critic)
+    _write_model(weights, layout, written, base=base, kind=kind)
     if quantize is not None:
         quantize_folder(written, partial / quantize, quantize)
         written = partial / quantize
@@ -118,7 +129,7 @@ def export_checkpoint(
         config=config,
         run_folder=source.run_folder,
         quantized=quantize,
-        is_critic=critic,
+        kind=kind,
     )
     (written / CARD_FILE).write_text(card, encoding="utf-8")
     written.rename(destination)
@@ -126,10 +137,10 @@ def export_checkpoint(
 
 
 def _open_weights(
-    source: ExportSource, base: Path, *, critic: bool
+    source: ExportSource, base: Path, kind: Kind
 ) -> tuple[TrainerCheckpoint, ModelLayout]:
     folder = source.checkpoint.trainer_folder
-    if not critic:
+    if kind == "policy":
         layout = open_layout(base)
         return TrainerCheckpoint(folder, layout), layout
     if not (folder / CRITIC_FOLDER).is_dir():
@@ -140,7 +151,7 @@ def _open_weights(
 
 
 def _write_model(
-    weights: TrainerCheckpoint, layout: ModelLayout, folder: Path, *, base: Path, critic: bool
+    weights: TrainerCheckpoint, layout: ModelLayout, folder: Path, *, base: Path, kind: Kind
 ) -> None:
     """Write unquantised weights, and tokenizer and configs from the base model's folder."""
     with progress_bar("export", len(layout.hf_shapes)) as advance:
@@ -152,17 +163,17 @@ def _write_model(
             base_folder=base,
             on_tensor=lambda _: advance(),
         )
-    if critic:
+    if kind != "policy":
         text = json.dumps(critic_config(read_json(folder / "config.json")), indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
     else:
         _complete_generation_config(folder)
 
 
-def _trained_model(source: ExportSource, config: dict[str, Any], *, critic: bool) -> str:
+def _trained_model(source: ExportSource, config: dict[str, Any], kind: Kind) -> str:
     section = config.get("model")
     path = section.get("path") if isinstance(section, dict) else None
-    if critic and isinstance(own := config.get("critic"), dict):
+    if kind == "critic" and isinstance(own := config.get("critic"), dict):
         path = own.get("path") or path
     if not isinstance(path, str):
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
@@ -14,9 +14,25 @@ from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 
 CARD_FILE = "README.md"
 
+Kind = Literal["policy", "critic", "reward model"]
+"""Kind of an exported model."""
 RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "evaluation")
 """Sections of the configuration that the card shows."""
 _RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))
+_TITLES = {
+    "policy": "{step} steps of DAPO",
+    "critic": "{step} steps of PPO, critic",
+    "reward model": "{step} steps as a reward model",
+}
+_TAGS = {"policy": "dapo", "critic": "ppo", "reward model": "reward-model"}
+_VALUE_MODELS = {
+    "critic": "The critic after step {step}, initialised from {base}. Its one label is the value "
+    "of a state: the expected reward of the response under the policy of that step. Every token "
+    "has a value, not only the last.",
+    "reward model": "A reward model after step {step}, initialised from {base} and trained on "
+    "pairs with the Bradley-Terry loss. Its one label is the score of a conversation, read at the "
+    "last token; only differences between answers to one prompt have a meaning.",
+}
 _LOCAL = ("run.folder", "run.resume")
 """Keys of those sections that depend on the machine only."""
 
@@ -28,7 +44,7 @@ def model_card(
     config: Mapping[str, Any],
     run_folder: Path | None,
     quantized: str | None,
-    is_critic: bool = False,
+    kind: Kind = "policy",
 ) -> str:
     """Return the card of one export.
 
@@ -38,31 +54,31 @@ def model_card(
         config: the run's resolved configuration as plain values; may be empty.
         run_folder: folder with the run's evaluations, None if there is no run.
         quantized: quantisation of the weights, if any.
-        is_critic: whether the export is the critic, which cannot answer.
+        kind: of the exported model; a critic and a reward model cannot answer.
     """
     evaluations = [] if run_folder is None else read_evaluations(run_folder)
     recipe = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
     parts = [
-        f"---\n{_front_matter(base_model, is_critic=is_critic)}\n---",
-        f"# {Path(base_model).name}, {step} steps of {'PPO, critic' if is_critic else 'DAPO'}",
-        _critic(base_model, step)
-        if is_critic
-        else _what_it_is(base_model, step, config, quantized),
-        "" if is_critic else _accuracy_table(evaluations, step, config),
+        f"---\n{_front_matter(base_model, kind)}\n---",
+        f"# {Path(base_model).name}, {_TITLES[kind].format(step=step)}",
+        _what_it_is(base_model, step, config, quantized)
+        if kind == "policy"
+        else _VALUE_MODELS[kind].format(step=step, base=_code(base_model)),
+        _accuracy_table(evaluations, step, config) if kind == "policy" else "",
         "\n".join(["## Recipe", "", "```toml", *recipe, "```"]) if recipe else "",
         f"Written by megadapo {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(base_model: str, *, is_critic: bool) -> str:
+def _front_matter(base_model: str, kind: Kind) -> str:
     """Return the metadata block for the Hub."""
     # a base model in a folder has no name on the Hub
     is_folder = Path(base_model).is_dir()
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-classification" if is_critic else "text-generation",
-        tags=["megadapo", "ppo" if is_critic else "dapo", "reinforcement-learning"],
+        pipeline_tag="text-generation" if kind == "policy" else "text-classification",
+        tags=["megadapo", _TAGS[kind], "reinforcement-learning"],
         base_model=None if is_folder else base_model,
     )
     return data.to_yaml()
@@ -77,14 +93,6 @@ def _what_it_is(
     return (
         f"The weights of {_code(base_model)} after step {step}{of_all} of reinforcement learning "
         f"with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization), {weights}."
-    )
-
-
-def _critic(base_model: str, step: int) -> str:
-    return (
-        f"The critic after step {step}, initialised from {_code(base_model)}. Its one label is the "
-        "value of a state: the expected reward of the response under the policy of that step. "
-        "Every token has a value, not only the last."
     )
 
 
