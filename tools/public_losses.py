@@ -140,6 +140,29 @@ class Trl:
         loss: Tensor = self._compute(trainer, None, inputs)
         return loss
 
+    def pair_loss(self) -> dict[str, Any]:
+        """`RewardTrainer.compute_loss` of two pairs whose scores are REWARDS, chosen first."""
+        from trl.trainer.reward_trainer import RewardTrainer
+
+        scores = torch.tensor(REWARDS, dtype=torch.float64).requires_grad_()
+        model = SimpleNamespace(training=True)
+        trainer = SimpleNamespace(
+            _metrics={"train": defaultdict(list)},
+            _total_train_tokens=0,
+            _tp_size=1,
+            accelerator=SimpleNamespace(gather=torch.clone, gather_for_metrics=torch.clone),
+            args=SimpleNamespace(center_rewards_coefficient=None),
+            model=model,
+        )
+        loss = RewardTrainer.compute_loss(
+            trainer,
+            lambda **_: SimpleNamespace(logits=scores[:, None]),
+            {"attention_mask": torch.ones(4, 1)},
+        )
+        loss.backward()
+        assert scores.grad is not None
+        return {"loss": loss.item(), "gradient": scores.grad.tolist()}
+
     def numbers(self) -> dict[str, Any]:
         sequence = {"importance_sampling_level": "sequence"}
         return {
@@ -160,6 +183,7 @@ class Trl:
             "sapo": self.loss(
                 loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
             ),
+            "pairs": self.pair_loss(),
         }
 
 

@@ -160,6 +160,12 @@ class Trainer:
             np.copyto(merged, part, where=np.isfinite(part))
         return merged
 
+    def scores(self, batch: PackedBatch) -> np.ndarray:
+        """Return [S] float64 scores of a batch of pairs; the trainer trains a reward model."""
+        answers = self.call_all("scores", _shared(batch), timeout_s=LONGEST_WORK_S)
+        scores: np.ndarray = answers[0]
+        return scores
+
     def begin_save(self, folder: Path) -> Callable[[], Files]:
         """Copy weights and optimizer to the hosts and start to write them into an empty folder.
 
@@ -281,7 +287,7 @@ class Trainer:
             [heartbeat_file(log) for log in self.logs],
             self.logs,
             # they count the micro-batches that are done
-            with_progress=("update", "logprobs"),
+            with_progress=("update", "logprobs", "scores"),
             limit_s=self._config.progress_timeout_s,
             limit="trainer.progress_timeout_s",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class TrainerSettings:
     """Sampling temperature of the rollouts; log-probs are computed at it."""
     seed: int
     critic: CriticConfig | None = None
+    trains: Literal["policy", "reward_model"] = "policy"
+    """Model of the ranks: a policy, or the critic's model alone as a reward model."""
     reads_weights: bool = True
     """Whether the model starts from its folder's weights; False if a checkpoint is loaded next."""
 

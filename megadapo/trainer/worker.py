@@ -27,6 +27,7 @@ from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, U
 
 if TYPE_CHECKING:
     from megadapo.trainer.checkpoint.save import RankReport
+    from megadapo.trainer.critic.reward_model import RewardModelRank
     from megadapo.trainer.rank import TrainerRank
     from megadapo.weights.disk.files import FileEntry
 
@@ -71,7 +72,7 @@ class TrainerWorker:
             redirect_output(log)
         self.rank = rank
         self.log = log
-        self._trainer: TrainerRank | None = None
+        self._trainer: TrainerRank | RewardModelRank | None = None
         self._listener: socket.socket | None = None
 
     def location(self) -> ProcessLocation:
@@ -101,9 +102,14 @@ class TrainerWorker:
 
             settle_vector_functions()
             install_cpu_platform()
-        from megadapo.trainer.rank import TrainerRank
+        if settings.trains == "reward_model":
+            from megadapo.trainer.critic.reward_model import RewardModelRank
 
-        self._trainer = TrainerRank(settings, rendezvous, self._listener)
+            self._trainer = RewardModelRank(settings, rendezvous, self._listener)
+        else:
+            from megadapo.trainer.rank import TrainerRank
+
+            self._trainer = TrainerRank(settings, rendezvous, self._listener)
         if self.log is not None:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
         return self._trainer.checkpoint_bytes
@@ -119,7 +125,15 @@ class TrainerWorker:
 
     @_named_failures
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
-        return self._started().logprobs(batch)
+        return self._policy().logprobs(batch)
+
+    @_named_failures
+    def scores(self, batch: PackedBatch) -> np.ndarray:
+        """Return [S] scores by the reward model that this trainer trains."""
+        from megadapo.trainer.critic.reward_model import RewardModelRank
+
+        assert isinstance(self._trainer, RewardModelRank), "a policy gives no scores"
+        return self._trainer.scores(batch)
 
     @_named_failures
     def begin_save(self, folder: Path) -> int:
@@ -143,12 +157,12 @@ class TrainerWorker:
 
     @_named_failures
     def leave_to_engines(self) -> None:
-        self._started().leave_to_engines()
+        self._policy().leave_to_engines()
         release_cached_memory()
 
     @_named_failures
     def take_gpu(self) -> None:
-        self._started().take_gpu()
+        self._policy().take_gpu()
 
     @_named_failures
     def apply(self, function: Callable[..., R], *args: Any) -> R:
@@ -158,12 +172,12 @@ class TrainerWorker:
     @_named_failures
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank's WeightSender, for weights/sync/publish.py."""
-        return getattr(self._started().weight_sender, method)(*args, **kwargs)
+        return getattr(self._policy().weight_sender, method)(*args, **kwargs)
 
     @_named_failures
     def pinned_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the sender of this rank's pinned weights."""
-        return getattr(self._started().pinned_sender, method)(*args, **kwargs)
+        return getattr(self._policy().pinned_sender, method)(*args, **kwargs)
 
     @_named_failures
     def leave(self) -> None:
@@ -173,8 +187,14 @@ class TrainerWorker:
 
             leave_groups()
 
-    def _started(self) -> TrainerRank:
+    def _started(self) -> TrainerRank | RewardModelRank:
         assert self._trainer is not None, "start() comes first"
+        return self._trainer
+
+    def _policy(self) -> TrainerRank:
+        from megadapo.trainer.rank import TrainerRank
+
+        assert isinstance(self._trainer, TrainerRank), "a reward model has no log-probs"
         return self._trainer
 
 

@@ -17,6 +17,7 @@ from megadapo.algorithm.advantages import group_advantages, whitened
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
 from megadapo.algorithm.loss_weights import sequence_weights
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.preferences import pair_losses
 from megadapo.algorithm.reference import kl_estimates, policy_loss
 
 HERE = Path(__file__).parent
@@ -178,3 +179,11 @@ def test_clipped_value_loss():
     assert losses.mean().item() == near(expected["loss"])
     assert values.grad.tolist() == near(flat(expected["gradient"]))
     assert clipped.any() and not clipped.all()
+
+
+def test_pair_loss_of_a_reward_model():
+    chosen, rejected = np.array(INPUTS["rewards"]).reshape(2, 2)
+    losses, slopes = pair_losses(chosen, rejected)
+    expected = results("trl pairs")
+    assert losses.mean() == near(expected["loss"], 1e-9)
+    assert [*slopes / 2, *-slopes / 2] == near(expected["gradient"], 1e-9)

@@ -1,0 +1,187 @@
+"""One rank of a trainer that has a reward model in place of a policy.
+
+The reward model is the critic's model; a response's score is the value at its last token. The two
+responses of a pair may be on different ranks and in different micro-batches. So an update has two
+passes: scores of all of its responses, then the loss that is linear in the scores and whose
+gradient is that of the pairs' loss at these scores.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megadapo.algorithm.preferences import pair_losses, share_in_order
+from megadapo.data.batch import PackedBatch
+from megadapo.models.description import describe_critic
+from megadapo.models.folder import read_hf_config, resolve_model_folder
+from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
+from megadapo.trainer.checkpoint.checkpoint import CheckpointWriter, num_bytes_written
+from megadapo.trainer.critic.critic import Critic
+from megadapo.trainer.critic.value_model import ValueHead, ValueLoss
+from megadapo.trainer.model.cpu_platform import CPU
+from megadapo.trainer.model.model_layout import validate_model_layout
+from megadapo.trainer.model.parallel import has_results, join_groups
+from megadapo.trainer.types import (
+    CRITIC_FOLDER,
+    Metrics,
+    Rendezvous,
+    TrainerSettings,
+    UpdateRequest,
+    UpdateResult,
+)
+from megadapo.trainer.update.metrics import mean_of
+from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
+from megadapo.trainer.update.step import run_schedule
+
+
+class RewardModelRank:
+    """Model and optimizer of one rank. Every method is collective."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rendezvous: Rendezvous,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`listener`: rank 0's open socket at the rendezvous; None opens one."""
+        folder = resolve_model_folder(
+            settings.model.path, with_weights=settings.model.init == "pretrained"
+        )
+        model = describe_critic(read_hf_config(folder))
+        # every rank raises before it joins: none waits for another
+        validate_model_layout(model, settings.trainer)
+        join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
+        self.settings = settings
+        self.critic = Critic(settings, policy=model, device=self.device)
+        self.splitter = MicroBatchSplitter(model, settings.trainer, self.device)
+        self.writer = CheckpointWriter(torch.distributed.get_rank())
+        self.checkpoint_bytes = num_bytes_written(self.critic.chunks, self.critic.optimizer)
+        """Size of this rank's part of a checkpoint."""
+
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Apply one update per mini-batch of `pack_pairs`; return the same metrics on all ranks."""
+        batch, critic = request.batch, self.critic
+        lr = critic.optimizer_config.lr_at(request.step)
+        measured: list[dict[str, float]] = []
+        norms: list[float] = []
+        split = self.splitter.split_responses(batch)
+        for mini_batch, members in zip(split, batch.mini_batches, strict=True):
+            scores = self._scores(mini_batch, batch.num_sequences)
+            measured.append(pair_statistics(scores[members]))
+            self.gradients(mini_batch, members, scores)
+            norm = step_if_finite(critic.optimizer, loss=measured[-1]["loss"], lr=lr)
+            if norm is not None:
+                norms.append(norm)
+        # saves and scores read the weights after this
+        gather_weights_now(critic.chunks)
+        metrics: Metrics = {
+            f"reward_model/{name}": mean_of(sum(one[name] for one in measured), len(measured))
+            for name in measured[0]
+        }
+        metrics |= {
+            "reward_model/grad_norm": mean_of(sum(norms), len(norms)),
+            "reward_model/lr": lr,
+            "reward_model/skipped_updates": len(measured) - len(norms),
+        }
+        return UpdateResult(metrics=metrics, num_dropped_tokens=0)
+
+    def scores(self, batch: PackedBatch) -> np.ndarray:
+        """Return [S] float64 scores of the sequences of all mini-batches, 0 for others."""
+        split = self.splitter.split_responses(batch)
+        parts = [self._scores(mini_batch, batch.num_sequences) for mini_batch in split]
+        found: np.ndarray = np.sum(parts, axis=0)
+        return found
+
+    def gradients(self, mini_batch: MiniBatch, members: np.ndarray, scores: np.ndarray) -> None:
+        """Leave the summed gradients of a mini-batch's pairs in the buffers.
+
+        Args:
+            members: sequences of the whole mini-batch, pair by pair.
+            scores: [S] of the batch's sequences, with the current weights.
+        """
+        chosen, rejected = members[0::2], members[1::2]
+        _, slopes = pair_losses(scores[chosen], scores[rejected])
+        weights = np.zeros_like(scores)
+        weights[chosen], weights[rejected] = slopes / len(chosen), -slopes / len(chosen)
+        work = [
+            (replace(one, loss_weights=one.at_rows(weights[one.members[one.sequences]])), _weighted)
+            for one in mini_batch
+        ]
+        for chunk in self.critic.chunks:
+            chunk.zero_grad_buffer()
+        with record_function("megadapo::pair_gradients"):
+            run_schedule(self.critic.chunks, work, forward_only=False)
+
+    def begin_save(self, folder: Path) -> int:
+        """Copy weights and optimizer to the host, start to write them, return their bytes.
+
+        Training may continue meanwhile; `writer.report` returns the outcome.
+        """
+        snapshot = self.critic.snapshot(self.writer.num_begun)
+        # the writer frees what it has written
+        num_bytes = snapshot.num_bytes
+        self.writer.begin(folder, {CRITIC_FOLDER: snapshot}, [])
+        return num_bytes
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint of any split.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        self.critic.load(folder)
+
+    def _scores(self, mini_batch: MiniBatch, num_sequences: int) -> np.ndarray:
+        """Return [S] float64: scores of the sequences of a mini-batch on all ranks, else 0."""
+        found = torch.zeros(num_sequences, dtype=torch.float64)
+        computed = self.critic.values(mini_batch)
+        if has_results():
+            for micro_batch, values in zip(mini_batch, computed, strict=True):
+                sequences = torch.from_numpy(micro_batch.members[micro_batch.sequences])
+                found[sequences] = values[micro_batch.rows].double().cpu()
+        found = found.to(self.device)
+        torch.distributed.all_reduce(found)
+        return found.cpu().numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedValues:
+    """Result of one micro-batch."""
+
+    loss: Tensor
+    """sum_t loss_weights[t] * value[t], fp32, 0-d."""
+
+
+def _weighted(
+    *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
+) -> WeightedValues:
+    """Return the loss that is linear in the values; an `output_processor`."""
+    values = ValueLoss.values(hidden_states=hidden_states, output_layer=output_layer)
+    rows = context.rows
+    return WeightedValues(loss=(context.loss_weights[rows] * values[rows]).sum())
+
+
+def pair_statistics(scores: np.ndarray) -> dict[str, float]:
+    """Return mean loss, accuracy, difference and score of pairs.
+
+    `scores`: [2 P], each pair's chosen response before its rejected one.
+    """
+    chosen, rejected = scores[0::2], scores[1::2]
+    losses, _ = pair_losses(chosen, rejected)
+    return {
+        "loss": float(losses.mean()),
+        "accuracy": share_in_order(chosen, rejected),
+        "margin": float((chosen - rejected).mean()),
+        "score_mean": float(scores.mean()),
+    }
