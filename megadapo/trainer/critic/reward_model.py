@@ -2,8 +2,8 @@
 
 The reward model is the critic's model; a response's score is the value at its last token. The two
 responses of a pair may be on different ranks and in different micro-batches. So an update has two
-passes: scores of all of its responses, then the loss that is linear in the scores and whose
-gradient is that of the pairs' loss at these scores.
+passes. The first computes all scores of the update. The second has a loss that is linear in the
+scores, with the gradient of the pairs' loss at these scores.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def test_layout_keeps_loss_and_gradient(ranks, alone, layout):
 
 
 def test_training_orders_its_pairs(ranks):
-    """The value head starts at 0, so the first loss is that of ties."""
+    """The value head starts at 0, so the first update finds ties."""
     ((metrics, _),) = ranks.on("deep-tied", reward_models.train, PAIRS, range(1, 17), critic={})
-    # the second update's scores are no longer ties
+    # log 2 of ties, and the second update
     assert metrics[0]["reward_model/loss"] > 0.5
     assert metrics[-1]["reward_model/accuracy"] == 1.0
     assert metrics[-1]["reward_model/loss"] < 0.5 * metrics[0]["reward_model/loss"]
