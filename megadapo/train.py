@@ -95,7 +95,7 @@ def training_steps(
                 sampled = rollouts.next_batch()  # generate, score, select
             with run.phase("train"):
                 # shaped rewards, advantages, loss weights, packing
-                batch, advantages = make_batch(sampled, config)
+                batch, advantages = make_batch(sampled, config, policy_version=step - 1)
                 update = trainer.update(batch, step)
             writer.update_done(step, sampled, batch, advantages, update)  # saved rollouts
             with run.phase("sync"):

@@ -128,8 +128,10 @@ def policy_terms(
     if logprobs_ref is not None:
         kept &= logprobs_ref.isfinite()
         raw = logprobs_ref - logprobs
-        kl, _ = _kl_terms(raw, ratio, inside, switches.kl_value)
-        _, d_kl = _kl_terms(raw, ratio, inside, switches.kl_gradient)
+        # of the policy to the one that sampled the token
+        to_sampler = ratio if importance_weights is None else ratio * importance_weights
+        kl, _ = _kl_terms(raw, to_sampler, inside, switches.kl_value)
+        _, d_kl = _kl_terms(raw, to_sampler, inside, switches.kl_gradient)
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
     return TokenTerms(
         loss=torch.where(kept, loss, zero),
@@ -333,8 +335,12 @@ def token_terms(
     if SWITCHES.kl_value != "none":
         kept = kept & is_finite(logprob_ref)
         raw = logprob_ref - logprob
-        kl, slope = kl_terms(raw, ratio, inside, SWITCHES.kl_value)
-        value, d_kl = kl_terms(raw, ratio, inside, SWITCHES.kl_gradient)
+        # of the policy to the one that sampled the token
+        to_sampler = ratio
+        if SWITCHES.has_importance_weights:
+            to_sampler = ratio * importance_weight
+        kl, slope = kl_terms(raw, to_sampler, inside, SWITCHES.kl_value)
+        value, d_kl = kl_terms(raw, to_sampler, inside, SWITCHES.kl_gradient)
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
     loss = tl.where(kept, loss, 0.0)
     d_logprob = tl.where(kept, d_policy + numbers.kl_coef * d_kl, 0.0)

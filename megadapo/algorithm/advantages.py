@@ -13,7 +13,7 @@ import numpy as np
 
 from megadapo.algorithm.config import AdvantageRule, AlgorithmConfig
 from megadapo.algorithm.groups import Branch, ScoredGroup, Steps
-from megadapo.algorithm.loss_weights import kept_responses
+from megadapo.algorithm.loss_weights import kept_responses, num_sampled
 from megadapo.algorithm.shaping import complete_steps, shaped_rewards, shaped_steps
 
 ROUNDING = 1e-12
@@ -30,6 +30,7 @@ def advantages(
     *,
     max_response_tokens: int,
     rewards: np.ndarray | None = None,
+    num_tokens: Sequence[int] | None = None,
 ) -> Advantages:
     """Return the advantages of a step's responses, or of their tokens.
 
@@ -38,6 +39,7 @@ def advantages(
 
     Args:
         rewards: [S] result of `response_rewards`; None: computed here.
+        num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
     """
     if config.compares_steps:
         values: Advantages = [
@@ -50,13 +52,13 @@ def advantages(
             )
         ]
     else:
-        lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
+        counts = num_sampled(groups) if num_tokens is None else num_tokens
         if rewards is None:
             rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
         values = response_advantages(
             rewards,
             [len(group.lengths) for group in groups],
-            lengths * kept_responses(groups, config),
+            np.array(counts, dtype=np.int64) * kept_responses(groups, config),
             rule=config.advantage,
             normalize_by_std=config.normalize_by_std,
         )

@@ -33,9 +33,10 @@ class BapoConfig(Section, title="algorithm.bapo"):
 
     target_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of the positive tokens at which the search stops."""
-    statistic: Literal["share", "gradient_share", "official"] = "share"
-    """Quantity of the share. share: the clipped surrogate's size; gradient_share: the same of the
-    tokens with a gradient; official: as share, lower bound moved first, as in the authors' code."""
+    statistic: Literal["share", "gradient_share", "official"] = "gradient_share"
+    """Quantity of the share. gradient_share: the size of the loss of the tokens with a gradient;
+    share: the clipped loss of all tokens; official: as share, lower bound moved first, as in the
+    authors' code."""
     scope: Literal["minibatch", "lagged"] = "minibatch"
     """Ratios of the search. minibatch: those of the mini-batch itself under the current weights, at
     the cost of one more forward pass; lagged: those of the step's previous mini-batch, at no
@@ -89,7 +90,9 @@ class BapoBounds:
         return objective.model_copy(update=bounds)
 
 
-def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
+def bapo_sums(
+    ratios: Tensor, advantages: Tensor, config: BapoConfig, *, dual_clip: float | None = None
+) -> Tensor:
     """Return tokens' part of the sums between the grid's edges, float64; add over all tokens.
 
     Bin k of the upper bounds has ratios above edge k - 1 and up to edge k; bin k of the lower
@@ -98,9 +101,16 @@ def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
+        advantages: [N] times the tokens' weights in the loss.
+        dual_clip: largest ratio of a negative token, beyond which it has no gradient.
     """
     import torch
 
+    if dual_clip is not None:
+        cut = (advantages < 0) & (ratios > dual_clip)
+        if config.statistic == "gradient_share":
+            advantages = advantages.masked_fill(cut, 0.0)
+        ratios = ratios.masked_fill(cut, dual_clip)
     sizes = advantages.abs().double()
     sums = []
     for edges, is_upper in ((config.high_edges, True), (config.low_edges, False)):

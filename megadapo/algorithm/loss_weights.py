@@ -15,14 +15,21 @@ from megadapo.algorithm.groups import ScoredGroup
 from megadapo.algorithm.mini_batches import mini_batches
 
 
-def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
+def loss_weights(
+    groups: Sequence[ScoredGroup],
+    config: AlgorithmConfig,
+    num_tokens: Sequence[int] | None = None,
+) -> np.ndarray:
     """Return the weight of each sampled token of every response of a step: [S] float64.
 
     Tokens of tool output have no loss and enter no count. Overlong filtering gives truncated
     responses weight 0 and removes them from every count.
+
+    Args:
+        num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
     """
     sizes = [len(group.lengths) for group in groups]
-    lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
+    lengths = np.array(num_sampled(groups) if num_tokens is None else num_tokens, dtype=np.int64)
     keep = kept_responses(groups, config)
     group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))
@@ -35,6 +42,11 @@ def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.n
             loss_length=config.loss_length,
         )
     return weights
+
+
+def num_sampled(groups: Sequence[ScoredGroup]) -> list[int]:
+    """Return the number of tokens of each response of a step that a policy sampled: [S]."""
+    return [number for group in groups for number in group.num_sampled]
 
 
 def kept_responses(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:

@@ -92,8 +92,10 @@ def token_losses(
                 f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing"
             )
         gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = kl_estimates(gap, ratio, objective.kl_value).detach()
-        slope = kl_estimates(gap, ratio, objective.kl_gradient)
+        # of the policy to the one that sampled the token
+        to_sampler = ratio if importance_weights is None else ratio * importance_weights
+        value = kl_estimates(gap, to_sampler, objective.kl_value).detach()
+        slope = kl_estimates(gap, to_sampler, objective.kl_gradient)
         loss = loss + objective.kl_coef * (value + (slope - slope.detach()))
     if objective.entropy_coef != 0.0:
         if entropy is None:
@@ -152,7 +154,7 @@ def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
 
     Args:
         gap: [T] log-prob of the reference policy less the policy's, within +-MAX_LOG_RATIO.
-        ratio: [T] of the policy to the old one, the factor of corrected-k3.
+        ratio: [T] of the policy to the one that sampled the token, the factor of corrected-k3.
     """
     k3 = gap.exp() - gap - 1.0
     estimates = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": k3, "corrected-k3": ratio * k3}

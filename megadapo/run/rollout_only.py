@@ -66,7 +66,8 @@ def _sample(
     # without an update there is no idle time for the cross-check
     verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
     if sampled.saved:
-        batch, advantages = make_batch(sampled, config)
+        # these engines never get other weights
+        batch, advantages = make_batch(sampled, config, policy_version=0)
         saved = saved_groups(
             step,
             sampled,

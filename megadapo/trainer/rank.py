@@ -200,6 +200,7 @@ class TrainerRank(TrainedModel):
         """Return the search for a step's clip bounds, which keeps them if they are fixed."""
         return BoundSearch(
             self.settings.algorithm.bapo,
+            dual_clip=self.settings.algorithm.objective.dual_clip,
             score=self.logprobs_of,
             contributes=self.has_results,
             device=self.device,

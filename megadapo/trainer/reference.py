@@ -266,8 +266,11 @@ def with_reference(
         rows, proximal = micro_batch.rows, micro_batch.proximal
         assert proximal is not None, "computed before"
         gap = (values[rows] - proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # the old policy's ratio to itself is 1
-        kl = kl_estimates(gap, torch.ones_like(gap), objective.kl_value)
+        # of the old policy to the one that sampled the token
+        to_sampler, weights = torch.ones_like(gap), micro_batch.importance_weights
+        if weights is not None:
+            to_sampler = weights[rows].double()
+        kl = kl_estimates(gap, to_sampler, objective.kl_value)
         in_loss = objective.kl_loss_coef != 0.0
         found.append(replace(micro_batch, kl=kl, logprobs_ref=values if in_loss else None))
     return found

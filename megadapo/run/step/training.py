@@ -26,21 +26,36 @@ KL_CONTROL_STATE = "kl_control"
 PRETRAINING_STATE = "pretraining_data"
 
 
-def make_batch(sampled: SampledBatch, config: RunConfig) -> tuple[PackedBatch, Advantages]:
+def make_batch(
+    sampled: SampledBatch, config: RunConfig, *, policy_version: int
+) -> tuple[PackedBatch, Advantages]:
     """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups.
 
     Return the advantages in float64 too, for the saved rollouts: the batch rounds them to fp32.
+
+    Args:
+        policy_version: of the weights that train on it; tokens of other weights are stale.
     """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
-    values = advantages(groups, algorithm, max_response_tokens=max_response_tokens, rewards=rewards)
+    num_tokens = None
+    if algorithm.importance.stale_logprobs == "none":
+        responses = (response for group in groups for response in group.responses)
+        num_tokens = [int((one.policy_versions == policy_version).sum()) for one in responses]
+    values = advantages(
+        groups,
+        algorithm,
+        max_response_tokens=max_response_tokens,
+        rewards=rewards,
+        num_tokens=num_tokens,
+    )
     saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
     indices = (group.prompt_index for group in groups for _ in group.responses)
     packed = pack(
         groups,
         values,
-        loss_weights(groups, algorithm),
+        loss_weights(groups, algorithm, num_tokens),
         mini_batch_size=algorithm.responses_per_mini_batch,
         rewards=rewards,
         recorded=[sequence for sequence, index in enumerate(indices) if index in saved],

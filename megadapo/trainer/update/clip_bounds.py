@@ -25,6 +25,7 @@ class BoundSearch:
         self,
         config: BapoConfig,
         *,
+        dual_clip: float | None,
         score: Callable[[Sequence[MicroBatch]], list[Tensor]],
         contributes: bool,
         device: torch.device,
@@ -34,7 +35,7 @@ class BoundSearch:
             score: computes log-probs [T] of micro-batches under the current weights.
             contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
         """
-        self._config = config
+        self._config, self._dual_clip = config, dual_clip
         self._score = score
         self._contributes = contributes
         self._sums = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=device)
@@ -70,12 +71,18 @@ class BoundSearch:
             return total
         known = [None] * len(micro_batches) if logprobs is None else logprobs
         for micro_batch, current in zip(micro_batches, known, strict=True):
-            total += sums_of(micro_batch, current, self._config)
+            total += sums_of(micro_batch, current, self._config, dual_clip=self._dual_clip)
         return total
 
 
-def sums_of(micro_batch: MicroBatch, logprobs: Tensor | None, config: BapoConfig) -> Tensor:
-    """Return `bapo_sums` of a micro-batch's tokens, weighted by their importance weights.
+def sums_of(
+    micro_batch: MicroBatch,
+    logprobs: Tensor | None,
+    config: BapoConfig,
+    *,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Return `bapo_sums` of a micro-batch's tokens with their loss and importance weights.
 
     Tokens that the head drops do not count.
 
@@ -86,10 +93,10 @@ def sums_of(micro_batch: MicroBatch, logprobs: Tensor | None, config: BapoConfig
     current = micro_batch.proximal if logprobs is None else logprobs
     assert old is not None and current is not None, "computed before the first update"
     known = (micro_batch.loss_weights != 0) & old.isfinite()
-    advantages = micro_batch.advantages
+    advantages = micro_batch.advantages * micro_batch.loss_weights
     if micro_batch.importance_weights is not None:
         known = known & micro_batch.importance_weights.isfinite()
         advantages = advantages * micro_batch.importance_weights
     rows = micro_batch.rows[known[micro_batch.rows]]
     log_ratios = (current[rows] - old[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return bapo_sums(log_ratios.exp(), advantages[rows], config)
+    return bapo_sums(log_ratios.exp(), advantages[rows], config, dual_clip=dual_clip)

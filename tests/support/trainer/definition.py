@@ -167,7 +167,9 @@ def loss_and_gradients_of(
     if objective.gate == "bapo":
         chosen = weights != 0
         ratios = (logprob.detach() - old).exp()[chosen]
-        sums = bapo_sums(ratios, advantages[chosen], bapo)
+        sums = bapo_sums(
+            ratios, (advantages * weights)[chosen], bapo, dual_clip=objective.dual_clip
+        )
         objective = search_bounds(sums.numpy(), bapo).put_into(objective)
     loss = policy_loss(
         logprob,

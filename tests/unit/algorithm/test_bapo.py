@@ -18,7 +18,7 @@ OFFICIAL = {"low": (0.6, 0.8, 0.05), "high": (1.2, 2.0, 0.05), "target_share": 0
 @pytest.mark.parametrize(
     ("options", "bounds", "share", "before"),
     [
-        ({}, (0.6, 2.0), 0.401785714, 0.336633663),
+        ({"statistic": "share"}, (0.6, 2.0), 0.401785714, 0.336633663),
         ({"statistic": "gradient_share"}, (0.6, 2.55), 0.451438849, 0.140845070),
         ({"statistic": "official"}, (0.9, 2.3), 0.401673640, 0.336633663),
         ({"statistic": "official", **OFFICIAL}, (0.8, 2.0), 0.393013100, 0.336633663),
@@ -98,8 +98,9 @@ def test_sums_add_up_over_any_cut():
 )
 def test_one_sided_batches(advantages, bounds, share):
     """With an unreachable target the search ends at the grid's end with a share below it."""
-    sums = bapo_sums(RATIOS, torch.tensor(advantages), BapoConfig())
-    found = search_bounds(sums.numpy(), BapoConfig())
+    config = BapoConfig(statistic="share")
+    sums = bapo_sums(RATIOS, torch.tensor(advantages), config)
+    found = search_bounds(sums.numpy(), config)
     assert (found.low, found.high) == bounds
     assert found.share == pytest.approx(share, nan_ok=True)
 
@@ -114,9 +115,41 @@ def test_edges_do_not_accumulate_rounding():
 
 
 def test_objective_clips_at_bounds():
-    config = BapoConfig()
+    config = BapoConfig(statistic="share")
     found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
     objective = found.put_into(PolicyObjective(gate="bapo", dual_clip=3.0))
     assert 1.0 - objective.clip_low == pytest.approx(0.6, abs=1e-15)
     assert 1.0 + objective.clip_high == 2.0
     assert (objective.gate, objective.dual_clip) == ("bapo", 3.0)
+
+
+def test_share_is_of_the_loss():
+    """Without loss weights the long second group alone decides: 210 of 2,020 tokens, 0.104."""
+    advantages = torch.tensor([1.0] * 10 + [-1.0] * 10 + [1.0] * 200 + [-1.0] * 1800)
+    weights = torch.tensor([1 / 40] * 20 + [1 / 4000] * 2000)
+    for statistic in ("share", "gradient_share", "official"):
+        config = BapoConfig(statistic=statistic, target_share=0.2)
+        sums = bapo_sums(torch.ones(2020), advantages * weights, config)
+        assert search_bounds(sums.numpy(), config).share_before == pytest.approx(0.30, rel=1e-6)
+
+
+def test_dual_clip_bounds_negative_tokens():
+    """The loss of a negative token with r = 10 and a dual clip of 3 is 3, and its gradient 0."""
+    ratios, advantages = torch.tensor([1.0, 10.0, 2.0]), torch.tensor([1.0, -1.0, -1.0])
+    for statistic, share in (("share", 1 / 6), ("official", 1 / 6), ("gradient_share", 1 / 3)):
+        config = BapoConfig(statistic=statistic, target_share=0.1)
+        sums = bapo_sums(ratios, advantages, config, dual_clip=3.0)
+        assert search_bounds(sums.numpy(), config).share == pytest.approx(share, rel=1e-6)
+
+
+def test_default_stops_where_no_negative_token_has_a_gradient():
+    """The share of all tokens never reaches the target here and moves both bounds to their ends."""
+    ratios = torch.tensor([1.0, 0.5, 0.5, 0.5])
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    found = {}
+    for name, config in {"default": BapoConfig(), "share": BapoConfig(statistic="share")}.items():
+        found[name] = search_bounds(bapo_sums(ratios, advantages, config).numpy(), config)
+    assert (found["default"].low, found["default"].high) == (0.6, 1.2)
+    assert found["default"].share == 1.0
+    assert (found["share"].low, found["share"].high) == (0.9, 3.0)
+    assert found["share"].share == pytest.approx(0.270, abs=5e-4)

@@ -168,3 +168,24 @@ def test_bad_cu_seqlens_are_rejected(edges):
 def test_missing_input_is_rejected(objective, message):
     with pytest.raises(ValueError, match=message):
         policy_loss(**make_tokens(), objective=objective)
+
+
+def test_corrected_k3_is_right_on_stale_tokens():
+    """Two actions, drawn by (0.9, 0.1), while the policy is (0.5, 0.5): without the importance
+    weight the mean is 0.1061 in place of KL = 0.0872, and its derivative 0.2467 in place of 0.2118.
+    """
+    sampler, reference = torch.tensor([0.9, 0.1]).double(), torch.tensor([0.3, 0.7]).double()
+    logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    estimator = {"kl_value": "corrected-k3", "kl_gradient": "corrected-k3"}
+    inputs = {
+        "logprobs_old": logprobs.detach(),
+        "advantages": torch.zeros(2, dtype=torch.float64),
+        "logprobs_ref": reference.log(),
+        "importance_weights": 0.5 / sampler,
+    }
+    objective = PolicyObjective(kl_coef=1.0, **estimator)
+    loss = (sampler * token_losses(logprobs, objective=objective, **inputs)).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0872, abs=5e-5)
+    assert logits.grad[0].item() == pytest.approx(0.2118, abs=5e-5)

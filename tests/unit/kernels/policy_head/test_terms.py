@@ -197,7 +197,7 @@ def test_corrected_k3_gradient_without_cancellation():
     objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")
     values = make_inputs((0.0,), (19.5,))
     values["advantages"] = torch.zeros_like(values["advantages"])
-    assert terms(values, objective).d_logprobs.tolist() == [-19.5] * 3
+    assert torch.equal(terms(values, objective).d_logprobs, -19.5 * values["importance_weights"])
 
 
 def test_kl_in_reward_is_reported_and_not_in_loss():
@@ -220,7 +220,8 @@ def test_ratio_and_kl_are_reported_as_defined(kind):
     gap = (values["logprobs_ref"] - values["logprobs"]).double()
     gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = gap.exp() - gap - 1.0
-    expected = {"k1": -gap, "k2": 0.5 * gap**2, "k3": k3, "corrected-k3": ratio * k3}[kind]
+    corrected = values["importance_weights"] * ratio * k3
+    expected = {"k1": -gap, "k2": 0.5 * gap**2, "k3": k3, "corrected-k3": corrected}[kind]
     torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
 
 

@@ -73,7 +73,7 @@ def trained(
 @pytest.mark.parametrize("saved", ["all", 5, 1])
 def test_responses_are_saved_with_their_own_results(tmp_path, tokenizer, saved):
     sampled = sample(saved)
-    batch, values = make_batch(sampled, CONFIG)
+    batch, values = make_batch(sampled, CONFIG, policy_version=2)
     path = rollouts_path(tmp_path, 9)
     update = trained(sampled, batch)
     write_rollouts(path, saved_of(sampled, batch, values, update, tokenizer))
@@ -116,7 +116,7 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
     sampled = replace(sampled, groups=groups, saved=saved)
     process = {"algorithm.advantage": "grpo-process", "reward.functions": ["arithmetic_steps"]}
     config = config_of(changes={**SIZES, **process})
-    batch, values = make_batch(sampled, config)
+    batch, values = make_batch(sampled, config, policy_version=2)
     path = rollouts_path(tmp_path, 9)
     update = trained(sampled, batch)
     write_rollouts(path, saved_of(sampled, batch, values, update, tokenizer, config))
@@ -139,7 +139,7 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
 def test_trainer_advantages_take_precedence(tokenizer):
     sampled = sample("all")
     config = config_of(changes={**SIZES, "algorithm.advantage": "gae"})
-    batch, values = make_batch(sampled, config)
+    batch, values = make_batch(sampled, config, policy_version=2)
     made = trained(sampled, batch, makes_advantages=True)
     for update in (made, None):
         saved = saved_of(sampled, batch, values, update, tokenizer, config)
@@ -156,19 +156,19 @@ def test_trainer_advantages_take_precedence(tokenizer):
 
 def test_no_sequences_without_saved_groups(tokenizer):
     sampled = sample(0)
-    batch, values = make_batch(sampled, CONFIG)
+    batch, values = make_batch(sampled, CONFIG, policy_version=2)
     assert batch.recorded == []
     assert saved_of(sampled, batch, values, UPDATE, tokenizer) == []
 
 
 def test_all_sequences_are_saved_in_order():
-    batch, _ = make_batch(sample("all"), CONFIG)
+    batch, _ = make_batch(sample("all"), CONFIG, policy_version=2)
     assert batch.recorded == list(range(24))
 
 
 def test_rule_verdict_is_saved_if_another_scorer_decides(tokenizer):
     sampled = sample("all")
-    batch, values = make_batch(sampled, CONFIG)
+    batch, values = make_batch(sampled, CONFIG, policy_version=2)
     update = trained(sampled, batch)
     saved = saved_of(sampled, batch, values, update, tokenizer)
     responses = [response for group in saved for response in group.responses]

@@ -21,7 +21,7 @@ def _micro_batch() -> MicroBatch:
     return builder.build(batch, np.arange(3), predicted=predicted, policy_version=0)
 
 
-def test_tokens_count_by_their_importance_weight():
+def test_tokens_count_by_their_weights_in_the_loss():
     """A search over tokens that the update masks, or halves, finds bounds for another loss."""
     micro_batch = _micro_batch()
     rows = micro_batch.rows
@@ -31,7 +31,8 @@ def test_tokens_count_by_their_importance_weight():
     weights = torch.ones_like(old)
     weights[rows[:4]] = torch.tensor([0.0, 0.5, 2.0, math.nan])
     micro_batch = replace(micro_batch, logprobs_old=old, importance_weights=weights)
-    ratios, advantages = (logprobs - old).exp()[rows], micro_batch.advantages[rows]
+    ratios = (logprobs - old).exp()[rows]
+    advantages = (micro_batch.advantages * micro_batch.loss_weights)[rows]
     kept = [1, 2, *range(4, len(rows))]
     expected = bapo_sums(ratios[kept], (advantages * weights[rows])[kept], CONFIG)
     found = sums_of(micro_batch, logprobs, CONFIG)
