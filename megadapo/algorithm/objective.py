@@ -131,3 +131,7 @@ class PolicyObjective(Section, title="algorithm.objective"):
                     f'algorithm.objective.{key} = "corrected-k3" weighs a token by its own ratio, '
                     'but algorithm.objective.ratio = "sequence": use k1, k2 or k3'
                 )
+
+
+LIKELIHOOD = PolicyObjective(ratio="none", gate="none")
+"""Objective of a language model: with advantages of 1, a token's loss is minus its log-prob."""

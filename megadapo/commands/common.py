@@ -1,17 +1,22 @@
-"""Parsers and configuration loading that several commands share."""
+"""Parsers, configuration loading and the start of a run, which several commands share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from megadapo.observe.tables import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megadapo.config import RunConfig
+    from megadapo.data.sources import Row
 
 OVERRIDES = (
     "--section.key=value sets any key of the configuration (a TOML value, or bare text); "
@@ -47,8 +52,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+def load_checked(
+    arguments: argparse.Namespace, *, rows: Callable[[str], Iterator[Row]] | None = None
+) -> tuple[RunConfig, list[str]]:
     """Return the configuration and warnings about it.
+
+    `rows`: reads the rows of a run without rollouts; None for a run with rollouts.
 
     Raises:
         MegadapoError: the configuration, or a file that it names, is wrong.
@@ -61,7 +70,108 @@ def load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
         # a run's folder stands for that run, even if config.json has another path or run.resume
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
-    return config, check_run(config)
+    return config, check_run(config, rows=rows)
+
+
+def add_start_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of every command that starts a run."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration, its files and the GPUs' memory; print it and exit",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart at most N times after failed processes or preemption, but never after an "
+        "error in the configuration, the data or an oracle; default: 0",
+    )
+    parser.add_argument(
+        "--give-up-after",
+        type=_seconds,
+        default="24h",
+        metavar="TIME",
+        help="with --restarts: repeat starts that make no progress, as without nodes, for this "
+        "time, such as 90m, 24h or 3d; they do not count as restarts; default: 24h",
+    )
+    parser.add_argument(
+        "--accept-changes",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="KEY[,KEY]",
+        help="resume although these keys, which decide what is learned, have changed since the "
+        "checkpoint, as in --accept-changes=reward.rule",
+    )
+    parser.add_argument(
+        "--allow-fewer",
+        action="store_true",
+        help="if nodes of the cluster are missing after cluster.start_timeout_s, start with fewer "
+        "data-parallel ranks and engines",
+    )
+
+
+def start_run(
+    arguments: argparse.Namespace,
+    command: str,
+    config: RunConfig,
+    warnings: Sequence[str],
+    start: Callable[[], None],
+    words: Sequence[str] = (),
+) -> int:
+    """Print the configuration, supervise a driver or be the driver, as the options ask; return 0.
+
+    Args:
+        command: the command, which a supervisor starts again.
+        warnings: about the configuration, for --dry-run.
+        start: trains in this process.
+        words: further options for a supervised driver.
+
+    Raises:
+        MegadapoError: the run failed.
+    """
+    if arguments.dry_run:
+        from megadapo.config import to_toml
+
+        print(to_toml(config), end="")
+        for warning in warnings:
+            print(f"megadapo: {printable(warning)}", file=sys.stderr)
+        return 0
+    if arguments.restarts > 0:
+        from megadapo.run.state.supervisor import Supervisor
+
+        return Supervisor(
+            [sys.executable, "-m", "megadapo.cli", command, *_single_start(arguments, words)],
+            config.run.folder,
+            max_restarts=arguments.restarts,
+            give_up_after_s=arguments.give_up_after,
+            on_event=config.run.on_event,
+            say=lambda line: print(f"megadapo: {printable(line)}", file=sys.stderr, flush=True),
+        ).run()
+    start()
+    return 0
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a time such as 90, 90m, 24h or 3d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90m, 24h or 3d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _single_start(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return the arguments of one driver, without those of the supervisor."""
+    kept = [arguments.config]
+    if arguments.resume is not None:
+        kept += ["--resume", arguments.resume]
+    kept += words
+    if arguments.accept_changes:
+        kept.append(f"--accept-changes={','.join(arguments.accept_changes)}")
+    if arguments.allow_fewer:
+        kept.append("--allow-fewer")
+    return [*kept, *arguments.overrides]
 
 
 class Spinner:

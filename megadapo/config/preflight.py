@@ -10,7 +10,7 @@ import errno
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +37,14 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.E
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def check_run(config: RunConfig) -> list[str]:
+Reader = Callable[[str], Iterator[Row]]
+"""A reader of the rows of a source."""
+
+
+def check_run(config: RunConfig, *, rows: Reader | None = None) -> list[str]:
     """Check the files, devices and models that the configuration names.
+
+    `rows`: reads the rows of a run without rollouts, which has prompts and rewards otherwise.
 
     Returns:
         Warnings about the configuration, and a message about everything that was not checked.
@@ -48,17 +54,11 @@ def check_run(config: RunConfig) -> list[str]:
     """
     problems: list[MegadapoError] = []
     warnings = config.warnings()
+    of_rollouts = (_check_critic, _check_teacher, _check_prompts, _check_rewards)
     checks = (
-        _check_folder,
-        _check_device,
-        _check_model,
-        _check_critic,
-        _check_teacher,
-        _check_data,
-        _check_resume,
-        _check_writers,
-        _check_rewards,
-        _check_on_event,
+        *(_check_folder, _check_device, _check_model),
+        *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
+        *(_check_resume, _check_writers, _check_on_event),
     )
     for check in checks:
         try:
@@ -247,14 +247,22 @@ def _check_model_folder(model: ModelConfig, folder: Path) -> None:
         )
 
 
-def _check_data(config: RunConfig) -> list[str]:
-    readers: dict[str, tuple[str, Callable[[str], Iterator[Row]]]] = {
-        "data.train": (config.data.train, read_rows)
-    }
+def _check_prompts(config: RunConfig) -> list[str]:
+    pretraining = config.algorithm.pretraining.data
+    others = (
+        {} if pretraining is None else {"algorithm.pretraining.data": (pretraining, read_text_rows)}
+    )
+    return _check_data(config, read_rows, others)
+
+
+def _check_data(
+    config: RunConfig, reader: Reader, others: Mapping[str, tuple[str, Reader]] | None = None
+) -> list[str]:
+    """Check that sources have rows; `others`: further keys with their sources and readers."""
+    readers = {"data.train": (config.data.train, reader)}
     if config.data.held_out is not None:
-        readers["data.held_out"] = (config.data.held_out, read_rows)
-    if config.algorithm.pretraining.data is not None:
-        readers["algorithm.pretraining.data"] = (config.algorithm.pretraining.data, read_text_rows)
+        readers["data.held_out"] = (config.data.held_out, reader)
+    readers |= others or {}
     problems, notes = [], []
     for key, (source, read) in readers.items():
         if not is_built_in(source) and _is_hub_dataset(source):

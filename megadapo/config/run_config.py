@@ -18,7 +18,7 @@ from megadapo.cluster.this_node import has_gpu
 from megadapo.config.conflicts import conflicts_between
 from megadapo.config.problems import describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
-from megadapo.config.sections import CheckpointConfig, RunSection
+from megadapo.config.sections import CheckpointConfig, RunSection, SupervisedConfig
 from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
@@ -41,6 +41,7 @@ class RunConfig(Section, title="megadapo"):
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
     trainer: TrainerConfig = TrainerConfig()
     critic: CriticConfig = CriticConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -72,6 +72,15 @@ class RunSection(Section, title="run"):
             yield 'run.resume must be "auto", "never" or the path of a checkpoint'
 
 
+class SupervisedConfig(Section, title="supervised"):
+    """Training on rows of data.train instead of rollouts, as `megadapo sft` does it."""
+
+    rows_per_update: PositiveInt = 64
+    """Rows of one optimizer update, which is one step."""
+    epochs: PositiveInt | None = None
+    """Passes over the rows, which set the number of steps; none: run.num_steps sets it."""
+
+
 class CheckpointConfig(Section, title="checkpoint"):
     """Intervals between checkpoints, and the number of checkpoints to keep."""
 

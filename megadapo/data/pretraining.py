@@ -14,6 +14,9 @@ from megadapo.data.prompts import EpochOrder
 from megadapo.data.sources import read_text_rows
 from megadapo.errors import DataError
 
+LabelledTokens = tuple[np.ndarray, np.ndarray]
+"""Tokens [n] of a sequence, and whether each is predicted, [n] bool."""
+
 
 def read_texts(source: str) -> list[str]:
     """Return the texts of a source of `read_text_rows` in order, without empty ones.
@@ -115,19 +118,36 @@ def pack_pretraining(mini_batches: Sequence[Sequence[np.ndarray]], *, coef: floa
         mini_batches: sequences of at least two tokens.
         coef: weight of the mean loss of an update's tokens.
     """
+    return pack_likelihood(
+        [[(tokens, np.arange(len(tokens)) > 0) for tokens in part] for part in mini_batches],
+        coef=coef,
+    )
+
+
+def pack_likelihood(
+    mini_batches: Sequence[Sequence[LabelledTokens]], *, coef: float = 1.0
+) -> PackedBatch:
+    """Pack the sequences of each optimizer update, for the loss of a language model.
+
+    Each predicted token has the weight `coef` divided by their number in its update.
+
+    Args:
+        mini_batches: tokens of each sequence, with True for those to predict, but the first.
+        coef: weight of the mean loss of an update's predicted tokens.
+    """
     sequences = [sequence for part in mini_batches for sequence in part]
-    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    assert len(lengths) and lengths.min() > 1, "one token predicts nothing"
+    lengths = np.array([len(tokens) for tokens, _ in sequences], dtype=np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    predicted = np.ones(cu_seqlens[-1], dtype=np.float32)
-    predicted[cu_seqlens[:-1]] = 0.0
-    num_predicted = [sum(len(sequence) - 1 for sequence in part) for part in mini_batches]
+    prompt_lengths = np.array([wanted.argmax() for _, wanted in sequences], dtype=np.int64)
+    assert len(lengths) and prompt_lengths.min() > 0, "one token predicts nothing"
+    predicted = np.concatenate([wanted for _, wanted in sequences]).astype(np.float32)
+    num_predicted = [sum(int(wanted.sum()) for _, wanted in part) for part in mini_batches]
     sizes = [len(part) for part in mini_batches]
     token_weights = coef / np.repeat(np.array(num_predicted, dtype=np.float64), sizes)
     return PackedBatch(
-        tokens=np.concatenate(sequences).astype(np.int64),
+        tokens=np.concatenate([tokens for tokens, _ in sequences]).astype(np.int64),
         cu_seqlens=cu_seqlens,
-        prompt_lengths=np.ones(len(sequences), dtype=np.int64),
+        prompt_lengths=prompt_lengths,
         logprobs_rollout=np.full(len(predicted), np.nan, dtype=np.float32),
         advantages=predicted,
         loss_weights=predicted * np.repeat(token_weights, lengths).astype(np.float32),

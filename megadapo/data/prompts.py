@@ -216,10 +216,10 @@ class _Collection:
     def finish(self) -> list[Prompt]:
         """Return the prompts whose rows agree, in order; raise DataError if a gold is unusable."""
         if self._bad_golds:
-            raise DataError("\n".join(_some(self._bad_golds)))
+            raise DataError("\n".join(some(self._bad_golds)))
         if self.conflicts:
             # Two golds for one prompt would reward contradictory answers.
-            listed = "\n".join(_some(list(self.conflicts.values())))
+            listed = "\n".join(some(list(self.conflicts.values())))
             logger.warning("%s: prompts with two gold answers dropped:\n%s", self._source, listed)
         return [
             prompt for prompt in self._prompts.values() if prompt.messages not in self.conflicts
@@ -264,7 +264,7 @@ def _fitting(
     ]
     if too_long and overlong_prompts == "error":
         advice = 'Raise data.max_prompt_tokens, or set data.overlong_prompts = "drop"'
-        raise DataError("\n".join([*_some(too_long), advice]))
+        raise DataError("\n".join([*some(too_long), advice]))
     return [p for p, n in zip(prompts, lengths, strict=True) if n <= max_prompt_tokens]
 
 
@@ -272,6 +272,7 @@ def _describe(prompt: Prompt) -> str:
     return f"prompt {prompt.id} ({prompt.messages[-1][1]!r:.60})"
 
 
-def _some(lines: list[str]) -> list[str]:
+def some(lines: list[str]) -> list[str]:
+    """Return the first lines, and a line that counts the others."""
     rest = len(lines) - MAX_LISTED
     return lines[:MAX_LISTED] + ([f"... and {rest} more"] if rest > 0 else [])

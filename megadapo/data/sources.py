@@ -21,6 +21,8 @@ from megadapo.errors import DataError, InfraError
 COLUMNS = ("data_source", "prompt", "reward_model")
 EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
+ANSWERED_COLUMNS = ("messages", "prompt", "response", "answer", "response_ids")
+"""Columns of answered conversations; `Row.conversation` reads one way to write them."""
 TEXT = "text"
 """The only column that pretraining data needs."""
 PAIR_COLUMNS = ("chosen", "rejected")
@@ -65,6 +67,25 @@ class Row:
         if not prompt:
             raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
         return (*prompt, ("assistant", self._text(answer)))
+
+    @property
+    def conversation(self) -> Messages:
+        """Messages of an answered conversation, checked.
+
+        They are `messages`, or `prompt` (chat messages, or the text of one by the user) followed by
+        the text in `response` or `answer`.
+        """
+        if self.columns.get("messages") is not None:
+            return self._chat("messages")
+        answers = [name for name in ("response", "answer") if self.columns.get(name) is not None]
+        if self.columns.get("prompt") is None or len(answers) != 1:
+            raise DataError(
+                f"{self.place}: expected messages, or prompt with either response or answer; found "
+                f"{', '.join(name for name in self.columns) or 'nothing'}"
+            )
+        is_text = isinstance(self.columns["prompt"], str)
+        prompt = (("user", self._text("prompt")),) if is_text else self._chat("prompt")
+        return (*prompt, ("assistant", self._text(answers[0])))
 
     def _chat(self, column: str) -> Messages:
         chat = self.columns.get(column)
@@ -183,6 +204,19 @@ def read_pair_rows(source: str) -> Iterator[Row]:
     for file in _files(source, SUFFIXES):
         if file.suffix == ".parquet":
             yield from _parquet_rows(file, PAIR_COLUMNS, ("prompt", "messages"))
+        else:
+            yield from _jsonl_rows(file)
+
+
+def read_answered_rows(source: str) -> Iterator[Row]:
+    """Yield rows of answered conversations in order, from files, folders and Hub datasets.
+
+    Raises:
+        DataError: the source does not exist or cannot be read.
+    """
+    for file in _files(source, SUFFIXES):
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, (), ANSWERED_COLUMNS)
         else:
             yield from _jsonl_rows(file)
 

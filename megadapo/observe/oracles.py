@@ -44,13 +44,19 @@ BOUNDED = (
 
 
 def check_oracles(
-    records: Sequence[MetricRecord], config: OracleConfig, *, is_deterministic: bool
+    records: Sequence[MetricRecord],
+    config: OracleConfig,
+    *,
+    is_deterministic: bool,
+    compares_logprobs: bool = True,
 ) -> list[str]:
     """Check the newest step of the run against its bounds.
 
     Args:
         is_deterministic: whether the trainer computes the same bits twice, so that the first ratio
             must be 1. Otherwise only the first step that breaks the bound is reported.
+        compares_logprobs: whether updates have old log-probs; without them only skipped updates
+            and the loss are checked.
 
     Returns:
         Messages about the step.
@@ -60,7 +66,7 @@ def check_oracles(
             value, the bound and the likely causes.
     """
     newest, notes = records[-1], []
-    for key, metric, meaning in BOUNDED:
+    for key, metric, meaning in BOUNDED if compares_logprobs else ():
         bound = getattr(config, key)
         if bound is None or is_within(newest, metric, bound):
             continue

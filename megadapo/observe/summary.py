@@ -47,8 +47,10 @@ _ARTEFACTS = (
 )
 
 
-def print_report(folder: Path, *, console: Console | None = None) -> None:
+def print_report(folder: Path, *, console: Console | None = None, command: str = "train") -> None:
     """Print the before/after table of a run, its costs, its files and next commands.
+
+    `command`: the command of the run.
 
     Raises:
         DataError: no step is recorded yet.
@@ -71,7 +73,7 @@ def print_report(folder: Path, *, console: Console | None = None) -> None:
     console = console or Console()
     console.print(Group(table, cost_table, Text(), files, Text()))
     console.print(
-        f"Train further:    megadapo train {folder} --run.num_steps=N\n"
+        f"Train further:    megadapo {command} {folder} --run.num_steps=N\n"
         f"Draw the curves:  megadapo plot {folder}\n"
         f"Write a report:   megadapo report {folder}",
         markup=False,

@@ -12,13 +12,13 @@ from typing import Any, Self
 from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import ConfigError, CorruptCheckpointError, InfraError
+from megadapo.errors import CheckpointError, ConfigError, CorruptCheckpointError, InfraError
 from megadapo.observe.files import replace_text
 from megadapo.observe.plot import plot_run
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
-from megadapo.run.state.checkpoint import WriteTrainer
-from megadapo.run.state.config_diff import check_config_diff
+from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
+from megadapo.run.state.config_diff import LEARNING_KEYS, SUPERVISED_KEYS, check_config_diff
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.resume import checkpoint_store, find_resume_point
 from megadapo.run.state.run_checkpoints import RunCheckpoints
@@ -30,12 +30,14 @@ BOUNDED_PHASES = ("train", "evaluate")
 
 FIRST_SAVE_S = 300.0
 """Seconds to reserve for a save while none has been made."""
+TRAIN, STAGE = "train", "stage"
+"""The command of a run with rollouts, and the key of a run's state that names any other command."""
 
 
 class Run:
     """One training run on disk and on screen."""
 
-    def __init__(self, config: RunConfig, lease: Lease) -> None:
+    def __init__(self, config: RunConfig, lease: Lease, command: str = TRAIN) -> None:
         self.folder = config.run.folder
         self.step = 0
         """Last completed step."""
@@ -44,22 +46,27 @@ class Run:
         self._config = config
         self._state: dict[str, Any] = {}
         self._lease = lease
+        self._command = command
         self._stop = StopSignal(grace_s=config.run.grace_s)
         self._is_stepping = False
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig, *, accept_changes: Collection[str] = ()) -> Iterator[Self]:
+    def open(
+        cls, config: RunConfig, *, accept_changes: Collection[str] = (), command: str = TRAIN
+    ) -> Iterator[Self]:
         """Lease the run's folder, and bring it to the checkpoint that the run resumes from.
 
         On exit, wait for checkpoints and exports, and write to status.json how the run ended.
 
-        `accept_changes`: keys and tables that may differ from the checkpoint's configuration
-        although they decide what is learned.
+        Args:
+            accept_changes: keys and tables that may differ from the checkpoint's configuration
+                although they decide what is learned.
+            command: the command of the run, which must also have written the checkpoint.
 
         Raises:
-            CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
-                that already holds one.
+            CheckpointError: `run.resume` names no usable checkpoint or one of another command, or
+                is "never" in a folder that already holds one.
             ConfigError: `run.folder` is below a file, or its run would learn something else that
                 is not in `accept_changes`.
             InfraError: `run.folder` cannot be created or written to, or another driver holds it.
@@ -71,8 +78,12 @@ class Run:
             store = checkpoint_store(config)
             point, changes = find_resume_point(config, store), list[str]()
             if point.checkpoint is not None:
-                changes = check_config_diff(config, point.checkpoint, accepted=accept_changes)
-            run = cls(config, lease)
+                _check_command(point.checkpoint, command)
+                keys = LEARNING_KEYS if command == TRAIN else SUPERVISED_KEYS
+                changes = check_config_diff(
+                    config, point.checkpoint, accepted=accept_changes, keys=keys
+                )
+            run = cls(config, lease, command)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
             store.remove_unfinished()
@@ -164,7 +175,7 @@ class Run:
     def complete(self, step: int, state: dict[str, Any]) -> None:
         """Count the step as completed; `state` goes into its checkpoint."""
         self.step = step
-        self._state = state
+        self._state = state if self._command == TRAIN else {**state, STAGE: self._command}
         self.log.status.complete(step)
         self.log.send_event("step")
 
@@ -207,7 +218,22 @@ class Run:
     def finish(self) -> None:
         """Plot a run that has done all its steps, and print its table."""
         plot_run(self.folder)
-        print_report(self.folder)
+        print_report(self.folder, command=self._command)
+
+
+def _check_command(checkpoint: Checkpoint, command: str) -> None:
+    """Check that a run's command wrote its checkpoint.
+
+    Raises:
+        CheckpointError: another command wrote it.
+    """
+    writer = checkpoint.state.get(STAGE, TRAIN)
+    if writer != command:
+        raise CheckpointError(
+            f"megadapo {writer} wrote {checkpoint.path}, so megadapo {command} cannot resume from "
+            "it: choose another run.folder; to start from its weights, write them to a folder with "
+            "megadapo export, and set model.path to that folder"
+        )
 
 
 def _make_folder(folder: Path) -> list[str]:

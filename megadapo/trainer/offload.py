@@ -22,6 +22,8 @@ from megadapo.trainer.trained_model import TrainedModel
 
 Storages = Callable[[], Iterable[UntypedStorage]]
 
+BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
+"""State that is needed in updates only."""
 BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64
 

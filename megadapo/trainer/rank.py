@@ -27,7 +27,6 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
     take_snapshot,
 )
-from megadapo.trainer.config import StateKind
 from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
@@ -39,7 +38,7 @@ from megadapo.trainer.model.parallel import (
     join_groups,
 )
 from megadapo.trainer.model.router_replay import check_choices
-from megadapo.trainer.offload import Offload
+from megadapo.trainer.offload import BETWEEN_UPDATES, Offload
 from megadapo.trainer.reference import ReferencePolicy
 from megadapo.trainer.teacher import Teacher
 from megadapo.trainer.trained_model import TrainedModel
@@ -51,6 +50,7 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from megadapo.trainer.update.clip_bounds import BoundSearch
+from megadapo.trainer.update.likelihood import fit
 from megadapo.trainer.update.measure import UpdateRecorder, probe_shape
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
 from megadapo.trainer.update.optimizer import (
@@ -61,9 +61,6 @@ from megadapo.trainer.update.optimizer import (
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.disk.files import Files
 from megadapo.weights.sync.sender import WeightSender
-
-BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
-"""State that is needed in updates only."""
 
 
 class TrainerRank(TrainedModel):
@@ -134,6 +131,8 @@ class TrainerRank(TrainedModel):
         Old log-probs of the whole batch are computed before the first update, in the same
         micro-batches as the updates.
         """
+        if request.loss == "likelihood":
+            return fit(self, request)
         batch, version = request.batch, request.policy_version
         importance = self.settings.algorithm.importance
         self.check_experts(batch)
@@ -157,7 +156,7 @@ class TrainerRank(TrainedModel):
             critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)
             split = critic.split
         search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
-        sums, grad_norms, num_left_out = self._apply_updates(
+        sums, grad_norms, num_left_out = self.apply_updates(
             request, split, probed=probed, critic=critic, search=search, recorder=recorder
         )
         metrics = summarize(
@@ -206,7 +205,7 @@ class TrainerRank(TrainedModel):
             device=self.device,
         )
 
-    def _apply_updates(
+    def apply_updates(
         self,
         request: UpdateRequest,
         split: Sequence[MiniBatch],

@@ -54,13 +54,16 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateRequest:
-    """One rollout step to train on: one optimizer update per mini-batch and pass of the batch."""
+    """One step to train on: one optimizer update per mini-batch and pass of the batch."""
 
     batch: PackedBatch
     step: int
-    """Rollout step, counted from 1; it sets the learning rate."""
+    """Step, counted from 1; it sets the learning rate."""
     policy_version: int
     """Version of the trainer's weights. Tokens that it sampled are fresh, others stale."""
+    loss: Literal["policy", "likelihood"] = "policy"
+    """Loss of the updates: the policy's objective, or a language model's on the tokens with a loss
+    weight (trainer/update/likelihood.py)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
     pretraining: PackedBatch | None = None

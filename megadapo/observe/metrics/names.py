@@ -76,7 +76,8 @@ METRICS = {
     "rollout/engine_tokens_max": "Tokens of the engine that generated the most.",
     "train/rank_tokens_min": "Tokens, prompts included, of the trainer rank with the fewest.",
     "train/rank_tokens_max": "Tokens, prompts included, of the trainer rank with the most.",
-    "policy/loss": "Mean loss of the step's updates, without the pretraining loss.",
+    "policy/loss": "Mean loss of the step's updates, without the pretraining loss. In "
+    "`megadapo sft` it is minus the mean log-prob of the response tokens.",
     "policy/entropy": "Mean token entropy in nats.",
     "policy/ratio_mean": "Mean ratio of new to old token probability.",
     "policy/approx_kl": "Mean of r - 1 - log r, the divergence of the policy in the step's updates "
@@ -148,6 +149,7 @@ METRICS = {
     "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",
     "memory/engine_min_mib": "Smallest private memory of an engine with its processes.",
     "memory/engine_max_mib": "Largest private memory of an engine with its processes.",
+    "eval/loss": "Mean loss of held-out response tokens in nats; of `megadapo sft` only.",
     "eval/accuracy": "Held-out accuracy that became known in this step; the newest if several did.",
     "eval/policy_version": "Weights that the evaluation scored.",
 }

@@ -36,12 +36,21 @@ LEARNING_KEYS = (
 )
 """Keys and tables that decide what is learned; the others decide where, how fast and what is
 shown."""
+SUPERVISED_KEYS = (
+    *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
+    *("rollout.max_response_tokens", "run.seed", "data.shuffle", "supervised"),
+)
+"""Keys and tables that decide what is learned from rows of data."""
 START_KEYS = ("run.resume", "run.folder")
 """Keys that each start chooses."""
 
 
 def check_config_diff(
-    config: RunConfig, checkpoint: Checkpoint, *, accepted: Collection[str] = ()
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    *,
+    accepted: Collection[str] = (),
+    keys: tuple[str, ...] = LEARNING_KEYS,
 ) -> list[str]:
     """Compare a configuration with the one of the run that wrote a checkpoint.
 
@@ -49,6 +58,7 @@ def check_config_diff(
 
     Args:
         accepted: keys and tables that may change although they decide what is learned.
+        keys: keys and tables that decide what is learned.
 
     Returns:
         One line for each changed key.
@@ -68,9 +78,7 @@ def check_config_diff(
         for key in new | old
         if old.get(key) != new.get(key) and key not in START_KEYS
     }
-    refused = [
-        key for key in changes if _within(key, LEARNING_KEYS) and not _within(key, tuple(accepted))
-    ]
+    refused = [key for key in changes if _within(key, keys) and not _within(key, tuple(accepted))]
     if refused and folder.resolve() == config.run.folder.resolve():
         raise ConfigError(
             "\n".join(

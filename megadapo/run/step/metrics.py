@@ -34,8 +34,7 @@ def step_metrics(
     `published`: report on the publication of the step's weights; None without engines.
     """
     return {
-        "step": step,
-        "policy_version": step,
+        **update_metrics(step, update),
         "time/reward_s": sampled.reward_seconds,
         **_responses(sampled, config),
         **reflection_shares(
@@ -44,9 +43,17 @@ def step_metrics(
         ),
         **_groups(sampled),
         **_tool_use(sampled, config),
-        **update.metrics,
         **_publication(published),
         **_engine_load(sampled),
+    }
+
+
+def update_metrics(step: int, update: UpdateResult) -> dict[str, int | float | None]:
+    """Return the metrics of a step's updates and of the trainer's ranks."""
+    return {
+        "step": step,
+        "policy_version": step,
+        **update.metrics,
         **_spread("train/rank_tokens_{}", update.rank_tokens),
         **_spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
         **_spread("time/rank_logprobs_{}_s", update.rank_seconds),
@@ -186,6 +193,11 @@ def step_warnings(
             f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss: the "
             "engine gave no finite log-prob for them"
         )
+    yield from skipped_updates(step, update)
+
+
+def skipped_updates(step: int, update: UpdateResult) -> Iterator[str]:
+    """Yield a line if updates were skipped."""
     if skipped := update.metrics["policy/skipped_updates"]:
         yield f"step {step}: {skipped} updates skipped: loss or gradient not finite"
 

@@ -63,48 +63,25 @@ def make_batch(
     return packed, values
 
 
-class StepTrainer:
-    """The trainer with the rest of training's state: KL coefficient and pretraining data."""
+class TrainerState:
+    """The trainer's ranks, and the step whose weights they have."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        gpus: GpuSharing,
-        algorithm: AlgorithmConfig,
-        pretraining_data: PretrainingStream | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, gpus: GpuSharing) -> None:
         self.ranks = trainer
         self.step: int | None = 0
         """Step that produced the trainer's weights; None in the middle of an update."""
         self.gpus = gpus
-        self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
-        server = algorithm.reference.server
-        self._teacher = None if server is None else TeacherServer(server)
-        self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
-        self._pretraining_data = pretraining_data
 
-    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch. Engines on shared GPUs sleep until the next publish.
+    def apply(self, request: UpdateRequest) -> UpdateResult:
+        """Apply the updates of a step. Engines on shared GPUs sleep until the next publish.
 
         Raises:
-            InfraError: a rank failed, or the teacher's server does not answer.
+            InfraError: a rank failed.
         """
-        if self._teacher is not None:
-            batch = replace(batch, logprobs_ref=self._teacher.logprobs(batch))
         self.step = None
         self.gpus.start_update()
-        request = UpdateRequest(
-            batch=batch,
-            policy_version=step - 1,
-            step=step,
-            kl_reward_coef=self._kl_controller.coef,
-            pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
-        )
         result = self.ranks.update(request)
-        # at a learning rate of 0 neither the policy nor its KL divergence changes
-        if result.metrics["policy/lr"]:
-            self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
-        self.step = step
+        self.step = request.step
         return result
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -112,21 +89,13 @@ class StepTrainer:
 
         Raises:
             CorruptCheckpointError: a file is damaged.
-            DataError: the pretraining data differs from the checkpoint's.
         """
         self.ranks.load(checkpoint.trainer_folder, checkpoint.files)
-        self.step, state = checkpoint.step, checkpoint.state
-        self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
-        # a run that adds pretraining data starts with its first document
-        if self._pretraining_data is not None and PRETRAINING_STATE in state:
-            self._pretraining_data.load_state_dict(state[PRETRAINING_STATE])
+        self.step = checkpoint.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the run's state that the ranks do not save."""
-        state: dict[str, Any] = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
-        if self._pretraining_data is not None:
-            state[PRETRAINING_STATE] = self._pretraining_data.state_dict()
-        return state
+        return {}
 
     def begin_save(self, folder: Path, *, last: bool = False) -> Callable[[], Files]:
         """Begin to write the trainer's part of a checkpoint while engines leave shared GPUs.
@@ -139,6 +108,66 @@ class StepTrainer:
         """
         with self.gpus.saving(last=last):
             return self.ranks.begin_save(folder)
+
+
+class StepTrainer(TrainerState):
+    """The trainer with the rest of training's state: KL coefficient and pretraining data."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        gpus: GpuSharing,
+        algorithm: AlgorithmConfig,
+        pretraining_data: PretrainingStream | None = None,
+    ) -> None:
+        super().__init__(trainer, gpus)
+        self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
+        server = algorithm.reference.server
+        self._teacher = None if server is None else TeacherServer(server)
+        self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
+        self._pretraining_data = pretraining_data
+
+    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
+        """Train on one step's batch.
+
+        Raises:
+            InfraError: a rank failed, or the teacher's server does not answer.
+        """
+        if self._teacher is not None:
+            batch = replace(batch, logprobs_ref=self._teacher.logprobs(batch))
+        request = UpdateRequest(
+            batch=batch,
+            policy_version=step - 1,
+            step=step,
+            kl_reward_coef=self._kl_controller.coef,
+            pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
+        )
+        result = self.apply(request)
+        # at a learning rate of 0 neither the policy nor its KL divergence changes
+        if result.metrics["policy/lr"]:
+            self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
+        return result
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restore the ranks, and what `state_dict` returned.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+            DataError: the pretraining data differs from the checkpoint's.
+        """
+        super().load(checkpoint)
+        state = checkpoint.state
+        self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
+        # a run that adds pretraining data starts with its first document
+        if self._pretraining_data is not None and PRETRAINING_STATE in state:
+            self._pretraining_data.load_state_dict(state[PRETRAINING_STATE])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the part of the run's state that the ranks do not save."""
+        state: dict[str, Any] = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
+        if self._pretraining_data is not None:
+            state[PRETRAINING_STATE] = self._pretraining_data.state_dict()
+        return state
 
     def _next_pretraining_batch(self, num_updates: int) -> PackedBatch | None:
         if self._pretraining_data is None:

@@ -1,74 +1,33 @@
-"""The records of each step, and the last save of a run that ends early."""
+"""The records of each step of a run with rollouts: saved rollouts, evaluations and metrics."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import (
-    InfraError,
-    MegadapoError,
-    OracleError,
-    ProcessHungError,
-    RunInterruptedError,
-)
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.oracles import check_oracles
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
-from megadapo.run.state.run_checkpoints import FAILING_S
 from megadapo.run.step.metrics import step_metrics, step_warnings
+from megadapo.run.step.record_writer import RecordWriter
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.trainer.types import UpdateResult
 from megadapo.weights.sync.publish import PublishReport
 
-RETRY_S = 5.0
-Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
-class _UpdatedStep:
-    """A step whose update is complete and whose record is not written yet."""
-
-    step: int
-    state: Callable[[], dict[str, Any]]
-    metrics: Callable[[], MetricRecord]
-    """Returns the metrics to record if the weights cannot be published."""
-    save_rollouts: Callable[[], None]
-    """Begins to save the step's rollouts."""
-
-
-class StepWriter:
+class StepWriter(RecordWriter):
     """Writes saved rollouts, evaluations, metrics and checkpoints of each step."""
 
+    compares_logprobs = True
+
     def __init__(self, config: RunConfig, run: Run, workers: Workers) -> None:
-        self._config = config
-        self._run = run
-        self._trainer = workers.trainer
+        super().__init__(config, run, workers.trainer)
         self._rollouts = workers.rollouts
         self._tokenizer = workers.tokenizer
-        self._updated: _UpdatedStep | None = None
-
-    @contextmanager
-    def saving_last_step(self) -> Iterator[None]:
-        """Save the last complete step if an error ends this block, then re-raise the error."""
-        try:
-            yield
-        except Exception as error:
-            # a boundary: whatever happened, what is complete must be saved
-            self._save_last_step(error)
-            raise
-        finally:
-            self._run.checkpoints.join()
-            self._run.log.show(*self._rollouts.drain_warnings())
 
     def evaluate(self, step: int) -> None:
         """Start the evaluation of the published weights if one is due; record finished ones."""
@@ -89,7 +48,6 @@ class StepWriter:
 
         From here on an early end of the run saves this step, whether or not it is published.
         """
-        metrics = partial(step_metrics, step, sampled, update, config=self._config)
         saved = partial(
             saved_groups,
             step,
@@ -101,13 +59,11 @@ class StepWriter:
             self._tokenizer,
             self._rollouts.cross_checks,
         )
-        self._updated = _UpdatedStep(
+        self.begin_step(
             step,
-            self._state_dict,
-            metrics,
+            partial(step_metrics, step, sampled, update, config=self._config),
             save_rollouts=lambda: self._run.log.save_rollouts(step, saved()),
         )
-        self._updated.save_rollouts()
         with self._run.phase("rollout"):
             self._rollouts.wait()
 
@@ -124,97 +80,12 @@ class StepWriter:
             OracleError: the step broke an invariant; it is recorded.
             MegadapoError: a record, an evaluation or a checkpoint failed.
         """
-        run, config = self._run, self._config
         self.evaluate(step)
-        metrics = step_metrics(step, sampled, update, config=config, published=published)
-        record = self._until_written(partial(self._record, metrics))
-        run.log.show(*step_warnings(step, sampled, update, config))
-        run.log.show(*self._rollouts.drain_warnings())
-        run.complete(step, self._state_dict())
-        self._updated = None
-        # after the record, so that metrics.jsonl shows the step that broke a bound
-        self._check_oracles()
-        if run.saves(step):
-            run.save(self._trainer.begin_save, num_bytes=self._trainer.ranks.checkpoint_bytes)
-        return record
-
-    def _record(self, metrics: MetricRecord) -> MetricRecord:
-        """Record a step; if that fails, begin to save its rollouts again for the next try."""
-        try:
-            return self._run.log.record(metrics)
-        except InfraError:
-            if self._updated is not None:
-                self._updated.save_rollouts()
-            raise
-
-    def _until_written(self, write: Callable[[], Result]) -> Result:
-        """Write to the run's folder; if it fails, try again for as long as a save is tried.
-
-        Raises:
-            InfraError: the folder fails for longer.
-            RunInterruptedError: a stop was requested meanwhile.
-        """
-        until, shown = time.monotonic() + FAILING_S, False
-        while True:
-            try:
-                return write()
-            except (InfraError, OSError) as error:
-                if time.monotonic() > until:
-                    raise
-                if not shown:
-                    self._run.log.show(f"{error}; trying again for {FAILING_S / 60:g} minutes")
-                shown = True
-            with self._run.phase("wait for the run's folder", interruptible=True):
-                time.sleep(RETRY_S)
-
-    def _check_oracles(self) -> None:
-        """Check the newest step, and send an event for each bound that it broke."""
-        config, log = self._config, self._run.log
-        try:
-            broken = check_oracles(
-                log.records, config.oracles, is_deterministic=config.is_deterministic
-            )
-        except OracleError as error:
-            log.send_event("oracle", reason=str(error))
-            raise
-        for message in broken:
-            log.send_event("oracle", reason=message)
-        log.show(*broken)
+        metrics = step_metrics(step, sampled, update, config=self._config, published=published)
+        return self.record_step(metrics, step_warnings(step, sampled, update, self._config))
 
     def _state_dict(self) -> dict[str, Any]:
-        return {**self._rollouts.state_dict(), **self._trainer.state_dict()}
+        return {**self._rollouts.state_dict(), **super()._state_dict()}
 
-    def _save_last_step(self, error: Exception) -> None:
-        """Save the last complete step before `error` ends the run.
-
-        Raises:
-            MegadapoError: the save failed, and `error` itself was no failure of a process.
-        """
-        run, trainer = self._run, self._trainer
-        if trainer.step != (run.step if self._updated is None else self._updated.step):
-            # the trainer is in the middle of an update, and its weights belong to no step
-            return
-        self._complete_updated_step()
-        if isinstance(error, ProcessHungError) and not trainer.ranks.all_alive():
-            run.log.show(f"step {run.step} cannot be saved: a rank of the trainer hangs")
-            return
-        begin = partial(trainer.begin_save, last=True)
-        try:
-            run.save(begin, num_bytes=trainer.ranks.checkpoint_bytes, wait=True)
-        except MegadapoError as failed:
-            if isinstance(error, RunInterruptedError | OracleError):
-                raise
-            run.log.show(str(failed))
-
-    def _complete_updated_step(self) -> None:
-        """Count and record a step whose update is done, though it may not be published."""
-        updated, run = self._updated, self._run
-        if updated is None:
-            return
-        try:
-            run.complete(updated.step, updated.state())
-            if not any(record["step"] == updated.step for record in run.log.records[-1:]):
-                run.log.record(updated.metrics())
-        except MegadapoError as failed:
-            # a disk without room for the record may still have room for the checkpoint
-            run.log.show(f"step {run.step} is not in the metrics: {failed}")
+    def _drain_warnings(self) -> list[str]:
+        return self._rollouts.drain_warnings()

@@ -21,9 +21,6 @@ from megadapo.kernels.policy_head import (
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.model.parallel import add_up_over_context
 
-LIKELIHOOD = PolicyObjective(ratio="none", gate="none")
-"""Objective of a language model: with advantages of 1, a token's loss is minus its log-prob."""
-
 
 class OutputLayer(Protocol):
     """The part of megatron-core's output layer that the head reads."""

@@ -16,9 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
+from megadapo.algorithm.objective import LIKELIHOOD
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.model.head import LIKELIHOOD, PolicyHead
+from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.update.metrics import MiniBatchSums
 
 Work = tuple[MicroBatch, Callable[..., Any]]

@@ -12,6 +12,7 @@ import pytest
 from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.run import Run
+from megadapo.run.step import record_writer
 from megadapo.run.step import writer as writer_module
 from megadapo.run.step.writer import StepWriter
 from tests.support.rollout.saved_groups import saved_group
@@ -50,8 +51,8 @@ def results(monkeypatch):
     monkeypatch.setattr(writer_module, "saved_groups", lambda step, *_: [saved_group(step=step)])
     monkeypatch.setattr(writer_module, "step_metrics", lambda step, *_, **__: {"step": step})
     monkeypatch.setattr(writer_module, "step_warnings", lambda *_: [])
-    monkeypatch.setattr(writer_module, "check_oracles", lambda *_, **__: [])
-    monkeypatch.setattr(writer_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(record_writer, "check_oracles", lambda *_, **__: [])
+    monkeypatch.setattr(record_writer, "RETRY_S", 0.01)
 
 
 @pytest.mark.usefixtures("results")
@@ -75,7 +76,7 @@ def test_step_waits_for_a_folder_that_fails(tmp_path, monkeypatch, failing):
                 if aside is not None:
                     aside.rename(entry)
 
-        monkeypatch.setattr(writer_module.time, "sleep", sleep)
+        monkeypatch.setattr(record_writer.time, "sleep", sleep)
         writer.finish_step(2, NOTHING, UPDATE, None)
     assert len(waits) >= 3
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
@@ -94,7 +95,7 @@ def test_folder_that_fails_for_long_or_a_stop_ends_the_wait(tmp_path, monkeypatc
         writer = StepWriter(config, run, workers_at(1))
         writer.update_done(1, NOTHING, BATCH, np.zeros(0), UPDATE)
         with monkeypatch.context() as patch:
-            patch.setattr(writer_module, "FAILING_S", 0.0)
+            patch.setattr(record_writer, "FAILING_S", 0.0)
             with pytest.raises(InfraError, match="rollouts/step-1"):
                 writer.finish_step(1, NOTHING, UPDATE, None)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

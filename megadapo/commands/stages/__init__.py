@@ -1,0 +1,1 @@
+"""Commands of the stages around reinforcement learning."""

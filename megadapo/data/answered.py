@@ -1,0 +1,185 @@
+"""Answered conversations: the tokens that supervised fine-tuning predicts, and rows to write.
+
+Prompts and responses have the tokens of a run with rollouts. The chat template renders the messages
+before an answer as it renders a prompt, and the answer ends with the tokenizer's end-of-sequence
+token, at which sampling stops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megadapo.data.pretraining import LabelledTokens
+from megadapo.data.prompts import Prompt, render, some
+from megadapo.data.sources import Messages, Row, read_answered_rows
+from megadapo.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+"""Role of the messages that are predicted."""
+logger = logging.getLogger(__name__)
+
+
+class AnswerEncoder:
+    """Turns answered conversations into labelled tokens."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+    ) -> None:
+        """The limits hold for each answer and the messages before it.
+
+        Raises:
+            DataError: the tokenizer has no end-of-sequence token.
+        """
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer of model.path has no end-of-sequence token")
+        self._tokenizer = tokenizer
+        self._end: int = tokenizer.eos_token_id
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_response_tokens = max_response_tokens
+
+    def response_ids(self, text: str) -> list[int]:
+        """Return the tokens of a response, with the end-of-sequence token."""
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._end]
+
+    def text_of(self, response_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens, without special tokens."""
+        text = self._tokenizer.decode(list(response_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, row: Row) -> list[LabelledTokens]:
+        """Return the sequences of a conversation; usually one.
+
+        An answer continues the sequence of the answer before it if these are the tokens that the
+        template gives. Otherwise it starts another, as with a template that
+        drops earlier thoughts.
+
+        Raises:
+            DataError: a message cannot be used.
+            OverlongError: a prompt or an answer has too many tokens.
+        """
+        messages = row.conversation
+        answers = [place for place, (role, _) in enumerate(messages) if role == ASSISTANT]
+        if not answers or answers[0] == 0:
+            raise DataError(f"{row.place}: no message of the {ASSISTANT} follows another message")
+        sequences: list[tuple[list[int], list[bool]]] = []
+        for place in answers:
+            ids = self._ids_of(row, messages, place, is_last=place == answers[-1])
+            prompt = self._prompt_ids(row, messages[:place])
+            tokens, wanted = sequences[-1] if sequences else ([], [])
+            if not sequences or prompt[: len(tokens)] != tokens:
+                tokens, wanted = [], []
+                sequences.append((tokens, wanted))
+            given = prompt[len(tokens) :]
+            tokens += [*given, *ids]
+            wanted += [False] * len(given) + [True] * len(ids)
+        return [
+            (np.array(tokens, dtype=np.int32), np.array(wanted, dtype=np.bool_))
+            for tokens, wanted in sequences
+        ]
+
+    def _prompt_ids(self, row: Row, messages: Messages) -> list[int]:
+        prompt = Prompt(row.place, messages, "", "")
+        ids = render(prompt, self._tokenizer)
+        if len(ids) > self._max_prompt_tokens:
+            raise OverlongError(
+                f"{row.place}: a prompt has {len(ids)} tokens; at most data.max_prompt_tokens = "
+                f"{self._max_prompt_tokens} are allowed"
+            )
+        return ids
+
+    def _ids_of(self, row: Row, messages: Messages, place: int, *, is_last: bool) -> list[int]:
+        sampled = row.columns.get("response_ids") if is_last else None
+        if sampled is None:
+            ids = self.response_ids(messages[place][1])
+        else:
+            ids = self._sampled_ids(row, sampled, messages[place][1])
+        if len(ids) > self._max_response_tokens:
+            raise OverlongError(
+                f"{row.place}: an answer has {len(ids)} tokens; at most "
+                f"rollout.max_response_tokens = {self._max_response_tokens} are allowed"
+            )
+        return ids
+
+    def _sampled_ids(self, row: Row, sampled: object, text: str) -> list[int]:
+        size = len(self._tokenizer)
+        if not (
+            isinstance(sampled, list)
+            and all(type(one) is int and 0 <= one < size for one in sampled)
+            and self.text_of(sampled) == text
+        ):
+            raise DataError(
+                f"{row.place}: response_ids are not the tokens of the answer: another tokenizer "
+                "made them; leave them out to encode the text"
+            )
+        return list(sampled)
+
+
+class OverlongError(DataError):
+    """A prompt or an answer of a conversation is too long."""
+
+
+def load_answered(
+    source: str, encoder: AnswerEncoder, *, overlong: Literal["error", "drop"] = "error"
+) -> list[list[LabelledTokens]]:
+    """Return the sequences of each row of a source, in order, without rows that are too long.
+
+    Raises:
+        DataError: a row cannot be read, or is too long and `overlong` is "error".
+    """
+    rows: list[list[LabelledTokens]] = []
+    too_long: list[str] = []
+    for row in read_answered_rows(source):
+        try:
+            rows.append(encoder.encode(row))
+        except OverlongError as error:
+            too_long.append(str(error))
+    if too_long and overlong == "error":
+        advice = 'Raise the limit, or set data.overlong_prompts = "drop"'
+        raise DataError("\n".join([*some(too_long), advice]))
+    if not rows:
+        raise DataError(f"{source} has no usable row")
+    logger.info("%s: %d rows; left out: %d that are too long", source, len(rows), len(too_long))
+    return rows
+
+
+def fingerprint(rows: Sequence[Sequence[LabelledTokens]]) -> str:
+    """Return a hash of the rows' tokens and labels."""
+    digest = hashlib.sha256()
+    for row in rows:
+        for tokens, wanted in row:
+            # the length separates sequences, so that different lists differ
+            digest.update(f"/{len(tokens)}/".encode() + tokens.tobytes() + wanted.tobytes())
+        digest.update(b";")
+    return digest.hexdigest()
+
+
+def answered_row(
+    prompt: Prompt, response_ids: Sequence[int], encoder: AnswerEncoder, *, reward: float
+) -> dict[str, Any]:
+    """Return the row of a sampled response, which `load_answered` reads.
+
+    Its text is decoded from the sampled tokens. If encoding the text gives other tokens, the row
+    has the sampled ones too, and they are trained on.
+    """
+    ids = [int(one) for one in response_ids]
+    text = encoder.text_of(ids)
+    messages = [*prompt.messages, (ASSISTANT, text)]
+    row: dict[str, Any] = {
+        "messages": [{"role": role, "content": content} for role, content in messages],
+        "prompt_id": prompt.id,
+        "reward": reward,
+    }
+    return row if encoder.response_ids(text) == ids else row | {"response_ids": ids}

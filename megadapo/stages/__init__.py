@@ -1,0 +1,1 @@
+"""The stages around reinforcement learning, which train on rows of data instead of rollouts."""
