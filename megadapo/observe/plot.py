@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from megadapo.observe.metrics.records import (
     MetricRecord,
     read_evaluations,
     read_metrics,
-    unused_share,
 )
-from megadapo.observe.metrics.reflection import ANY_PHRASE, AREA
+from megadapo.observe.panels.panel import HELD_OUT, Panel
+from megadapo.observe.panels.sections import sections_with_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ PLOT_FILE = "plot.png"
 # Okabe and Ito's palette: told apart with every common colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _GREY = "#666666"
+_LINE_STYLES = ("-", "--", ":", "-.")
+NUM_COLUMNS = 4
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -57,28 +59,38 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
     Raises DataError for a folder without recorded steps.
     """
     import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     runs = [PlottedRun.read(folder) for folder in folders]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(17.5, 11.0), layout="constrained")
-        panels = list(figure.subplots(3, 4).flat)
-        for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
-            for panel, draw in zip(panels, PANELS, strict=True):
-                draw(panel, run, colour)
-        for panel in panels:
-            finish(panel)
-        last = runs[0].records[-1]["step"]
-        title = f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
-        if len(runs) > 1:
-            title = f"{len(runs)} runs"
-            colours = itertools.cycle(COLOURS)
-            names = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
-            figure.legend(handles=names, loc="outside lower center", ncols=min(len(runs), 5))
-        figure.suptitle(title, fontsize=13)
-        save(figure, output)
+        save(draw_runs(runs), output)
     return output
+
+
+def draw_runs(runs: Sequence[PlottedRun]) -> Figure:
+    """Return a figure of the panels in which any of the runs has values."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = dict.fromkeys(name for run in runs for name in run.measured())
+    sections = sections_with_values(names)
+    panels = [panel for _, shown in sections for panel in shown if panel.in_plot]
+    num_rows = math.ceil(len(panels) / NUM_COLUMNS) or 1
+    figure = Figure(figsize=(17.5, 3.4 * num_rows + 0.8), layout="constrained")
+    places = list(figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flat)
+    for axes, panel in zip(places, panels, strict=False):
+        _draw_panel(axes, panel, runs)
+        finish(axes)
+    for axes in places[len(panels) :]:
+        axes.remove()
+    last = runs[0].records[-1]["step"]
+    title = f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
+    if len(runs) > 1:
+        title = f"{len(runs)} runs"
+        colours = itertools.cycle(COLOURS)
+        handles = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 5))
+    figure.suptitle(title, fontsize=13)
+    return figure
 
 
 def finish(axes: Axes) -> None:
@@ -92,11 +104,16 @@ def finish(axes: Axes) -> None:
     # All runs share the meaning of a line style, so each style is named once.
     once = dict(zip(reversed(labels), reversed(handles), strict=True))
     if len(once) > 1:
+        num_columns = 1 if len(once) < 4 else 2
+        num_rows = math.ceil(len(once) / num_columns)
         # Headroom keeps the legend off the curves.
-        axes.margins(y=0.12 * max(len(once), 2))
-        if axes.get_yscale() == "linear" and axes.dataLim.ymin >= 0 > axes.get_ylim()[0]:
-            axes.set_ylim(bottom=0)
-        axes.legend(reversed(once.values()), reversed(once.keys()), loc="best")
+        if axes.get_yscale() == "linear":
+            low, high = axes.get_ylim()
+            low = 0.0 if axes.dataLim.ymin >= 0.0 > low else low
+            axes.set_ylim(low, high + (high - low) * 0.1 * num_rows)
+        else:
+            axes.margins(y=0.12 * num_rows)
+        axes.legend(list(reversed(once.values())), list(reversed(once.keys())), ncols=num_columns)
     elif not once:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
 
@@ -136,150 +153,82 @@ class PlottedRun:
             )
         return cls(folder.resolve().name, records, read_evaluations(folder))
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps at which a metric was measured, and its values."""
-        pairs = [
-            (float(r["step"] or 0), float(value))
-            for r in self.records
-            if (value := r.get(name)) is not None
-        ]
-        return [step for step, _ in pairs], [value for _, value in pairs]
+    def measured(self) -> list[str]:
+        """Return the metrics that have values, and `HELD_OUT` if there are evaluations."""
+        names = [name for one in self.records for name, value in one.items() if value is not None]
+        return [*dict.fromkeys(names), *([HELD_OUT] if self.evaluations else [])]
+
+    def series(self, name: str) -> dict[float, float]:
+        """Return the values of a metric by the steps at which it was measured."""
+        return {
+            float(record["step"] or 0): float(value)
+            for record in self.records
+            if (value := record.get(name)) is not None
+        }
 
 
-def _line(axes: Axes, run: PlottedRun, name: str, colour: str, label: str, **style: Any) -> None:
-    _curve(axes, *run.series(name), color=colour, label=label, **style)
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[PlottedRun]) -> None:
+    """Draw a panel: a colour is a run; if there is only one run, a colour is a metric."""
+    axes.set_title(panel.title, loc="left")
+    axes.set_title(panel.unit, loc="right", fontsize=8, fontweight="normal", color=_GREY)
+    values = [value for run in runs for name in panel.lines for value in run.series(name).values()]
+    if panel.log and any(0.0 < value < math.inf for value in values):
+        # Exact agreement is 0, which a logarithmic axis leaves out: a gap in the line shows it.
+        axes.set_yscale("log")
+    for number, run in enumerate(runs):
+        colour = COLOURS[number % len(COLOURS)]
+        if panel.against:
+            _draw_against(axes, panel, run, colour)
+            continue
+        for line, (name, label) in enumerate(panel.lines.items()):
+            series = run.series(name)
+            look = _look(colour, line, len(runs))
+            # A line through one point is invisible: short runs get markers.
+            look |= {"marker": "o" if len(series) < 3 else None}
+            if series:
+                axes.plot(list(series), list(series.values()), label=label, **look)
+        _fill_band(axes, panel, run, colour)
+        if panel.held_out and run.evaluations:
+            _draw_held_out(axes, run, _look(colour, len(panel.lines), len(runs)))
 
 
-def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], **style: Any) -> None:
-    if steps:
-        # A line through one point is invisible: short runs get markers.
-        axes.plot(steps, values, marker="o" if len(steps) < 3 else None, **style)
+def _look(colour: str, line: int, num_runs: int) -> dict[str, Any]:
+    """Return colour and line style of a panel's line."""
+    if num_runs == 1:
+        return {"color": COLOURS[line % len(COLOURS)]}
+    return {"color": colour, "linestyle": _LINE_STYLES[line % len(_LINE_STYLES)]}
 
 
-def _tail(axes: Axes, run: PlottedRun, name: str, colour: str, longest: str) -> None:
-    """Draw the 95th percentile and the maximum of a metric family.
-
-    The area between median and 95th percentile is filled over the steps that have both.
-
-    Args:
-        name: metric name with {} in place of p50, p95 and max.
-    """
-    _line(axes, run, name.format("max"), colour, longest, alpha=0.5, linestyle="--")
-    median, p95 = (dict(zip(*run.series(name.format(q)), strict=True)) for q in ("p50", "p95"))
-    steps = sorted(median.keys() & p95.keys())
-    if len(steps) < 2:  # nothing to fill
-        _line(axes, run, name.format("p95"), colour, "95th percentile", alpha=0.5, linestyle=":")
+def _fill_band(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:
+    """Fill between the two metrics of a panel's band over the steps that have both."""
+    if not panel.band:
         return
-    pair = [median[step] for step in steps], [p95[step] for step in steps]
-    label = "median to 95th percentile"
-    axes.fill_between(steps, *pair, color=colour, alpha=0.2, linewidth=0, label=label)
+    high, low, *label = panel.band
+    tops, bottoms = run.series(high), run.series(low)
+    steps = sorted(tops.keys() & bottoms.keys())
+    areas = [tops[step] for step in steps], [bottoms[step] for step in steps]
+    axes.fill_between(
+        steps, *areas, color=colour, alpha=0.15, linewidth=0, label=label[0] if label else None
+    )
 
 
-def _accuracy(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Accuracy")
-    axes.set_ylim(-0.02, 1.02)
-    _line(axes, run, "accuracy/mean", colour, "train (all sampled)", alpha=0.55)
-    if not run.evaluations:
-        return
+def _draw_held_out(axes: Axes, run: PlottedRun, look: dict[str, Any]) -> None:
+    """Draw the accuracy of evaluations in a band of its standard error."""
     steps = [e.step for e in run.evaluations]
     mean = [e.accuracy for e in run.evaluations]
     low = [e.accuracy - e.standard_error for e in run.evaluations]
     high = [e.accuracy + e.standard_error for e in run.evaluations]
-    samples = run.evaluations[-1].samples_per_problem
-    label = f"held-out avg@{samples} \u00b1 standard error"
-    axes.plot(steps, mean, color=colour, marker="o", markersize=5, linestyle="--", label=label)
-    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    label = f"held-out avg@{run.evaluations[-1].samples_per_problem} \u00b1 standard error"
+    axes.plot(steps, mean, marker="o", markersize=5, label=label, **look)
+    axes.fill_between(steps, low, high, color=look["color"], alpha=0.2, linewidth=0)
 
 
-def _length(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Response length (tokens)")
-    _line(axes, run, "response_length/mean", colour, "mean")
-    _tail(axes, run, "response_length/{}", colour, "longest")
-
-
-def _lines(title: str, labels: Mapping[str, str], axes: Axes, run: PlottedRun, colour: str) -> None:
-    """Draw one or two metrics, given with their labels; the second line is dashed."""
-    axes.set_title(title)
-    for (name, label), style in zip(labels.items(), ("-", "--"), strict=False):
-        _line(axes, run, name, colour, label, linestyle=style)
-
-
-def _parity(axes: Axes, run: PlottedRun, colour: str) -> None:
-    if any(value > 0 for value in run.series("parity/logprob_abs_max")[1]):
-        # Exact agreement is 0, which a logarithmic axis leaves out: a gap in the line shows it.
-        axes.set_yscale("log")
-    labels = {"parity/logprob_abs_max": "largest", "parity/logprob_abs_mean": "mean"}
-    _lines("Trainer vs engine |log-prob gap| (nats)", labels, axes, run, colour)
-
-
-def _group_time(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Time of a group (s)")
-    _line(axes, run, "time/group_p50_s", colour, "median")
-    _tail(axes, run, "time/group_{}_s", colour, "slowest")
-
-
-def _use(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Use of engines and tokens (share)")
-    axes.set_ylim(-0.02, 1.02)
-    _line(axes, run, "rollout/engine_busy_share", colour, "engines busy")
-    _line(axes, run, "rollout/slot_use", colour, "slots in use", linestyle="--")
-    shares = [(float(r["step"] or 0), unused_share(r)) for r in run.records]
-    unused = [(step, share) for step, share in shares if share is not None]
-    steps, values = [step for step, _ in unused], [share for _, share in unused]
-    _curve(axes, steps, values, color=colour, linestyle=":", label="tokens not trained on")
-    axes.fill_between(steps, values, color=colour, alpha=0.2, linewidth=0)
-
-
-def _watched(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_ylim(-0.02, 1.02)
-    labels = {
-        "policy/token_probability_mean": "mean probability",
-        "policy/positive_gradient_share": "gradient share of positive tokens",
-    }
-    _lines("Tokens trained on", labels, axes, run, colour)
-
-
-def _reflection(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Looking back (share of responses)")
-    _line(axes, run, ANY_PHRASE, colour, "any phrase")
-    names = dict.fromkeys(name for record in run.records for name in record)
-    phrases = [name for name in names if name.startswith(AREA) and name != ANY_PHRASE]
-    styles = itertools.cycle((":", "--", "-."))
-    for name, style in zip(phrases, styles, strict=False):
-        if any(run.series(name)[1]):
-            label = name.removeprefix(AREA).replace("_", " ")
-            _line(axes, run, name, colour, label, alpha=0.6, linestyle=style, linewidth=1.0)
-
-
-def _by_accuracy(axes: Axes, run: PlottedRun, colour: str, *, name: str, title: str) -> None:
-    """Draw a metric against training accuracy, one point a step, the last one marked."""
-    axes.set_title(f"{title} against accuracy")
-    axes.set_xlabel("training accuracy")
-    accuracy, values = (dict(zip(*run.series(one), strict=True)) for one in ("accuracy/mean", name))
-    steps = sorted(accuracy.keys() & values.keys())
-    if not steps:
-        return
-    x, y = [accuracy[step] for step in steps], [values[step] for step in steps]
+def _draw_against(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:
+    """Draw a metric against another, one point a step, the last one marked."""
+    [name] = panel.lines
+    axes.set_xlabel(panel.unit.rpartition("against ")[2])
+    x_values, y_values = run.series(panel.against), run.series(name)
+    steps = sorted(x_values.keys() & y_values.keys())
+    x, y = [x_values[step] for step in steps], [y_values[step] for step in steps]
     axes.plot(x, y, color=colour, alpha=0.6, linewidth=1.0, marker=".", label="each step")
     axes.plot(x[-1:], y[-1:], color=colour, marker="o", linestyle="none", label="the last step")
-
-
-PANELS: tuple[Callable[[Axes, PlottedRun, str], None], ...] = (
-    *(_accuracy, _length),
-    partial(_lines, "Entropy (nats per token)", {"policy/entropy": "entropy"}),
-    _group_time,
-    partial(_lines, "Reward", {"reward/mean": "mean"}),
-    partial(
-        _lines,
-        "Clipped tokens (fraction)",
-        {
-            "policy/clip_high_fraction": "above 1 + clip_high",
-            "policy/clip_low_fraction": "below 1 - clip_low",
-        },
-    ),
-    *(_parity, _use),
-    partial(_by_accuracy, name="response_length/mean", title="Length (tokens)"),
-    partial(_by_accuracy, name="policy/entropy", title="Entropy (nats)"),
-    *(_watched, _reflection),
-)
-"""Functions that draw one run in one colour, in reading order."""

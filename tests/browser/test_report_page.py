@@ -134,6 +134,19 @@ def test_the_tail_is_a_band_for_each_run_that_measured_it(show, tmp_path):
     assert "Long tail" not in page.text("#curves")
 
 
+def test_panels_appear_where_a_run_has_values(show, tmp_path):
+    with_critic, without = demo_run(tmp_path / "one"), demo_run(tmp_path / "two")
+    forget(without, "critic/", "bapo/")
+    page = show(without)
+    titles = page.texts("#curves h4")
+    assert "Pretraining loss" in titles
+    assert not {"Explained variance", "BAPO's bounds"} & set(titles)
+    page = show(without, with_critic)
+    assert {"Explained variance", "BAPO's bounds"} <= set(page.texts("#curves h4"))
+    hint = "[...document.querySelectorAll('#curves h4')].find((n) => n.innerText === 'Ratio')"
+    assert page.js(f"{hint}.parentNode.title").startswith("policy/ratio_mean: Mean ratio")
+
+
 def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_path):
     run = demo_run(tmp_path / "one")
     table = TextTable(

@@ -42,6 +42,8 @@ METRICS = {
     "groups/kept": "Groups that the step trained on.",
     "groups/all_correct": "Completed groups with only correct responses.",
     "groups/all_wrong": "Completed groups with only incorrect responses.",
+    "groups/all_correct_share": "Share of groups/all_correct in groups/sampled.",
+    "groups/all_wrong_share": "Share of groups/all_wrong in groups/sampled.",
     "groups/from_reserve": "Groups of the batch that an earlier step completed.",
     "groups/to_reserve": "Mixed groups kept for the next step.",
     "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "

@@ -158,17 +158,6 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
         raise DataError(f"{path}: not an evaluation of this version: {error}") from error
 
 
-def unused_share(record: MetricRecord) -> float | None:
-    """Return the share of generated tokens that the step did not train on; None if unknown.
-
-    With a reserve a step may train on more than it generated; the share is 0 then.
-    """
-    generated, trained = record.get("tokens/generated"), record.get("tokens/trained")
-    if not generated or trained is None:
-        return None
-    return max(0.0, 1.0 - trained / (generated + (record.get("tokens/stopped") or 0)))
-
-
 def _number(value: object) -> int | float | None:
     """Return a plain int, float or None, also for numpy scalars."""
     if value is None:

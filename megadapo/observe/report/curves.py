@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.panels.sections import NOT_CURVES
 
 MAX_COLUMNS = 240
 MAX_LENGTH_ROWS = 40
@@ -86,8 +87,6 @@ def _heat(rows: dict[int, Counter[int]], edges: list[float]) -> HeatMap:
 MAX_POINTS = 2000
 """Points of one curve: more than a chart has pixels across."""
 
-_NOT_CURVES = ("step", "policy_version", "eval/accuracy", "eval/policy_version")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
@@ -113,7 +112,7 @@ def read_series(
             for record in records
             if isinstance(value := record.get(name), int | float)
         ]
-        if points and name not in _NOT_CURVES:
+        if points and name not in NOT_CURVES:
             curves[name] = _series(points, max_points)
     return curves
 

@@ -19,6 +19,9 @@ from pathlib import Path
 
 from megadapo import __version__
 from megadapo.errors import DataError
+from megadapo.observe.metrics.names import METRICS
+from megadapo.observe.panels.panel import HELD_OUT
+from megadapo.observe.panels.sections import PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, read_responses
 from megadapo.observe.report.runs import read_runs
 from megadapo.observe.tables import TextTable
@@ -32,7 +35,6 @@ _SCRIPTS = (
     "tables.js",
     "overview.js",
     "plot.js",
-    "panels.js",
     "curves.js",
     "against.js",
     "time.js",
@@ -80,11 +82,18 @@ def render(
     """Return the report of run folders as HTML; the arguments are those of `write_report`."""
     runs = read_runs(folders)
     saved = read_responses(folders, max_bytes=max_bytes)
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    if any(run.evaluations for run in runs):
+        names[HELD_OUT] = None
+    sections = sections_with_values(names)
     data = {
         "version": __version__,
         "written": f"{datetime.now():%Y-%m-%d %H:%M}",
         "tables": [asdict(table) for table in tables],
         "runs": [asdict(run) for run in runs],
+        "sections": [(head, [asdict(panel) for panel in panels]) for head, panels in sections],
+        "meanings": {name: METRICS[name] for name in names if name in METRICS},
+        "phases": PHASES,
         "saved": [asdict(run) for run in saved.runs],
         "groups": [asdict(entry) for entry in saved.entries],
     }

@@ -63,11 +63,14 @@ def update_metrics(step: int, update: UpdateResult) -> dict[str, int | float | N
 
 def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
     """Return counts of groups, and of the tokens that engines generated for them."""
+    total = sampled.num_sampled
     return {
         "groups/sampled": sampled.num_sampled,
         "groups/kept": sampled.num_kept,
         "groups/all_correct": sampled.num_all_correct,
         "groups/all_wrong": sampled.num_all_wrong,
+        "groups/all_correct_share": sampled.num_all_correct / total if total else None,
+        "groups/all_wrong_share": sampled.num_all_wrong / total if total else None,
         "groups/from_reserve": sampled.num_from_reserve,
         "groups/to_reserve": sampled.num_to_reserve,
         "groups/dropped": sampled.num_dropped + sampled.num_surplus,

@@ -3,42 +3,57 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from megadapo.cli import main
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.observe.plot import COLOURS, plot_run, plot_runs
+from megadapo.observe.plot import COLOURS, PlottedRun, draw_runs, plot_run, plot_runs
 from tests.support.runs.recorded_runs import record_run
 
 
-def panels_with_colour(png: Path, colour: str) -> int:
-    pixels = imread(png)[..., :3]
-    wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    near = np.abs(pixels - wanted).max(axis=-1) < 0.02
-    rows, columns = near.shape
-    cells = [
-        near[i * rows // 3 : (i + 1) * rows // 3, j * columns // 4 : (j + 1) * columns // 4]
-        for i in range(3)
-        for j in range(4)
-    ]
-    return sum(bool(cell.sum() > 20) for cell in cells)
+def drawn(*folders):
+    return draw_runs([PlottedRun.read(folder) for folder in folders]).axes
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])
 def test_every_panel_shows_a_run_of_any_length(tmp_path, num_steps):
-    png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
-    assert png == tmp_path / "run" / "plot.png"
-    assert panels_with_colour(png, COLOURS[0]) == 12
+    folder = record_run(tmp_path / "run", num_steps=num_steps)
+    assert plot_run(folder) == folder / "plot.png"
+    assert imread(folder / "plot.png").shape[1] == 2275
+    for axes in drawn(folder):
+        # a line through one point is seen by its marker alone
+        seen = [line for line in axes.lines if num_steps > 1 or line.get_marker() != "None"]
+        assert seen == list(axes.lines) != [], axes.get_title("left")
 
 
 def test_runs_drawn_over_each_other_are_all_seen(tmp_path):
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
-    png = plot_runs(runs, tmp_path / "deep" / "both.png")
-    assert panels_with_colour(png, COLOURS[1]) == 12
-    assert panels_with_colour(png, COLOURS[0]) >= 1
+    assert plot_runs(runs, tmp_path / "deep" / "both.png").exists()
+    for axes in drawn(*runs):
+        assert {line.get_color() for line in axes.lines} == set(COLOURS[:2])
+
+
+def test_lines_of_one_run_have_their_own_colours(tmp_path):
+    for axes in drawn(record_run(tmp_path, num_steps=3)):
+        lines = [
+            line for line in axes.lines if line.get_label() not in ("each step", "the last step")
+        ]
+        assert len({line.get_color() for line in lines}) == len(lines)
+
+
+def test_band_is_filled_over_the_steps_that_have_both_metrics(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.record(
+                {"step": step, "tokens/generated": 9, "tokens/trained": 5 if step > 1 else None}
+            )
+    [axes] = drawn(tmp_path)
+    [area] = axes.collections
+    assert area.get_label() == "not trained on"
+    points = area.get_paths()[0].vertices
+    assert (points[:, 0].min(), points[:, 1].min(), points[:, 1].max()) == (2, 5, 9)
 
 
 def test_more_runs_than_colours(tmp_path):

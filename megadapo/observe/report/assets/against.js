@@ -1,11 +1,11 @@
 // One metric against another, a point for each step: uPlot's x is then no step.
 
 function drawAgainst(grid, panel) {
-  const [[metric, label]] = panel.lines;
+  const [[metric, label]] = Object.entries(panel.lines);
   const points = data.runs.flatMap((run, index) => pointsOf(run, index, panel.against, metric));
   // uPlot wants ascending x, of which several may be equal
   points.sort((a, b) => a.x - b.x);
-  const box = panelBox(grid, panel.title, panel.unit, [], []);
+  const box = panelBox(grid, panel.title, panel.unit, [], [], meanings(panel));
   if (!points.length) return;
   const ofRun = (run) => points.map((point) => (point.run === run ? point.y : null));
   addPlot(box, {

@@ -5,12 +5,10 @@ const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 function drawCurves() {
   const hint = "Over the steps. Drag to zoom, double-click to see all steps again.";
   const node = section("curves", "Curves", `${hint} ${thinningNote()}`);
-  for (const [heading, panels] of [...CURVES, ["Other metrics", otherPanels()]]) {
-    const shown = panels.filter(isMeasured);
-    if (!shown.length) continue;
+  for (const [heading, panels] of data.sections) {
     const grid = el("div", { class: "panels" });
     node.append(el("h3", {}, heading), grid);
-    shown.forEach((panel) => (panel.against ? drawAgainst : drawPanel)(grid, panel));
+    panels.forEach((panel) => (panel.against ? drawAgainst : drawPanel)(grid, panel));
   }
 }
 
@@ -22,32 +20,17 @@ function thinningNote() {
   return `Of ${steps}, only the lowest and highest value of each short stretch is drawn.`;
 }
 
-const isMeasured = (panel) =>
-  data.runs.some(
-    (run) =>
-      panel.lines.some(([metric]) => metric in run.series) ||
-      (panel.heldOut && run.evaluations.length),
-  );
-
-/** Metrics that no panel above names: each gets its own. */
-function otherPanels() {
-  const named = new Set(
-    CURVES.flatMap(([, panels]) =>
-      panels.flatMap((panel) => panel.lines.map(([metric]) => metric)),
-    ),
-  );
-  for (const [metric] of [...PHASES, BESIDE, ["time/step_s"]]) named.add(metric);
-  const metrics = new Set(data.runs.flatMap((run) => Object.keys(run.series)));
-  return [...metrics]
-    .filter((metric) => !named.has(metric))
-    .map((metric) => ({ title: metric, unit: "", lines: [[metric, metric]] }));
+/** What the metrics of a panel mean, one line each. */
+function meanings(panel) {
+  const known = Object.keys(panel.lines).filter((metric) => metric in data.meanings);
+  return known.map((metric) => `${metric}: ${data.meanings[metric]}`).join("\n");
 }
 
-function panelBox(grid, title, unit, legend, notes) {
+function panelBox(grid, title, unit, legend, notes, meaning = "") {
   const box = el("div", { class: "plot" });
   const head = el(
     "div",
-    { class: "panel-head" },
+    { class: "panel-head", title: meaning || null },
     el("h4", {}, title),
     el("span", { class: "unit" }, unit),
   );
@@ -89,18 +72,25 @@ function legendItem(label, colour, dash, isPoint = false) {
 }
 
 function drawPanel(grid, panel) {
-  const present = panel.lines.filter(([metric]) => data.runs.some((run) => metric in run.series));
+  const lines = Object.entries(panel.lines);
   // A logarithmic axis has no place for 0; without anything above it the axis is linear.
   const isPositive = ([metric]) =>
     data.runs.some((run) => run.series[metric]?.values.some((value) => value > 0));
-  const log = Boolean(panel.log) && present.some(isPositive);
+  const log = Boolean(panel.log) && lines.some(isPositive);
   const layout = { tables: [], series: [], bands: [], legend: [], notes: [], log };
-  present.forEach(([metric, label], line) => addMetric(layout, metric, label, line));
-  if (panel.band) addBand(layout, panel.band);
-  if (panel.heldOut) addHeldOut(layout, present.length);
+  lines.forEach(([metric, label], line) => addMetric(layout, metric, label, line));
+  if (panel.band.length) addBand(layout, panel.band);
+  if (panel.held_out) addHeldOut(layout, lines.length);
   if (panel.bound) addBound(layout, panel.bound);
   const shownLegend = layout.legend.length > 1 ? layout.legend : [];
-  const box = panelBox(grid, panel.title, panel.unit, shownLegend, layout.notes);
+  const box = panelBox(
+    grid,
+    panel.title,
+    panel.unit,
+    shownLegend,
+    layout.notes,
+    meanings(panel),
+  );
   if (!layout.tables.length) return;
   addPlot(box, {
     table: uPlot.join(layout.tables),

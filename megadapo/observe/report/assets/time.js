@@ -1,5 +1,10 @@
 // The time of a step: its phases on top of each other, and what comes between steps.
 
+// Phases in the order they happen. Scoring runs beside the rollout, so it is a line.
+const IN_STEP = Object.keys(data.phases.in_step);
+const PHASES = Object.entries({ ...data.phases.in_step, ...data.phases.between });
+const [BESIDE] = Object.entries(data.phases.beside);
+
 function drawTime() {
   const shown = data.runs.filter(
     (run) => "time/step_s" in run.series || "time/rollout_s" in run.series,
@@ -25,7 +30,7 @@ function drawPhases(grid, run) {
     label,
     values: steps.map((_, i) => value[metric][i] ?? 0),
   }));
-  const inside = (i) => IN_STEP.reduce((sum, [metric]) => sum + (value[metric]?.[i] ?? 0), 0);
+  const inside = (i) => IN_STEP.reduce((sum, metric) => sum + (value[metric]?.[i] ?? 0), 0);
   const rest = steps.map((_, i) => Math.max(0, (value["time/step_s"]?.[i] ?? 0) - inside(i)));
   if (rest.some((seconds) => seconds > 0.01))
     layers.push({ label: "rest of the step", values: rest });

@@ -20,7 +20,6 @@ from megadapo.observe.metrics.records import (
     MetricsLog,
     read_evaluations,
     read_metrics,
-    unused_share,
 )
 from tests.support.runs.recorded_runs import evaluation_record
 
@@ -167,18 +166,3 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path):
     steps = steps_of(tmp_path)
     assert steps[:last] == list(range(1, last + 1)) and len(steps) <= last + 1
     MetricsLog(tmp_path).record({"step": len(steps) + 1})
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [
-        ({"tokens/generated": 80, "tokens/stopped": 20, "tokens/trained": 60}, 0.4),
-        ({"tokens/generated": 80, "tokens/stopped": None, "tokens/trained": 60}, 0.25),
-        ({"tokens/generated": 80, "tokens/trained": 100}, 0.0),
-        ({"tokens/generated": 0, "tokens/trained": 0}, None),
-        ({"tokens/generated": None, "tokens/trained": 60}, None),
-        ({"tokens/generated": 80}, None),
-    ],
-)
-def test_the_unused_share_counts_stopped_tokens_and_bears_what_is_missing(tokens, share):
-    assert unused_share(tokens) == pytest.approx(share)

@@ -143,6 +143,13 @@ def test_group_times_and_engine_load():
     assert found["tokens/stopped"] == 70
 
 
+def test_groups_without_signal_are_shares_of_all_sampled():
+    """Steps that sample again after a shortfall have larger counts."""
+    found = metrics(replace(SAMPLED, num_sampled=16, num_all_correct=2, num_all_wrong=4))
+    assert found["groups/all_correct_share"] == 0.125
+    assert found["groups/all_wrong_share"] == 0.25
+
+
 def test_step_without_responses_has_null_means():
     nothing = replace(
         SAMPLED,
@@ -154,7 +161,8 @@ def test_step_without_responses_has_null_means():
         truncated_fraction=math.nan,
     )
     found = metrics(nothing)
-    for name in ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s"):
+    responses = ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s")
+    for name in (*responses, "groups/all_correct_share", "groups/all_wrong_share"):
         assert found[name] is None
 
 

@@ -1,0 +1,1 @@
+"""Panels of curves, declared once for plot.png and report.html."""
