@@ -32,19 +32,49 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="batches to sample; default: 1"
     )
+    parser.add_argument(
+        "--keep",
+        choices=["correct"],
+        help="also write the correct and complete responses of all prompts, mixed groups or not, "
+        "as rows for megadapo sft: correct.jsonl in the same folder",
+    )
+    parser.add_argument(
+        "--max-per-prompt",
+        type=int,
+        metavar="N",
+        help="with --keep: write at most N different responses of a prompt; default: all",
+    )
     parser.set_defaults(run=run, resume=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be at least 1")
+    most = arguments.max_per_prompt
+    if most is not None and (arguments.keep is None or most < 1):
+        raise ConfigError(f"--max-per-prompt {most} must be at least 1, and needs --keep correct")
     config, _ = load_checked(arguments)
-    sample_steps(config, num_steps=arguments.steps)
+    sample_steps(
+        config,
+        num_steps=arguments.steps,
+        keeps_correct=arguments.keep is not None,
+        max_per_prompt=most,
+    )
     return 0
 
 
-def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
+def sample_steps(
+    config: RunConfig,
+    *,
+    num_steps: int,
+    keeps_correct: bool = False,
+    max_per_prompt: int | None = None,
+) -> list[RolloutStep]:
     """Sample steps 1 to `num_steps`, print a line for each and a table of all, and return them.
+
+    Args:
+        keeps_correct: whether to write the correct responses as rows for fine-tuning.
+        max_per_prompt: number of responses of one prompt to write; None writes all.
 
     Raises:
         MegadapoError: sampling failed; complete steps are saved.
@@ -53,7 +83,14 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from megadapo.observe.tables import TextTable
-    from megadapo.run.rollout_only import rollout_folder, start_rollouts
+    from megadapo.run.rollout_only import (
+        correct_rows,
+        keeping_every_group,
+        rollout_folder,
+        start_rollouts,
+    )
+
+    config = keeping_every_group(config) if keeps_correct else config
 
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -62,12 +99,17 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
         start_rollouts(config, Spinner(console)) as sample,
         Progress(*columns, console=console, transient=True) as progress,
     ):
+        rows = correct_rows(config, max_per_prompt=max_per_prompt) if keeps_correct else None
         for step in progress.track(range(1, num_steps + 1)):
             done.append(sample(step))
+            if rows is not None:
+                rows.add(entry.group for entry in done[-1].sampled.saved)
             line = _line(done[-1])
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
+    if rows is not None:
+        console.print(rows.summary, markup=False, highlight=False, soft_wrap=True)
     if config.observe.saved_groups != 0:
         look = f"Read the responses:  megadapo show {rollout_folder(config)}"
         console.print(look, markup=False, highlight=False, soft_wrap=True)

@@ -8,12 +8,16 @@ token, at which sampling stops.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from megadapo.data.group import Group
 from megadapo.data.pretraining import LabelledTokens
 from megadapo.data.prompts import Prompt, render, some
 from megadapo.data.sources import Messages, Row, read_answered_rows
@@ -166,20 +170,61 @@ def fingerprint(rows: Sequence[Sequence[LabelledTokens]]) -> str:
     return digest.hexdigest()
 
 
-def answered_row(
-    prompt: Prompt, response_ids: Sequence[int], encoder: AnswerEncoder, *, reward: float
-) -> dict[str, Any]:
-    """Return the row of a sampled response, which `load_answered` reads.
+class CorrectRows:
+    """The rows of correct responses, which `load_answered` reads; equal ones are written once."""
 
-    Its text is decoded from the sampled tokens. If encoding the text gives other tokens, the row
-    has the sampled ones too, and they are trained on.
-    """
-    ids = [int(one) for one in response_ids]
-    text = encoder.text_of(ids)
-    messages = [*prompt.messages, (ASSISTANT, text)]
-    row: dict[str, Any] = {
-        "messages": [{"role": role, "content": content} for role, content in messages],
-        "prompt_id": prompt.id,
-        "reward": reward,
-    }
-    return row if encoder.response_ids(text) == ids else row | {"response_ids": ids}
+    def __init__(
+        self, path: Path, encoder: AnswerEncoder, *, max_per_prompt: int | None = None
+    ) -> None:
+        """Begin an empty file.
+
+        `max_per_prompt`: number of responses of one prompt to write; None writes all.
+        """
+        self.path = path
+        self.num_rows = self.num_repeated = self.num_truncated = 0
+        self._encoder = encoder
+        self._max_per_prompt = max_per_prompt
+        self._texts: defaultdict[str, set[str]] = defaultdict(set)
+        path.write_text("")
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Write the correct and complete responses of groups."""
+        rows = [row for group in groups for row in self._rows(group)]
+        self.num_rows += len(rows)
+        with self.path.open("a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def _rows(self, group: Group) -> Iterator[dict[str, Any]]:
+        texts = self._texts[group.prompt.id]
+        for response, score in zip(group.responses, group.scores, strict=True):
+            ids = response.token_ids.tolist()
+            text = self._encoder.text_of(ids)
+            if not score.correct:
+                continue
+            if response.truncated:
+                # an end-of-sequence token behind it would be invented
+                self.num_truncated += 1
+            elif text in texts:
+                self.num_repeated += 1
+            elif self._max_per_prompt is None or len(texts) < self._max_per_prompt:
+                texts.add(text)
+                yield self._row(group.prompt, text, ids, score.reward)
+
+    @property
+    def summary(self) -> str:
+        """One line about the rows."""
+        num_prompts = sum(map(bool, self._texts.values()))
+        return (
+            f"{self.num_rows} correct responses to {num_prompts} prompts, in {self.path}; left "
+            f"out: {self.num_repeated} repeated, {self.num_truncated} truncated"
+        )
+
+    def _row(self, prompt: Prompt, text: str, ids: list[int], reward: float) -> dict[str, Any]:
+        messages = [*prompt.messages, (ASSISTANT, text)]
+        row: dict[str, Any] = {
+            "messages": [{"role": role, "content": content} for role, content in messages],
+            "prompt_id": prompt.id,
+            "reward": reward,
+        }
+        # if encoding the text gives other tokens, the sampled ones are trained on
+        return row if self._encoder.response_ids(text) == ids else row | {"response_ids": ids}

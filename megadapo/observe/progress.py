@@ -24,7 +24,7 @@ from rich.text import Text
 
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
-from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts
 from megadapo.observe.tables import printable
 
 LOG_FILE = "log.txt"
@@ -55,6 +55,8 @@ LINE_FIELDS = (
     ("step_s", "time/step_s", ".2f"),
 )
 """Label, metric and format of each field of a step's line; a missing value is "-"."""
+HELD_OUT_LOSS = ("held_out_loss", "eval/loss", ".4f")
+"""A further field of steps that train on rows of data; they leave out missing values."""
 
 _CURVES = (
     ("accuracy", "accuracy/mean", "{:.3f}"),
@@ -63,6 +65,11 @@ _CURVES = (
     ("entropy", "policy/entropy", "{:.3f}"),
     ("reward", "reward/mean", "{:+.3f}"),
     ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
+)
+_CURVES_WITHOUT_ROLLOUTS = (
+    ("loss", "policy/loss", "{:.4f}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
@@ -73,7 +80,10 @@ _RECENT_STEPS = 10
 def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> str:
     """Return one step as `step=3/60 accuracy=0.5000 ... eta=0:01:02`."""
     parts = [f"step={record['step']}/{num_steps}", f"policy_version={record['policy_version']}"]
-    for label, name, form in LINE_FIELDS:
+    fields: Sequence[tuple[str, str, str]] = LINE_FIELDS
+    if not has_rollouts(record):
+        fields = [one for one in (*LINE_FIELDS, HELD_OUT_LOSS) if record.get(one[1]) is not None]
+    for label, name, form in fields:
         value = record.get(name)
         parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")
     parts.append(f"eta={clock(eta_s)}")
@@ -252,9 +262,12 @@ def expected_s(records: Sequence[MetricRecord], num_steps: int) -> float | None:
 def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[EvaluationRecord]) -> Table:
     """Return the curves of a run, one a row: label, curve, newest value, oldest value."""
     table = Table.grid(padding=(0, 2))
-    for label, name, form in _CURVES:
+    is_supervised = bool(records) and not has_rollouts(records[-1])
+    for label, name, form in _CURVES_WITHOUT_ROLLOUTS if is_supervised else _CURVES:
         values = [v for r in records if (v := r.get(name)) is not None]
         table.add_row(*_curve_cells(label, values, form))
+    if is_supervised:
+        return table
     label, curve, now, change = _curve_cells(
         "held-out", [e.accuracy for e in evaluations], "{:.3f}"
     )

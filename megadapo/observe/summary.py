@@ -17,6 +17,7 @@ from megadapo.observe.metrics.records import (
     METRICS_FILE,
     EvaluationRecord,
     MetricRecord,
+    has_rollouts,
     read_evaluations,
     read_metrics,
 )
@@ -35,6 +36,10 @@ _ROWS = (
     ("token probability", "policy/token_probability_mean", "{:.3f}"),
     ("slowest group (s)", "time/group_max_s", "{:.1f}"),
     ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
+)
+_ROWS_WITHOUT_ROLLOUTS = (
+    ("loss (nats per token)", "policy/loss", "{:.4f}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
 )
 _ARTEFACTS = (
     ("config.json", "resolved configuration"),
@@ -99,7 +104,8 @@ def before_after(
 ) -> list[tuple[str, str, str]]:
     """Return (label, first, last) as text, for each metric that was measured at either end."""
     rows = _held_out_rows(evaluations)
-    for label, name, form in _ROWS:
+    more = () if has_rollouts(records[-1]) else _ROWS_WITHOUT_ROLLOUTS
+    for label, name, form in (*more, *_ROWS):
         first, last = records[0].get(name), records[-1].get(name)
         if first is not None or last is not None:
             rows.append((label, _cell(first, form), _cell(last, form)))
@@ -119,13 +125,16 @@ def costs(records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
         """Return the largest value; NaN counts as the largest."""
         return max(values(name), key=lambda value: (math.isnan(value), value), default=None)
 
+    time_row = ("time in steps", str(timedelta(seconds=total("time/step_s"))))
+    if not has_rollouts(records[-1]):
+        return [time_row, ("tokens", f"{total('tokens/trained'):,} trained on")]
     stopped = total("tokens/stopped")
     tokens = f"{total('tokens/generated'):,} generated, "
     tokens += f"{stopped:,} of stopped responses, " if stopped else ""
     tokens += f"{total('tokens/trained'):,} trained on"
     groups = f"{total('groups/sampled'):,} sampled, {total('groups/kept'):,} kept"
     rows = [
-        ("time in steps", str(timedelta(seconds=total("time/step_s")))),
+        time_row,
         ("tokens", tokens),
         ("groups", groups),
     ]

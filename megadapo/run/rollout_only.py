@@ -12,19 +12,22 @@ from pathlib import Path
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
+from megadapo.data.answered import AnswerEncoder, CorrectRows
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.run.inputs import Phases, SamplingInputs
+from megadapo.run.inputs import Phases, SamplingInputs, load_tokenizer
 from megadapo.run.processes import start_engines_alone
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
 
 SUFFIX = "-rollout"
+CORRECT_FILE = "correct.jsonl"
+"""File of correct responses in the folder of rollouts, as rows for supervised fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,37 @@ def _sample(
     return RolloutStep(step=step, sampled=sampled, num_disagreements=num_disagreements)
 
 
+def keeping_every_group(config: RunConfig) -> RunConfig:
+    """Return a configuration whose steps have every group that they sample, mixed or not.
+
+    Raises:
+        ConfigError: responses have tool output, which no row can keep from training.
+    """
+    if config.rollout.tools.tool is not None:
+        raise ConfigError(
+            "--keep correct: rollout.tools puts tool output into responses, and rows for "
+            "supervised fine-tuning would train on it: leave rollout.tools out"
+        )
+    observe = config.observe.model_copy(update={"saved_groups": "all"})
+    sampling = config.sampling.model_copy(update={"selection": "all"})
+    return config.model_copy(update={"observe": observe, "sampling": sampling})
+
+
+def correct_rows(config: RunConfig, *, max_per_prompt: int | None) -> CorrectRows:
+    """Begin the file of correct responses in the folder of rollouts.
+
+    Raises:
+        DataError: the tokenizer cannot be used.
+    """
+    encoder = AnswerEncoder(
+        load_tokenizer(config),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    path = rollout_folder(config) / CORRECT_FILE
+    return CorrectRows(path, encoder, max_per_prompt=max_per_prompt)
+
+
 def rollout_folder(config: RunConfig) -> Path:
     """Return the folder of rollouts without a trainer, beside the run's folder."""
     folder = config.run.folder
@@ -111,6 +145,7 @@ def _prepare_folder(config: RunConfig) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for step in saved_steps(folder):
             rollouts_path(folder, step).unlink()
+        (folder / CORRECT_FILE).unlink(missing_ok=True)
         (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be created: {error.strerror}") from error

@@ -158,6 +158,11 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
         raise DataError(f"{path}: not an evaluation of this version: {error}") from error
 
 
+def has_rollouts(record: MetricRecord) -> bool:
+    """Return whether the step had rollouts; without any it trained on rows of data."""
+    return record.get("groups/kept") is not None or record.get("tokens/trained") is None
+
+
 def _number(value: object) -> int | float | None:
     """Return a plain int, float or None, also for numpy scalars."""
     if value is None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations, read_metrics
-from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
+from megadapo.observe.progress import LINE_FIELDS, RunDisplay, curve_table, sparkline, step_line
 from tests.support.runs.recorded_runs import record_run
 
 HARM = ("\x1b]0;", "\x07", "\x9b", "\x1b[2J")
@@ -43,6 +43,17 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert "loss=nan" in lines[2]
     # a record of a run from before a metric was known lacks its name
     assert step_line({"step": 3, "policy_version": 2}, num_steps=9, eta_s=None) == lines[1]
+
+
+def test_step_without_rollouts_shows_what_it_measured():
+    """Twenty dashes hid the loss, the only number that a reader looks for."""
+    trained = {"tokens/trained": 90, "policy/loss": 0.5, "eval/loss": 0.75, "policy/entropy": 1.0}
+    line = step_line(record(**trained), num_steps=9, eta_s=None)
+    fields = dict(pair.split("=") for pair in line.split(" "))
+    assert list(fields) == ["step", "policy_version", "entropy", "loss", "held_out_loss", "eta"]
+    assert float(fields["held_out_loss"]) == 0.75
+    plain = str(list(curve_table([record(**trained)], []).columns[0].cells))
+    assert "held-out loss" in plain and "reward" not in plain
 
 
 @pytest.mark.parametrize("terminal", [True, False])

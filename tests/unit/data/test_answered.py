@@ -1,0 +1,159 @@
+"""Answered conversations: their tokens, the rows that are refused, and the rows of rollouts."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megadapo.data.answered import AnswerEncoder, CorrectRows, fingerprint, load_answered
+from megadapo.data.group import Group, Response, Score
+from megadapo.data.prompts import Prompt, render
+from megadapo.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+"""A template in which each turn ends with the end-of-sequence token, as in Qwen's chat models."""
+FORGETTING = "{% for m in messages[-1:] %}{{ m.role[0] + ':' + m.content }}{% endfor %}a:"
+"""A template that leaves out the turns before the last one."""
+ASK = {"role": "user", "content": "1+2=?"}
+SAY = {"role": "assistant", "content": "3"}
+AGAIN = {"role": "user", "content": "4+5=?"}
+LAST = {"role": "assistant", "content": "9"}
+
+
+def encoder_of(template=None, **limits):
+    tokenizer = AutoTokenizer.from_pretrained("configs/quickstart-base")
+    tokenizer.chat_template = template
+    limits = {"max_prompt_tokens": 64, "max_response_tokens": 8, **limits}
+    return tokenizer, AnswerEncoder(tokenizer, **limits)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path, *rows, template=None, overlong="error", **limits):
+    tokenizer, encoder = encoder_of(template, **limits)
+    return tokenizer, load_answered(
+        write(tmp_path / "rows.jsonl", *rows), encoder, overlong=overlong
+    )
+
+
+def group_of(tokenizer, *responses):
+    """A group whose last response is wrong, and whose last but one was cut off."""
+    prompt = Prompt("p", (("user", "4+5=?"),), "9", "")
+    sampled = tuple(
+        Response(
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=np.zeros(len(ids), dtype=np.float32),
+            finish_reason="stop" if ids[-1] == tokenizer.eos_token_id else "length",
+            text=tokenizer.decode(ids, skip_special_tokens=True),
+            policy_versions=np.zeros(len(ids), dtype=np.int32),
+        )
+        for ids in responses
+    )
+    scores = [Score(1.0, True, "9")] * (len(sampled) - 1) + [Score(-1.0, False, "8")]
+    return Group(
+        prompt_index=0,
+        prompt=prompt,
+        prompt_ids=tuple(render(prompt, tokenizer)),
+        responses=sampled,
+        scores=tuple(scores),
+    )
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, SAY]},
+        {"prompt": [ASK], "response": "3"},
+        {"prompt": "1+2=?", "answer": "3"},
+    ],
+)
+def test_tokens_are_those_of_a_rollout(tmp_path, row, template):
+    """With other prompt tokens, or without its end, an answer would be off the run's policy."""
+    tokenizer, [[(tokens, wanted)]] = load(tmp_path, row, template=template)
+    prompt = render(Prompt("", (("user", "1+2=?"),), "", ""), tokenizer)
+    answer = [*tokenizer.encode("3"), tokenizer.eos_token_id]
+    assert tokens.tolist() == prompt + answer
+    assert wanted.tolist() == [False] * len(prompt) + [True] * len(answer)
+
+
+def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
+    row = {"messages": [ASK, SAY, AGAIN, LAST]}
+    tokenizer, [[(tokens, wanted)]] = load(tmp_path, row, template=CHATML)
+    assert tokenizer.decode(tokens[wanted]).replace(tokenizer.eos_token, "|") == "3|9|"
+    both = render(
+        Prompt("", (("user", "1+2=?"), ("assistant", "3"), ("user", "4+5=?")), "", ""), tokenizer
+    )
+    assert tokens.tolist()[: len(both)] == both
+    tokenizer, [sequences] = load(tmp_path, row, template=FORGETTING)
+    assert [tokenizer.decode(one[wanted][:-1]) for one, wanted in sequences] == ["3", "9"]
+    assert tokenizer.decode(sequences[1][0]).startswith("u:4+5=?a:9")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": [ASK]}, "no message of the assistant"),
+        ({"messages": [SAY]}, "no message of the assistant"),
+        ({"messages": "3"}, "messages is not a list of chat messages"),
+        ({"prompt": "1+2=?"}, "expected messages, or prompt with either response or answer"),
+        ({"prompt": "1", "response": "3", "answer": "4"}, "expected messages, or prompt"),
+        ({"prompt": "1+2=?", "response": 3}, "response is not a string"),
+        ({"messages": [ASK, SAY], "response_ids": [1, 2]}, "another tokenizer made them"),
+        ({"messages": [ASK, SAY], "response_ids": "3"}, "another tokenizer made them"),
+        ({"messages": [ASK, {**SAY, "content": "3" * 9}]}, "an answer has 10 tokens; at most"),
+        ({"messages": [{**ASK, "content": "3" * 99}, SAY]}, "a prompt has 99 tokens; at most"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, row, problem):
+    with pytest.raises(DataError, match=problem) as caught:
+        load(tmp_path, {"messages": [ASK, SAY]}, row)
+    assert "rows.jsonl, line 2" in str(caught.value)
+
+
+def test_long_rows_can_be_dropped(tmp_path):
+    long = {"messages": [ASK, {**SAY, "content": "3" * 9}]}
+    _, rows = load(tmp_path, long, {"messages": [ASK, LAST]}, overlong="drop")
+    assert len(rows) == 1
+    with pytest.raises(DataError, match="no usable row"):
+        load(tmp_path, long, overlong="drop")
+
+
+def test_fingerprint_tells_rows_apart(tmp_path):
+    one, two = {"messages": [ASK, SAY]}, {"messages": [AGAIN, LAST]}
+    found = {
+        fingerprint(load(tmp_path, *rows)[1])
+        for rows in ([one, two], [two, one], [one], [one, one], [two])
+    }
+    assert len(found) == 5
+
+
+def test_correct_rows_restore_the_sampled_tokens(tmp_path):
+    """Tokens that encoding the text does not give must survive the file."""
+    tokenizer, encoder = encoder_of()
+    end = tokenizer.eos_token_id
+    usual = [*tokenizer.encode("9"), end]
+    unusual = [*tokenizer.encode("A"), *tokenizer.encode("nswer"), end]
+    cut, wrong = tokenizer.encode("123"), [*tokenizer.encode("8"), end]
+    group = group_of(tokenizer, usual, usual, unusual, cut, wrong)
+    rows = CorrectRows(tmp_path / "correct.jsonl", encoder)
+    rows.add([group])
+    rows.add([group])
+    assert (rows.num_rows, rows.num_repeated, rows.num_truncated) == (2, 4, 2)
+    lines = [json.loads(line) for line in rows.path.read_text().splitlines()]
+    assert ["response_ids" in line for line in lines] == [False, True]
+    assert {line["prompt_id"] for line in lines} == {group.prompt.id}
+    found = load_answered(str(rows.path), encoder)
+    for [(tokens, wanted)], ids in zip(found, (usual, unusual), strict=True):
+        assert tokens[wanted].tolist() == ids
+        assert tokens[~wanted].tolist() == list(group.prompt_ids)
+    few = CorrectRows(tmp_path / "few.jsonl", encoder, max_per_prompt=1)
+    few.add([group])
+    assert few.num_rows == 1 and "response_ids" not in few.path.read_text()
