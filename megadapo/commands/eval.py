@@ -65,4 +65,9 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         f"mean length {record.response_length:.1f} tokens",
         highlight=False,
     )
+    parts = [f"pass@{k} {value:.4f}" for k, value in record.pass_at.items() if k != "1"]
+    if record.consensus is not None and record.samples_per_problem > 1:
+        parts.append(f"cons@{record.samples_per_problem} {record.consensus:.4f}")
+    if parts:
+        console.print(", ".join(parts), highlight=False)
     return record

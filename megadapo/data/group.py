@@ -13,6 +13,8 @@ from megadapo.data.prompts import Prompt
 
 NO_VERSION = -1
 """The policy version of a token that was given, not sampled: prompt tokens and tool output."""
+NO_ANSWER = "[INVALID]"
+"""The answer of a response in which a rule finds none, as verl writes it."""
 
 FinishReason = Literal["stop", "length", "unfinished"]
 RewardParts = tuple[tuple[str, float], ...]
@@ -94,7 +96,7 @@ class Score:
     correct: bool
     """Whether the response is correct; selection and accuracy use this."""
     answer: str
-    """The answer as it was compared, or `[INVALID]`."""
+    """The answer as it was compared, or NO_ANSWER; empty from a function without answers."""
     symbolic_correct: bool | None = None
     """Whether the symbolic comparison accepts it; None if it did not run or gave up."""
     parts: RewardParts = ()

@@ -218,9 +218,18 @@ def _draw_held_out(axes: Axes, run: PlottedRun, look: dict[str, Any]) -> None:
     mean = [e.accuracy for e in run.evaluations]
     low = [e.accuracy - e.standard_error for e in run.evaluations]
     high = [e.accuracy + e.standard_error for e in run.evaluations]
-    label = f"held-out avg@{run.evaluations[-1].samples_per_problem} \u00b1 standard error"
+    samples = run.evaluations[-1].samples_per_problem
+    label = f"held-out avg@{samples} \u00b1 standard error"
     axes.plot(steps, mean, marker="o", markersize=5, label=label, **look)
     axes.fill_between(steps, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    for what, style, values in (
+        ("pass", ":", [e.best_of_all for e in run.evaluations]),
+        ("cons", "-.", [e.consensus for e in run.evaluations]),
+    ):
+        known = [value for value in values if value is not None]
+        if samples > 1 and len(known) == len(steps):
+            label = f"held-out {what}@{samples}"
+            axes.plot(steps, known, label=label, **look | {"linestyle": style, "alpha": 0.7})
 
 
 def _draw_against(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:

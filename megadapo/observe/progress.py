@@ -97,6 +97,8 @@ def evaluation_line(evaluation: EvaluationRecord) -> str:
         f"accuracy={evaluation.accuracy:.4f} standard_error={evaluation.standard_error:.4f} "
         f"length={evaluation.response_length:.1f} problems={evaluation.num_problems} "
         f"samples={evaluation.samples_per_problem}"
+        + "".join(f" pass_at_{k}={value:.4f}" for k, value in evaluation.pass_at.items())
+        + (f" consensus={evaluation.consensus:.4f}" if evaluation.consensus is not None else "")
     )
 
 

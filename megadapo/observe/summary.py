@@ -158,6 +158,14 @@ def _held_out_rows(evaluations: Sequence[EvaluationRecord]) -> list[tuple[str, s
     lengths = f"{before.response_length:.1f}", f"{after.response_length:.1f}"
     return [
         (name, _held_out(before), _held_out(after)),
+        *(
+            (f"held-out {what}@{after.samples_per_problem}", f"{first:.3f}", f"{last:.3f}")
+            for what, first, last in (
+                ("pass", before.best_of_all, after.best_of_all),
+                ("cons", before.consensus, after.consensus),
+            )
+            if first is not None and last is not None and after.samples_per_problem > 1
+        ),
         ("held-out length (tokens)", *lengths),
     ]
 

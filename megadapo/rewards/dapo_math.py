@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 from unicodedata import category
 
-from megadapo.data.group import Score
+from megadapo.data.group import NO_ANSWER, Score
 from megadapo.errors import DataError
 
 Rule = Literal["answer", "boxed", "answer_or_boxed"]
@@ -23,9 +23,6 @@ answer: the last `Answer:` line, normalised (what the published DAPO run used).
 boxed: the last complete \\boxed{...}, compared verbatim.
 answer_or_boxed: `answer`, and `boxed` if there is no such line (verl since August 2026).
 """
-
-INVALID = "[INVALID]"
-"""Answer of a response that gives none."""
 
 ANSWER_WINDOW = 300
 """Characters at the end of a response that are searched for an answer."""
@@ -95,17 +92,17 @@ def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:
             other golds that cannot be matched before a run starts.
     """
     tail = response[-ANSWER_WINDOW:]
-    answer = INVALID
+    answer = NO_ANSWER
     expected = ground_truth
     if rule != "boxed":
-        answer = normalize(_answer_line(tail) or INVALID)
+        answer = normalize(_answer_line(tail) or NO_ANSWER)
         expected = _normalized_ground_truth(ground_truth)
-    if rule == "boxed" or (rule == "answer_or_boxed" and answer == INVALID):
+    if rule == "boxed" or (rule == "answer_or_boxed" and answer == NO_ANSWER):
         boxed = _last_boxed(tail[-BOXED_WINDOW:])
         if boxed is not None:
             answer, expected = boxed, ground_truth
         elif rule == "boxed":
-            return Score(-1.0, False, INVALID)
+            return Score(-1.0, False, NO_ANSWER)
     correct = answer == expected
     return Score(1.0 if correct else -1.0, correct, answer)
 
@@ -151,7 +148,7 @@ def _ground_truth_problem(gold: str, rule: Rule) -> str | None:
         return f"it has {len(gold)} characters, and an answer at most {ANSWER_WINDOW}"
     if any(category(char) in ("Cc", "Cs") and char not in "\t\n" for char in gold):
         return "it contains control characters or is not valid Unicode"
-    if rule != "boxed" and normalize(gold) in ("", INVALID):
+    if rule != "boxed" and normalize(gold) in ("", NO_ANSWER):
         return "it is empty after normalisation"
     written = f"\\boxed{{{gold}}}" if rule == "boxed" else f"Answer: {gold}"
     if not score(written, gold, rule).correct:

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megadapo.data.group import Score
+from megadapo.data.group import NO_ANSWER, Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.cross_check import CrossCheck
-from megadapo.rewards.dapo_math import INVALID, extract_answer, score
+from megadapo.rewards.dapo_math import extract_answer, score
 from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Verifier:
         pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]
         with self._lock:
             self._counts["num_scored"] += len(scores)
-            self._counts["num_unanswered"] += sum(one.answer == INVALID for one in scores)
+            self._counts["num_unanswered"] += sum(one.answer == NO_ANSWER for one in scores)
             if self._cross_check is not None:
                 for pair, by_rule in zip(pairs, scores, strict=True):
                     if pair is not None:

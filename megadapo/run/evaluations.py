@@ -191,6 +191,8 @@ class Evaluations:
             num_problems=result.num_problems,
             samples_per_problem=result.samples_per_problem,
             response_length=result.response_length_mean,
+            pass_at={str(k): value for k, value in result.pass_at.items()},
+            consensus=result.consensus,
         )
         self._finished.append(record)
 

@@ -119,6 +119,8 @@ class RunLog:
         if self._evaluated is not None:
             evaluated = {
                 "eval/accuracy": self._evaluated.accuracy,
+                "eval/pass_at_k": self._evaluated.best_of_all,
+                "eval/cons_at_k": self._evaluated.consensus,
                 "eval/policy_version": self._evaluated.policy_version,
             }
         record = self.metrics.record(

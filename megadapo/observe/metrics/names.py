@@ -153,6 +153,8 @@ METRICS = {
     "memory/engine_max_mib": "Largest private memory of an engine with its processes.",
     "eval/loss": "Mean loss of held-out response tokens in nats; of `megadapo sft` only.",
     "eval/accuracy": "Held-out accuracy that became known in this step; the newest if several did.",
+    "eval/pass_at_k": "Share of its problems with a correct response among all samples.",
+    "eval/cons_at_k": "Share of its problems whose most frequent answer is correct.",
     "eval/policy_version": "Weights that the evaluation scored.",
 }
 """Meaning of each metric by its name. A value is null if there was nothing to measure."""

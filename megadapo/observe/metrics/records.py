@@ -10,7 +10,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +46,15 @@ class EvaluationRecord:
     samples_per_problem: int
     response_length: float
     """Mean response length in tokens."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """pass@k: probability that one of k samples is right, by k as text; the last k is all."""
+    consensus: float | None = None
+    """cons@k: share of problems whose most frequent answer is right; None without answers."""
+
+    @property
+    def best_of_all(self) -> float | None:
+        """pass@k of all samples; None in records without it."""
+        return self.pass_at.get(str(self.samples_per_problem))
 
 
 class MetricsLog:
@@ -102,7 +111,9 @@ class MetricsLog:
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Write one evaluation; it replaces an evaluation of the same step."""
         _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
-        entry = {k: _number(v) for k, v in asdict(evaluation).items()}
+        values = asdict(evaluation)
+        pass_at = values.pop("pass_at")
+        entry = {name: _number(value) for name, value in values.items()} | {"pass_at": pass_at}
         append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:

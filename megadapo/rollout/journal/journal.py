@@ -211,8 +211,11 @@ def delete_journals_before(run_folder: Path, policy_version: int) -> None:
 class ProblemResult:
     """The result of one held-out problem, as numbers."""
 
-    accuracy: float
-    """Share of correct responses."""
+    num_correct: int
+    num_scored: int
+    """Number of responses with a score."""
+    consensus: float | None
+    """Whether the most frequent answer is correct; see `sampling/evaluation.py`."""
     num_tokens: int
     num_truncated: int
     """Number of responses cut at the length limit."""

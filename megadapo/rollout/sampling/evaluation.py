@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: avg@k with its standard error.
+"""Accuracy on held-out problems: avg@k with its standard error, pass@k and cons@k.
 
 An evaluation uses engines of its own, or the slots that training leaves idle.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from megadapo.data.group import Group
+from megadapo.data.group import NO_ANSWER, Group
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
@@ -40,6 +40,10 @@ class Evaluation:
     """avg@k: share of correct responses."""
     standard_error: float
     """Standard deviation of the problems' accuracies / sqrt(num_problems); NaN for one problem."""
+    pass_at: dict[int, float]
+    """pass@k for k = 2, 4, ... and all samples: probability that one of k responses is correct."""
+    consensus: float | None
+    """cons@k: share of problems whose most frequent answer is correct; None without answers."""
     num_problems: int
     samples_per_problem: int
     response_length_mean: float
@@ -212,7 +216,9 @@ class EvaluationInProgress:
             # as if the responses without a score were like the others
             scale = self._held_out.samples_per_problem / len(group.responses)
             result = ProblemResult(
-                accuracy=sum(group.correct) / len(group.correct),
+                num_correct=sum(group.correct),
+                num_scored=len(group.correct),
+                consensus=consensus([one.answer for one in group.scores], group.correct),
                 num_tokens=round(scale * sum(group.lengths)),
                 num_truncated=round(scale * sum(group.truncated)),
             )
@@ -222,17 +228,55 @@ class EvaluationInProgress:
 
 
 def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
-    accuracies = np.array([result.accuracy for result in results])
+    accuracies = np.array([result.num_correct / result.num_scored for result in results])
+    known = [result.consensus for result in results if result.consensus is not None]
+    sizes = [2**n for n in range(1, samples_per_problem.bit_length())]
     num_responses = len(results) * samples_per_problem
     spread = float(accuracies.std(ddof=1)) if len(results) > 1 else math.nan
     return Evaluation(
         accuracy=float(accuracies.mean()),
         standard_error=spread / math.sqrt(len(results)),
+        pass_at={
+            k: math.fsum(pass_at_k(r.num_correct, r.num_scored, k) for r in results) / len(results)
+            for k in sorted({*sizes, samples_per_problem})
+        },
+        consensus=math.fsum(known) / len(known) if known else None,
         num_problems=len(results),
         samples_per_problem=samples_per_problem,
         response_length_mean=sum(r.num_tokens for r in results) / num_responses,
         truncated_fraction=sum(r.num_truncated for r in results) / num_responses,
     )
+
+
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """Return the unbiased estimate that one of `k` responses is correct.
+
+    Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1. With fewer
+    than `k` samples it is of all of them.
+    """
+    k = min(k, num_samples)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def consensus(answers: Sequence[str], correct: Sequence[bool]) -> float | None:
+    """Return whether the most frequent answer is correct: 1 or 0, and a share for a tie.
+
+    A response without an answer has no vote; if no response has an answer, the result is 0. It is
+    None if the reward function extracts no answers.
+
+    Args:
+        answers: as they were compared.
+        correct: of each; the same answer may be correct in a part of the responses only.
+    """
+    if not any(answers):
+        return None
+    votes: dict[str, list[bool]] = {}
+    for answer, is_correct in zip(answers, correct, strict=True):
+        if answer not in ("", NO_ANSWER):
+            votes.setdefault(answer, []).append(is_correct)
+    most = max(map(len, votes.values()), default=0)
+    leading = [own for own in votes.values() if len(own) == most]
+    return sum(map(sum, leading)) / max(1, most * len(leading))
 
 
 class InterleavedEngines:

@@ -14,7 +14,10 @@ from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
 NUM_STEPS = 3
-NEEDS_ENGINES = {"tokens/generated", "eval/accuracy", "eval/policy_version"}
+NEEDS_ENGINES = {
+    "tokens/generated",
+    *("eval/accuracy", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version"),
+}
 WARMUP = "--trainer.optimizer.warmup_steps=2"
 
 

@@ -191,6 +191,24 @@ function addHeldOut(layout, line) {
         `${formatNumber(accuracy)} \u00b1 ${formatNumber(errors.get(step))}`,
     });
     layout.bands.push({ series: [first, first + 1], fill: faded(colour, 0.16) });
+    [
+      ["pass", [1, 3], (e) => e.pass_at?.[e.samples_per_problem] ?? null],
+      ["cons", [6, 3, 1, 3], (e) => e.consensus],
+    ].forEach(([what, dots, valueOf]) => {
+      const samples = run.evaluations.at(-1).samples_per_problem;
+      const values = run.evaluations.map(valueOf);
+      if (samples === 1 || values.every((value) => value === null)) return;
+      layout.tables.push([steps, values]);
+      layout.series.push({
+        label: lineLabel(index, `${what}@${samples}`),
+        mark: colour,
+        stroke: colour,
+        width: 1.25,
+        dash: dots,
+        text: (value) => formatNumber(value),
+      });
+      if (index === 0) layout.legend.push(legendItem(`${what}@${samples}`, style.legend, dots));
+    });
   });
 }
 

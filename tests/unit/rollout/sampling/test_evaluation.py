@@ -1,5 +1,6 @@
-"""Evaluation: avg@k, its standard error, and results of a killed process."""
+"""Evaluation: avg@k, its standard error, pass@k, cons@k, and results of a killed process."""
 
+import itertools
 import math
 import os
 import threading
@@ -9,13 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.data.group import Score
+from megadapo.data.group import NO_ANSWER, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import EvaluationJournal
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
+from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
+    EvaluationInProgress,
+    HeldOutRequests,
+    consensus,
+    pass_at_k,
+)
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
@@ -72,6 +79,55 @@ def test_accuracy_and_standard_error():
     assert (result.num_problems, result.samples_per_problem) == (30, 5)
     assert result.response_length_mean == lengths.mean()
     assert result.truncated_fraction == np.mean(lengths == MAX_TOKENS) > 0
+
+
+@pytest.mark.parametrize("num_correct", [0, 1, 3, 8])
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_all_subsets(num_correct, k):
+    """1 - (1 - c/n)^k would be too low for every k above 1."""
+    correct = [True] * num_correct + [False] * (8 - num_correct)
+    subsets = [any(subset) for subset in itertools.combinations(correct, k)]
+    assert pass_at_k(num_correct, 8, k) == pytest.approx(np.mean(subsets), abs=1e-15)
+    assert pass_at_k(num_correct, 8, 32) == float(num_correct > 0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        ("7779", "   +", 0.0),
+        ("7799", "++  ", 0.5),
+        ("779", "++ ", 1.0),
+        ("7", "+", 1.0),
+        ("????7", "    +", 1.0),
+        ("??", "  ", 0.0),
+    ],
+    ids=["majority-wrong", "tie", "majority", "one", "no-votes-without-answers", "no-answer"],
+)
+def test_consensus_is_a_majority_of_answers(answers, correct, expected):
+    texts = [NO_ANSWER if answer == "?" else answer for answer in answers]
+    assert consensus(texts, [mark == "+" for mark in correct]) == expected
+
+
+def test_rewards_without_answers_have_no_consensus():
+    assert consensus(["", ""], [True, False]) is None
+
+
+def test_pass_and_consensus_of_two_problems():
+    """A policy that collapses gains in avg@k and loses in pass@k."""
+    scores = {0: ["4444", "++++"], 1: ["7779", "   +"]}
+
+    class Judge(RightAtLeast):
+        def score_group(self, prompt, texts, token_ids):
+            answers, correct = scores[int(prompt.id.rpartition("-")[2]) % 2]
+            pairs = zip(answers, correct, strict=True)
+            return [Score(1.0, mark == "+", answer) for answer, mark in pairs]
+
+    engines = ScriptedEngines("last first")
+    asked = held_out(make_prompts(2), samples_per_problem=4)
+    with EvaluationInProgress(engines, Judge(BOUND), asked) as running:
+        found = running.finish()
+    assert (found.accuracy, found.consensus) == (0.625, 0.5)
+    assert found.pass_at == {2: 0.75, 4: 1.0}
 
 
 def test_problems_are_independent():
