@@ -1,11 +1,22 @@
 """Whole fine-tuning runs, on the correct responses of rollouts, and a run that starts from one."""
 
 import json
+import sys
 
 import pytest
 
 from megadapo.errors import CheckpointError, DataError, RunInterruptedError
-from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
+from tests.support.runs.whole_runs import (
+    SMALL,
+    descendants,
+    marked,
+    megadapo,
+    metrics,
+    run,
+    start_command,
+    untimed,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -24,14 +35,17 @@ def rows(tmp_path_factory):
     return path
 
 
-def sft(folder, rows, *overrides, num_steps=NUM_STEPS, code=0):
-    return megadapo(
+def words(folder, rows, *overrides, num_steps=NUM_STEPS):
+    return [
         *("sft", "configs/quickstart.toml", f"--run.folder={folder}", f"--data.train={rows}"),
         *(f"--data.held_out={rows}", f"--run.num_steps={num_steps}", "--evaluation.every=2"),
         *("--supervised.rows_per_update=8", "--trainer.optimizer.warmup_steps=2"),
         *("--trainer.optimizer.lr=1e-4", "--checkpoint.every=2", *overrides),
-        code=code,
-    )
+    ]
+
+
+def sft(folder, rows, *overrides, num_steps=NUM_STEPS, code=0):
+    return megadapo(*words(folder, rows, *overrides, num_steps=num_steps), code=code)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +94,18 @@ def test_stopped_run_resumes_to_the_same_metrics(whole, rows, tmp_path):
         assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
 
 
-def test_stop_file_ends_the_run_after_a_saved_step(rows, tmp_path):
+def test_stop_signal_ends_the_run_after_a_saved_step(rows, tmp_path):
     folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "stop").write_text("no more machines")
-    sft(folder, rows, "--run.num_steps=400", code=RunInterruptedError.exit_code)
-    status = json.loads(megadapo("status", folder, "--json").stdout)
-    assert status["state"] == "stopped" and status["checkpoint_step"] == status["step"]
+    command = [sys.executable, "-m", "megadapo.cli", *words(folder, rows, num_steps=4000)]
+    process = start_command(command, marked(folder))
+    wait_for_step(process, folder, 2)
+    process.terminate()
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == RunInterruptedError.exit_code, said
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "stopped"
+    assert 2 <= status["step"] == status["checkpoint_step"] == metrics(folder)[-1]["step"]
+    assert not descendants(folder)
 
 
 def test_other_rows_and_other_commands_are_refused(whole, rows, tmp_path):
