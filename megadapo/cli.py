@@ -24,15 +24,15 @@ from megadapo.commands import (
     train,
 )
 from megadapo.commands.lab import ablate, bench, plan, profile, simulate, weights
-from megadapo.commands.stages import sft
+from megadapo.commands.stages import reward_model, sft
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.observe.tables import printable
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
-    *(train, sft, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
-    *(ablate, status, top, show, report, config, doctor),
+    *(train, sft, reward_model, rollout, eval, export, convert, plan, weights, bench, simulate),
+    *(profile, ablate, status, top, show, report, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
 

@@ -17,6 +17,19 @@ def pair_losses(chosen: np.ndarray, rejected: np.ndarray) -> tuple[np.ndarray, n
     return np.logaddexp(0.0, -difference), -np.exp(-np.logaddexp(0.0, difference))
 
 
-def share_in_order(chosen: np.ndarray, rejected: np.ndarray) -> float:
-    """Return the share of pairs whose chosen response has the higher score; a tie is half."""
-    return float(np.mean((chosen > rejected) + 0.5 * (chosen == rejected)))
+def pair_statistics(scores: np.ndarray) -> dict[str, float]:
+    """Return mean loss, accuracy and margin of P pairs.
+
+    The accuracy is the share of pairs whose chosen response has the higher score; a tie is half.
+    The margin is the mean difference of scores.
+
+    Args:
+        scores: [2 P], each pair's chosen response before its rejected one.
+    """
+    chosen, rejected = scores[0::2], scores[1::2]
+    losses, _ = pair_losses(chosen, rejected)
+    return {
+        "loss": float(losses.mean()),
+        "accuracy": float(np.mean((chosen > rejected) + 0.5 * (chosen == rejected))),
+        "margin": float((chosen - rejected).mean()),
+    }

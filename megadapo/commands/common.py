@@ -53,11 +53,16 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def load_checked(
-    arguments: argparse.Namespace, *, rows: Callable[[str], Iterator[Row]] | None = None
+    arguments: argparse.Namespace,
+    *,
+    rows: Callable[[str], Iterator[Row]] | None = None,
+    has_values: bool = False,
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration and warnings about it.
 
-    `rows`: reads the rows of a run without rollouts; None for a run with rollouts.
+    Args:
+        rows: reads the rows of a run without rollouts; None for a run with rollouts.
+        has_values: whether the run trains a reward model.
 
     Raises:
         MegadapoError: the configuration, or a file that it names, is wrong.
@@ -70,7 +75,7 @@ def load_checked(
         # a run's folder stands for that run, even if config.json has another path or run.resume
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
-    return config, check_run(config, rows=rows)
+    return config, check_run(config, rows=rows, has_values=has_values)
 
 
 def add_start_options(parser: argparse.ArgumentParser) -> None:

@@ -41,10 +41,14 @@ Reader = Callable[[str], Iterator[Row]]
 """A reader of the rows of a source."""
 
 
-def check_run(config: RunConfig, *, rows: Reader | None = None) -> list[str]:
+def check_run(
+    config: RunConfig, *, rows: Reader | None = None, has_values: bool = False
+) -> list[str]:
     """Check the files, devices and models that the configuration names.
 
-    `rows`: reads the rows of a run without rollouts, which has prompts and rewards otherwise.
+    Args:
+        rows: reads the rows of a run without rollouts, which has prompts and rewards otherwise.
+        has_values: whether the run trains a reward model, so that model.path may be one.
 
     Returns:
         Warnings about the configuration, and a message about everything that was not checked.
@@ -56,7 +60,7 @@ def check_run(config: RunConfig, *, rows: Reader | None = None) -> list[str]:
     warnings = config.warnings()
     of_rollouts = (_check_critic, _check_teacher, _check_prompts, _check_rewards)
     checks = (
-        *(_check_folder, _check_device, _check_model),
+        *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
         *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
         *(_check_resume, _check_writers, _check_on_event),
     )
@@ -134,11 +138,12 @@ def _check_device(config: RunConfig) -> list[str]:
     return notes
 
 
-def _check_model(config: RunConfig) -> list[str]:
+def _check_model(config: RunConfig, *, has_values: bool) -> list[str]:
     folder = _model_folder(config.model)
     if folder is None:
         return [f"model.path = {config.model.path} is on the Hub and not checked"]
-    model = describe_model(read_hf_config(folder))
+    hf_config = read_hf_config(folder)
+    model = describe_critic(hf_config) if has_values else describe_model(hf_config)
     _check_layouts(model, config)
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU, vLLM's experts mistake every rank's expert numbers for their own

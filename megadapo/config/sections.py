@@ -73,7 +73,8 @@ class RunSection(Section, title="run"):
 
 
 class SupervisedConfig(Section, title="supervised"):
-    """Training on rows of data.train instead of rollouts, as `megadapo sft` does it."""
+    """Training on rows of data.train instead of rollouts, as `megadapo sft` and
+    `megadapo reward-model` do it."""
 
     rows_per_update: PositiveInt = 64
     """Rows of one optimizer update, which is one step."""

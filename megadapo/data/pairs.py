@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jinja2
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
-from megadapo.data.group import NO_VERSION
+from megadapo.data.group import NO_VERSION, Group
 from megadapo.data.sources import Messages, read_pair_rows
 from megadapo.errors import DataError
 
@@ -114,3 +118,62 @@ def pack_pairs(mini_batches: Sequence[Sequence[Pair]]) -> PackedBatch:
         rewards=np.zeros(len(sequences)),
         group_sizes=np.full(len(pairs), 2, dtype=np.int64),
     )
+
+
+def fingerprint(pairs: Sequence[Pair]) -> str:
+    """Return a hash of the pairs' tokens."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        # the length separates conversations, so that different lists differ
+        for tokens in (pair.chosen, pair.rejected):
+            digest.update(f"/{len(tokens)}/".encode() + tokens.tobytes())
+    return digest.hexdigest()
+
+
+class PairRows:
+    """The rows of pairs from sampled groups, which `load_pairs` reads."""
+
+    def __init__(self, path: Path, *, max_per_prompt: int | None = None) -> None:
+        """Begin an empty file.
+
+        `max_per_prompt`: number of pairs of one prompt to write; None writes all.
+        """
+        self.path = path
+        self.num_rows = 0
+        self._max_per_prompt = max_per_prompt
+        self._num_of: Counter[str] = Counter()
+        self._texts: defaultdict[str, set[str]] = defaultdict(set)
+        path.write_text("")
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Write the pairs of groups that have a correct and an incorrect response."""
+        rows = [row for group in groups for row in self._rows(group)]
+        self.num_rows += len(rows)
+        with self.path.open("a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+    @property
+    def summary(self) -> str:
+        """One line about the rows."""
+        num_prompts = sum(map(bool, self._num_of.values()))
+        return f"{self.num_rows} pairs of responses to {num_prompts} prompts, in {self.path}"
+
+    def _rows(self, group: Group) -> Iterator[dict[str, Any]]:
+        """Yield pairs of different texts; each text of a prompt is in one pair at most."""
+        prompt, known = group.prompt, self._texts[group.prompt.id]
+        new: dict[bool, dict[str, None]] = {True: {}, False: {}}
+        for response, score in zip(group.responses, group.scores, strict=True):
+            if response.text not in known:
+                new[score.correct][response.text] = None
+        for chosen, rejected in zip(new[True], new[False], strict=False):
+            if self._num_of[prompt.id] == self._max_per_prompt:
+                return
+            self._num_of[prompt.id] += 1
+            known.update((chosen, rejected))
+            messages = [{"role": role, "content": content} for role, content in prompt.messages]
+            yield {
+                "prompt": messages,
+                "chosen": chosen,
+                "rejected": rejected,
+                "prompt_id": prompt.id,
+            }

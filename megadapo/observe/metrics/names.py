@@ -79,7 +79,8 @@ METRICS = {
     "train/rank_tokens_min": "Tokens, prompts included, of the trainer rank with the fewest.",
     "train/rank_tokens_max": "Tokens, prompts included, of the trainer rank with the most.",
     "policy/loss": "Mean loss of the step's updates, without the pretraining loss. In "
-    "`megadapo sft` it is minus the mean log-prob of the response tokens.",
+    "`megadapo sft` it is minus the mean log-prob of the response tokens, in `megadapo "
+    "reward-model` the mean loss of the pairs.",
     "policy/entropy": "Mean token entropy in nats.",
     "policy/ratio_mean": "Mean ratio of new to old token probability.",
     "policy/approx_kl": "Mean of r - 1 - log r, the divergence of the policy in the step's updates "
@@ -138,6 +139,9 @@ METRICS = {
     "critic/grad_norm": "Mean global gradient norm of the critic's updates.",
     "critic/lr": "Learning rate of the critic.",
     "critic/skipped_updates": "Critic updates skipped for a non-finite loss or gradient.",
+    "pairs/accuracy": "Share of the update's pairs whose chosen response had the higher score; of "
+    "`megadapo reward-model` only.",
+    "pairs/margin": "Mean score of the chosen responses minus that of the rejected ones.",
     "experts/balance_loss": "Load-balancing loss without its coefficient, mean over layers; 1 is "
     "even, null without experts.",
     "experts/max_load": "Most tokens of one expert, relative to the mean of its layer.",
@@ -151,7 +155,9 @@ METRICS = {
     "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",
     "memory/engine_min_mib": "Smallest private memory of an engine with its processes.",
     "memory/engine_max_mib": "Largest private memory of an engine with its processes.",
-    "eval/loss": "Mean loss of held-out response tokens in nats; of `megadapo sft` only.",
+    "eval/loss": "Mean loss of held-out response tokens in nats, or of held-out pairs; of "
+    "`megadapo sft` and `megadapo reward-model` only.",
+    "eval/pair_accuracy": "Share of held-out pairs whose chosen response has the higher score.",
     "eval/accuracy": "Held-out accuracy that became known in this step; the newest if several did.",
     "eval/pass_at_k": "Share of its problems with a correct response among all samples.",
     "eval/cons_at_k": "Share of its problems whose most frequent answer is correct.",

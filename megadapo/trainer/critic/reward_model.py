@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megadapo.algorithm.preferences import pair_losses, share_in_order
+from megadapo.algorithm.preferences import pair_losses, pair_statistics
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
@@ -85,16 +85,22 @@ class RewardModelRank:
                 norms.append(norm)
         # saves and scores read the weights after this
         gather_weights_now(critic.chunks)
+        means = {
+            name: mean_of(sum(one[name] for one in measured), len(measured)) for name in measured[0]
+        }
         metrics: Metrics = {
-            f"reward_model/{name}": mean_of(sum(one[name] for one in measured), len(measured))
-            for name in measured[0]
+            "policy/loss": means["loss"],
+            "policy/grad_norm": mean_of(sum(norms), len(norms)),
+            "policy/lr": lr,
+            "policy/skipped_updates": len(measured) - len(norms),
+            "pairs/accuracy": means["accuracy"],
+            "pairs/margin": means["margin"],
         }
-        metrics |= {
-            "reward_model/grad_norm": mean_of(sum(norms), len(norms)),
-            "reward_model/lr": lr,
-            "reward_model/skipped_updates": len(measured) - len(norms),
-        }
-        return UpdateResult(metrics=metrics, num_dropped_tokens=0)
+        return UpdateResult(
+            metrics=metrics,
+            num_dropped_tokens=0,
+            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
+        )
 
     def scores(self, batch: PackedBatch) -> np.ndarray:
         """Return [S] float64 scores of the sequences of all mini-batches, 0 for others."""
@@ -170,18 +176,3 @@ def _weighted(
     values = ValueLoss.values(hidden_states=hidden_states, output_layer=output_layer)
     rows = context.rows
     return WeightedValues(loss=(context.loss_weights[rows] * values[rows]).sum())
-
-
-def pair_statistics(scores: np.ndarray) -> dict[str, float]:
-    """Return mean loss, accuracy, difference and score of pairs.
-
-    `scores`: [2 P], each pair's chosen response before its rejected one.
-    """
-    chosen, rejected = scores[0::2], scores[1::2]
-    losses, _ = pair_losses(chosen, rejected)
-    return {
-        "loss": float(losses.mean()),
-        "accuracy": share_in_order(chosen, rejected),
-        "margin": float((chosen - rejected).mean()),
-        "score_mean": float(scores.mean()),
-    }

@@ -56,10 +56,10 @@ def test_training_orders_its_pairs(ranks):
     """The value head starts at 0, so the first update finds ties."""
     ((metrics, _),) = ranks.on("deep-tied", reward_models.train, PAIRS, range(1, 17), critic={})
     # log 2 of ties, and the second update
-    assert metrics[0]["reward_model/loss"] > 0.5
-    assert metrics[-1]["reward_model/accuracy"] == 1.0
-    assert metrics[-1]["reward_model/loss"] < 0.5 * metrics[0]["reward_model/loss"]
-    assert metrics[-1]["reward_model/skipped_updates"] == 0
+    assert metrics[0]["policy/loss"] > 0.5
+    assert metrics[-1]["pairs/accuracy"] == 1.0
+    assert metrics[-1]["policy/loss"] < 0.5 * metrics[0]["policy/loss"]
+    assert metrics[-1]["policy/skipped_updates"] == 0
 
 
 def test_saved_state_resumes_at_every_split_and_starts_a_critic(ranks, models, tmp_path):
@@ -74,7 +74,7 @@ def test_saved_state_resumes_at_every_split_and_starts_a_critic(ranks, models, t
         for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2})
     ]
     (same, weights), (other, others) = results[0][0], results[1][0]
-    assert other[0]["reward_model/loss"] == pytest.approx(same[0]["reward_model/loss"], rel=1e-5)
+    assert other[0]["policy/loss"] == pytest.approx(same[0]["policy/loss"], rel=1e-5)
     for name, weight in weights.items():
         np.testing.assert_allclose(others[name], weight, rtol=0, atol=5e-6, err_msg=name)
     source, exported = ExportSource(Checkpoint(folder.parent, 3, {}), None), tmp_path / "model"

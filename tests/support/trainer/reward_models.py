@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from megadapo.algorithm.preferences import pair_statistics
 from megadapo.data.batch import PackedBatch
 from megadapo.data.pairs import Pair, pack_pairs
 from megadapo.trainer.types import Metrics
@@ -45,7 +46,6 @@ def build(rendezvous, settings) -> RewardModelRank:
 
 def observe(rendezvous, settings, batch) -> dict[str, Any]:
     """Scores, and loss and gradients of the first mini-batch, with a head that is not 0."""
-    from megadapo.trainer.critic.reward_model import pair_statistics
     from megadapo.trainer.update.metrics import Sums
 
     rank = build(rendezvous, settings)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from megadapo.algorithm.preferences import pair_losses, share_in_order
+from megadapo.algorithm.preferences import pair_losses, pair_statistics
 
 
 def test_losses_and_slopes_equal_torch_in_fp64():
@@ -20,5 +20,6 @@ def test_losses_and_slopes_equal_torch_in_fp64():
 
 def test_ties_are_half_in_order():
     """A reward model that gives every response one score knows nothing."""
-    assert share_in_order(np.zeros(4), np.zeros(4)) == 0.5
-    assert share_in_order(np.array([1.0, 2.0]), np.array([0.0, 3.0])) == 0.5
+    assert pair_statistics(np.zeros(8))["accuracy"] == 0.5
+    found = pair_statistics(np.array([1.0, 0.0, 2.0, 3.0]))
+    assert (found["accuracy"], found["margin"]) == (0.5, 0.0)

@@ -1,0 +1,79 @@
+"""A reward model's run: stopped and resumed, exported, continued and used as a reward."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megadapo.data import arithmetic
+from megadapo.data.prompts import Prompt
+from megadapo.rewards.config import RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from tests.support.runs.whole_runs import megadapo, metrics, untimed
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Worked sums, and the same with an answer off by one character: a short task."""
+    rng, path = random.Random(1), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = []
+    for problem in arithmetic.from_source("arithmetic:train:96"):
+        chosen = arithmetic.worked_answer(problem, rng, kind="steps")
+        prompt = problem.row()["prompt"]
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": chosen[:-1] + "x"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(folder, pairs, *overrides, num_steps=12, code=0):
+    return megadapo(
+        *("reward-model", "configs/quickstart.toml", f"--run.folder={folder}"),
+        *(f"--data.train={pairs}", f"--data.held_out={pairs}", f"--run.num_steps={num_steps}"),
+        *("--supervised.rows_per_update=16", "--trainer.optimizer.lr=3e-4"),
+        *("--evaluation.every=4", "--checkpoint.every=4", *overrides),
+        code=code,
+    )
+
+
+def test_stopped_run_resumes_to_the_same_model_which_scores_and_starts_another(pairs, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, pairs)
+    train(parts, pairs, num_steps=8)
+    train(parts, pairs)
+    steps = untimed(metrics(whole))
+    assert untimed(metrics(parts)) == steps
+    assert steps[-1]["eval/pair_accuracy"] > 0.95 > steps[0]["pairs/accuracy"]
+    assert steps[3]["eval/loss"] > steps[-1]["eval/loss"]
+    model = tmp_path / "reward-model"
+    assert "--runner pooling" in megadapo("export", whole, model).stdout
+    row = json.loads(pairs.read_text().splitlines()[0])
+    prompt = Prompt("id", (("user", row["prompt"][0]["content"]),), "", "arithmetic")
+    function = RewardFunction(
+        function="local_reward_model", options={"path": str(model)}, timeout_s=240.0
+    )
+    runner = start_runner(function)
+    try:
+        texts = [row["chosen"], row["rejected"]]
+        chosen, rejected = runner.score_group(prompt, texts, [np.arange(1)] * 2)
+    finally:
+        runner.close()
+    assert chosen.score > rejected.score
+    assert AutoTokenizer.from_pretrained(model).eos_token_id == 0
+    # a reward model continues from another one, and its first update finds trained weights
+    train(tmp_path / "next", pairs, f"--model.path={model}", num_steps=4)
+    assert metrics(tmp_path / "next")[0]["pairs/accuracy"] > 0.95
+
+
+def test_other_pairs_and_quantisation_are_refused(pairs, tmp_path):
+    run, own = tmp_path / "run", tmp_path / "pairs.jsonl"
+    own.write_text(pairs.read_text())
+    train(run, own, num_steps=4)
+    own.write_text("".join(pairs.read_text().splitlines(keepends=True)[1:]))
+    refused = train(run, own, num_steps=8, code=3)
+    assert "the rows of data.train have changed" in refused.stderr
+    quantised = megadapo("export", run, tmp_path / "out", "--quantize=fp8", code=2)
+    assert "only for a policy" in quantised.stderr
