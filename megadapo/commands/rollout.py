@@ -10,7 +10,7 @@ from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.run.rollout_only import RolloutStep
+    from megadapo.run.rollout_only import Keep, RolloutStep
 
 ABOUT = """Sample and score the batches of a run's first steps from the weights in model.path,
 without a trainer. Save observe.saved_groups groups of each in run.folder + "-rollout". The
@@ -34,15 +34,17 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--keep",
-        choices=["correct"],
-        help="also write the correct and complete responses of all prompts, mixed groups or not, "
-        "as rows for megadapo sft: correct.jsonl in the same folder",
+        choices=["correct", "pairs"],
+        help="also write rows to correct.jsonl or pairs.jsonl in the same folder: the correct and "
+        "complete responses of all prompts, mixed groups or not, for megadapo sft; or pairs of a "
+        "correct and an incorrect response to one prompt, for megadapo reward-model",
     )
     parser.add_argument(
         "--max-per-prompt",
         type=int,
         metavar="N",
-        help="with --keep: write at most N different responses of a prompt; default: all",
+        help="with --keep: write at most N different responses, or N pairs, of a prompt; default: "
+        "all",
     )
     parser.set_defaults(run=run, resume=None)
 
@@ -52,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps} must be at least 1")
     most = arguments.max_per_prompt
     if most is not None and (arguments.keep is None or most < 1):
-        raise ConfigError(f"--max-per-prompt {most} must be at least 1, and needs --keep correct")
+        raise ConfigError(f"--max-per-prompt {most} must be at least 1, and needs --keep")
     config, _ = load_checked(arguments)
     sample_steps(
         config,
         num_steps=arguments.steps,
-        keeps_correct=arguments.keep is not None,
+        keep=arguments.keep,
         max_per_prompt=most,
     )
     return 0
@@ -67,14 +69,14 @@ def sample_steps(
     config: RunConfig,
     *,
     num_steps: int,
-    keeps_correct: bool = False,
+    keep: Keep | None = None,
     max_per_prompt: int | None = None,
 ) -> list[RolloutStep]:
     """Sample steps 1 to `num_steps`, print a line for each and a table of all, and return them.
 
     Args:
-        keeps_correct: whether to write the correct responses as rows for fine-tuning.
-        max_per_prompt: number of responses of one prompt to write; None writes all.
+        keep: rows to write of the responses; None writes none.
+        max_per_prompt: number of rows of one prompt to write; None writes all.
 
     Raises:
         MegadapoError: sampling failed; complete steps are saved.
@@ -84,13 +86,13 @@ def sample_steps(
 
     from megadapo.observe.tables import TextTable
     from megadapo.run.rollout_only import (
-        correct_rows,
         keeping_every_group,
+        kept_rows,
         rollout_folder,
         start_rollouts,
     )
 
-    config = keeping_every_group(config) if keeps_correct else config
+    config = config if keep is None else keeping_every_group(config)
 
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -99,7 +101,7 @@ def sample_steps(
         start_rollouts(config, Spinner(console)) as sample,
         Progress(*columns, console=console, transient=True) as progress,
     ):
-        rows = correct_rows(config, max_per_prompt=max_per_prompt) if keeps_correct else None
+        rows = None if keep is None else kept_rows(config, keep, max_per_prompt=max_per_prompt)
         for step in progress.track(range(1, num_steps + 1)):
             done.append(sample(step))
             if rows is not None:

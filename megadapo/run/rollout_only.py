@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.data.answered import AnswerEncoder, CorrectRows
+from megadapo.data.pairs import PairRows
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
@@ -26,8 +28,10 @@ from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
 
 SUFFIX = "-rollout"
-CORRECT_FILE = "correct.jsonl"
-"""File of correct responses in the folder of rollouts, as rows for supervised fine-tuning."""
+Keep = Literal["correct", "pairs"]
+"""Rows that can be made of rollouts: for supervised fine-tuning, or for a reward model."""
+KEPT_FILES: dict[Keep, str] = {"correct": "correct.jsonl", "pairs": "pairs.jsonl"}
+"""Files of these rows in the folder of rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +98,30 @@ def keeping_every_group(config: RunConfig) -> RunConfig:
     """
     if config.rollout.tools.tool is not None:
         raise ConfigError(
-            "--keep correct: rollout.tools puts tool output into responses, and rows for "
-            "supervised fine-tuning would train on it: leave rollout.tools out"
+            "--keep: rollout.tools puts tool output into responses, and rows would train on it: "
+            "leave rollout.tools out"
         )
     observe = config.observe.model_copy(update={"saved_groups": "all"})
     sampling = config.sampling.model_copy(update={"selection": "all"})
     return config.model_copy(update={"observe": observe, "sampling": sampling})
 
 
-def correct_rows(config: RunConfig, *, max_per_prompt: int | None) -> CorrectRows:
-    """Begin the file of correct responses in the folder of rollouts.
+def kept_rows(
+    config: RunConfig, keep: Keep, *, max_per_prompt: int | None
+) -> CorrectRows | PairRows:
+    """Begin the file of rows in the folder of rollouts.
 
     Raises:
         DataError: the tokenizer cannot be used.
     """
+    path = rollout_folder(config) / KEPT_FILES[keep]
+    if keep == "pairs":
+        return PairRows(path, max_per_prompt=max_per_prompt)
     encoder = AnswerEncoder(
         load_tokenizer(config),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )
-    path = rollout_folder(config) / CORRECT_FILE
     return CorrectRows(path, encoder, max_per_prompt=max_per_prompt)
 
 
@@ -145,7 +153,8 @@ def _prepare_folder(config: RunConfig) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for step in saved_steps(folder):
             rollouts_path(folder, step).unlink()
-        (folder / CORRECT_FILE).unlink(missing_ok=True)
+        for file in KEPT_FILES.values():
+            (folder / file).unlink(missing_ok=True)
         (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be created: {error.strerror}") from error

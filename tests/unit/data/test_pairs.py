@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from megadapo.data.pairs import Pair, conversation_tokens, load_pairs, pack_pairs
+from megadapo.data.group import Group, Response, Score
+from megadapo.data.pairs import Pair, PairRows, conversation_tokens, load_pairs, pack_pairs
+from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 
 CHATML = (
@@ -96,3 +98,44 @@ def test_packed_pairs_have_one_scored_entry_behind_each_answer():
     assert np.flatnonzero(batch.loss_weights).tolist() == scored.tolist()
     assert (np.diff(batch.cu_seqlens) - batch.prompt_lengths).tolist() == [1] * 4
     assert [part.tolist() for part in batch.mini_batches] == [[0, 1], [2, 3]]
+
+
+def group_of(*texts):
+    """A group whose correct responses say 3."""
+    responses = tuple(
+        Response(
+            token_ids=np.array([1], dtype=np.int32),
+            logprobs=np.zeros(1, dtype=np.float32),
+            finish_reason="stop",
+            text=text,
+            policy_versions=np.zeros(1, dtype=np.int32),
+        )
+        for text in texts
+    )
+    return Group(
+        prompt_index=0,
+        prompt=Prompt("p", (("user", "1+2=?"),), "3", ""),
+        prompt_ids=(1,),
+        responses=responses,
+        scores=tuple(Score(1.0, "3" in text, text) for text in texts),
+    )
+
+
+def test_rows_pair_different_texts_of_a_group(tmp_path, tokenizer):
+    """A text that is in several pairs would weigh more than the others of its prompt."""
+    rows = PairRows(tmp_path / "pairs.jsonl")
+    rows.add([group_of("3", "4", "3", "is 3", "5", "6"), group_of("3", "is 3"), group_of("7")])
+    rows.add([group_of("3.", "3", "4", "8")])
+    assert rows.num_rows == 3 and "3 pairs of responses to 1 prompts" in rows.summary
+    written = [json.loads(line) for line in rows.path.read_text().splitlines()]
+    assert [(row["chosen"], row["rejected"]) for row in written] == [
+        ("3", "4"),
+        ("is 3", "5"),
+        ("3.", "8"),
+    ]
+    assert {row["prompt_id"] for row in written} == {"p"}
+    pairs = load_pairs(str(rows.path), tokenizer, max_tokens=64)
+    assert "1+2=?" in tokenizer.decode(pairs[1].chosen)
+    few = PairRows(tmp_path / "few.jsonl", max_per_prompt=1)
+    few.add([group_of("3", "4", "is 3", "5")])
+    assert few.num_rows == 1
