@@ -141,7 +141,7 @@ METRICS = {
     "critic/skipped_updates": "Critic updates skipped for a non-finite loss or gradient.",
     "pairs/accuracy": "Share of the update's pairs whose chosen response had the higher score; of "
     "`megadapo reward-model` only.",
-    "pairs/margin": "Mean score of the chosen responses minus that of the rejected ones.",
+    "pairs/margin": "Mean score of the chosen responses minus the mean of the rejected ones.",
     "experts/balance_loss": "Load-balancing loss without its coefficient, mean over layers; 1 is "
     "even, null without experts.",
     "experts/max_load": "Most tokens of one expert, relative to the mean of its layer.",
