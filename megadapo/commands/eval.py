@@ -70,4 +70,10 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         parts.append(f"cons@{record.samples_per_problem} {record.consensus:.4f}")
     if parts:
         console.print(", ".join(parts), highlight=False)
+    for name, own in record.sets.items():
+        console.print(
+            f"{name}: {own['accuracy']:.4f} ± {own['standard_error']:.4f} on "
+            f"{own['num_problems']:.0f} problems",
+            highlight=False,
+        )
     return record

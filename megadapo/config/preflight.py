@@ -264,10 +264,9 @@ def _check_data(
     config: RunConfig, reader: Reader, others: Mapping[str, tuple[str, Reader]] | None = None
 ) -> list[str]:
     """Check that sources have rows; `others`: further keys with their sources and readers."""
-    readers = {"data.train": (config.data.train, reader)}
-    if config.data.held_out is not None:
-        readers["data.held_out"] = (config.data.held_out, reader)
-    readers |= others or {}
+    data = config.data
+    sources = {key: one.source for key, one in data.train_sources.items()} | data.held_out_sources
+    readers = {key: (source, reader) for key, source in sources.items()} | dict(others or {})
     problems, notes = [], []
     for key, (source, read) in readers.items():
         if not is_built_in(source) and _is_hub_dataset(source):

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from pydantic import PositiveInt
 
+from megadapo.data.order import Share
 from megadapo.section import Section
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+Item = TypeVar("Item")
+
+
+class TrainingSource(Section, title="data.train.NAME"):
+    """One of several training sources."""
+
+    source: str
+    """Prompts, as data.train names those of a single source."""
+    weight: float = 1.0
+    """Share of the prompts that are taken from it, relative to the other sources' weights."""
 
 
 class DataConfig(Section, title="data"):
     """Prompts for training and evaluation, and the order they are taken in."""
 
-    train: str
+    train: str | dict[str, str | TrainingSource]
     """Training prompts: a parquet or JSONL file or a folder of them, a Hub dataset
     ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] (sums of three
-    terms) or arithmetic-chain:SPLIT:NUM[:SEED] (3 to 40 terms, so lengths have a long tail)."""
-    held_out: str | None = None
-    """Evaluation prompts, named in the same ways; none means that the run is not evaluated."""
+    terms) or arithmetic-chain:SPLIT:NUM[:SEED] (3 to 40 terms, so lengths have a long tail). A
+    table of names has several sources, such as {math = "a.jsonl", code = {source = "b.jsonl",
+    weight = 0.5}}: prompts are taken in proportion to the weights, which are 1 by default, and a
+    source with few prompts repeats earlier."""
+    held_out: str | dict[str, str] | None = None
+    """Evaluation prompts, named in the same ways; none means that the run is not evaluated. A table
+    of names has several sets, each with its own accuracy; the run's accuracy is their mean, with
+    the same weight for each set."""
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens after the chat template."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -27,7 +47,61 @@ class DataConfig(Section, title="data"):
     """Take the prompts in a new random order in each epoch, drawn from run.seed."""
 
     def conflicts(self) -> Iterator[str]:
-        if not self.train.strip():
-            yield "data.train is empty; name a file, a Hub dataset or arithmetic:..."
-        if self.held_out is not None and not self.held_out.strip():
-            yield "data.held_out is empty; leave it out to run without evaluation"
+        yield from _bad_names("data.train", self.train)
+        yield from _bad_names("data.held_out", self.held_out)
+        for key, source in self.train_sources.items():
+            if not source.source.strip():
+                yield f"{key} is empty; name a file, a Hub dataset or arithmetic:..."
+            if source.weight <= 0.0:
+                yield f"{key}.weight = {source.weight:g} must be above 0"
+        for key, held_out in self.held_out_sources.items():
+            if not held_out.strip():
+                yield f"{key} is empty; leave it out to run without evaluation"
+
+    @property
+    def train_sources(self) -> dict[str, TrainingSource]:
+        """Training sources by their dotted keys; `data.train` if there is one without a name."""
+        if isinstance(self.train, str):
+            return {"data.train": TrainingSource(source=self.train)}
+        return {
+            f"data.train.{name}": TrainingSource(source=one) if isinstance(one, str) else one
+            for name, one in self.train.items()
+        }
+
+    @property
+    def held_out_sources(self) -> dict[str, str]:
+        """Held-out sets by their dotted keys; `data.held_out` if there is one without a name."""
+        if self.held_out is None:
+            return {}
+        if isinstance(self.held_out, str):
+            return {"data.held_out": self.held_out}
+        return {f"data.held_out.{name}": source for name, source in self.held_out.items()}
+
+    def load_train(self, load: Callable[[str], Sequence[Item]]) -> tuple[list[Item], list[Share]]:
+        """Return the items of all training sources, one source after another, and their shares."""
+        items: list[Item] = []
+        shares = []
+        for key, one in self.train_sources.items():
+            loaded = load(one.source)
+            items += loaded
+            shares.append(Share(_name(key), len(loaded), one.weight))
+        return items, shares
+
+    def load_held_out(self, load: Callable[[str], Sequence[Item]]) -> dict[str, Sequence[Item]]:
+        """Return the items of each held-out set by its name, empty for one without a name."""
+        return {_name(key): load(source) for key, source in self.held_out_sources.items()}
+
+
+def _name(key: str) -> str:
+    """Return the name in the dotted key of a source; empty for one without a name."""
+    return "".join(key.split(".")[2:])
+
+
+def _bad_names(key: str, value: object) -> Iterator[str]:
+    if not isinstance(value, dict):
+        return
+    if not value:
+        yield f"{key} is an empty table; name at least one source"
+    for name in value:
+        if not _NAME.fullmatch(name):
+            yield f"{key}: {name!r} cannot be a name; use letters, digits, - and _"

@@ -104,17 +104,17 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
     return [prompt for number, prompt in enumerate(held_out) if number in found]
 
 
-def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
-    """Log a warning if held-out problems are among the training prompts."""
+def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name: str = "") -> None:
+    """Log a warning if held-out problems, of the set `name`, are among the training prompts."""
     found = overlapping(training, held_out)
     if not found:
         return
     listed = ", ".join(f"{prompt.messages[-1][1]!r:.60}" for prompt in found[:MAX_LISTED])
     more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
     logger.warning(
-        "%d of %d held-out problems are also training prompts, so their accuracy says nothing "
+        "%d of %d held-out problems%s are also training prompts, so their accuracy says nothing "
         "about other problems: %s%s",
-        *(len(found), len(held_out), listed, more),
+        *(len(found), len(held_out), f" of {name}" if name else "", listed, more),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
-from megadapo.data.prompts import EpochOrder
+from megadapo.data.order import EpochOrder
 from megadapo.data.sources import read_text_rows
 from megadapo.errors import DataError
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
 
+from megadapo.data.order import Share, WeightedOrder
 from megadapo.data.sources import Messages, Row, read_rows
 from megadapo.errors import DataError
 
@@ -88,6 +88,17 @@ def load_prompts(
     return prompts
 
 
+def warn_of_contradictions(prompts: Sequence[Prompt]) -> None:
+    """Log a warning if prompts of several sources have different gold answers."""
+    golds: dict[Messages, str] = {}
+    found = [p for p in prompts if golds.setdefault(p.messages, p.ground_truth) != p.ground_truth]
+    if found:
+        listed = "\n".join(some([_describe(prompt) for prompt in found]))
+        logger.warning(
+            "data.train: prompts with another gold answer in another source:\n%s", listed
+        )
+
+
 def render(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None = None
 ) -> list[int]:
@@ -107,56 +118,42 @@ def render(
     return ids
 
 
-class EpochOrder:
-    """An endless order of N items, shuffled again in each epoch, that depends on a seed alone."""
-
-    def __init__(self, num_items: int, seed: int, *, name: str, shuffle: bool = True) -> None:
-        """`name`: kind of the items; different kinds get different orders from one seed."""
-        self._num_items = num_items
-        self._seed = seed
-        self._name = name
-        self._shuffle = shuffle
-        self._permutations: dict[int, list[int]] = {}
-
-    def at(self, index: int) -> int:
-        """Return the item at a position, counted from 0 over all epochs."""
-        epoch, position = divmod(index, self._num_items)
-        return self._permutation(epoch)[position]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        known = self._permutations.get(epoch)
-        if known is None:
-            known = list(range(self._num_items))
-            if self._shuffle:
-                random.Random(f"{self._name}/{self._seed}/{epoch}").shuffle(known)
-            # lookups alternate between two epochs where one ends and the next starts
-            if len(self._permutations) == 2:
-                del self._permutations[min(self._permutations)]
-            self._permutations[epoch] = known
-        return known
-
-
 class PromptStream:
     """Endless prompts, epoch after epoch, in an order that depends on the seed alone.
 
     A prompt index is a position in the stream, counted from 0 over all epochs.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        shuffle: bool = True,
+        shares: Sequence[Share] = (),
+    ) -> None:
+        """`shares`: the sources of the prompts, in their order; empty: they are one source."""
         if not prompts:
             raise DataError("there are no prompts; check data.train")
         self._prompts = list(prompts)
-        self._order = EpochOrder(len(prompts), seed, name="prompts", shuffle=shuffle)
+        shares = shares or (Share("", len(prompts), 1.0),)
+        self._order = WeightedOrder(shares, seed, name="prompts", shuffle=shuffle)
         fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
-        self._state = {"fingerprint": fingerprint, "seed": seed, "shuffle": shuffle}
+        self._state: dict[str, object] = {
+            "fingerprint": fingerprint,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+        if len(shares) > 1:
+            self._state["shares"] = [list(share) for share in shares]
 
     def __len__(self) -> int:
-        """Return the number of prompts in an epoch."""
-        return len(self._prompts)
+        """Return the number of positions in which every prompt has come."""
+        return self._order.epoch_size
 
     def epoch(self, prompt_index: int) -> int:
-        """Return the epoch of a position, counted from 0."""
-        return prompt_index // len(self._prompts)
+        """Return the epoch of the source at a position, counted from 0."""
+        return self._order.epoch(prompt_index)
 
     def at(self, prompt_index: int) -> Prompt:
         """Return the prompt at a position."""
@@ -176,10 +173,12 @@ class PromptStream:
             ("fingerprint", "the prompts have changed since the checkpoint was saved"),
             ("seed", "the checkpoint was saved with another seed"),
             ("shuffle", "the checkpoint was saved with another data.shuffle"),
+            ("shares", "the checkpoint was saved with other sources or weights in data.train"),
         ):
-            if state.get(name) != self._state[name]:
+            there, here = state.get(name), self._state.get(name)
+            if there != here:
                 raise DataError(
-                    f"{problem} ({name} {state.get(name)!r} there, {self._state[name]!r} here); "
+                    f"{problem} ({name} {there!r} there, {here!r} here); "
                     "resume with the same data, or start a new run"
                 )
 

@@ -230,6 +230,14 @@ def _draw_held_out(axes: Axes, run: PlottedRun, look: dict[str, Any]) -> None:
         if samples > 1 and len(known) == len(steps):
             label = f"held-out {what}@{samples}"
             axes.plot(steps, known, label=label, **look | {"linestyle": style, "alpha": 0.7})
+    for number, name in enumerate(run.evaluations[-1].sets):
+        own = [(e.step, e.sets[name]["accuracy"]) for e in run.evaluations if name in e.sets]
+        axes.plot(
+            *zip(*own, strict=True),
+            **(look | {"marker": "sv^D<>pX"[number % 8]}),
+            alpha=0.5,
+            label=f"held-out {name}",
+        )
 
 
 def _draw_against(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:

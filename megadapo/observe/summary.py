@@ -166,8 +166,21 @@ def _held_out_rows(evaluations: Sequence[EvaluationRecord]) -> list[tuple[str, s
             )
             if first is not None and last is not None and after.samples_per_problem > 1
         ),
+        *(
+            (
+                f"of {one} ({own['num_problems']:.0f} problems)",
+                _of_set(before, one),
+                _of_set(after, one),
+            )
+            for one, own in after.sets.items()
+        ),
         ("held-out length (tokens)", *lengths),
     ]
+
+
+def _of_set(evaluation: EvaluationRecord, name: str) -> str:
+    own = evaluation.sets.get(name)
+    return "-" if own is None else f"{own['accuracy']:.3f} ± {own['standard_error']:.3f}"
 
 
 def _held_out(evaluation: EvaluationRecord) -> str:

@@ -193,6 +193,15 @@ class Evaluations:
             response_length=result.response_length_mean,
             pass_at={str(k): value for k, value in result.pass_at.items()},
             consensus=result.consensus,
+            sets={
+                name: {
+                    "accuracy": one.accuracy,
+                    "standard_error": one.standard_error,
+                    "num_problems": one.num_problems,
+                    "response_length": one.response_length_mean,
+                }
+                for name, one in result.sets.items()
+            },
         )
         self._finished.append(record)
 

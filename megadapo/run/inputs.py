@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,9 +16,10 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
+from megadapo.data.order import Share
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.pretraining import PretrainingStream, read_texts
-from megadapo.data.prompts import Prompt, PromptStream, load_prompts
+from megadapo.data.prompts import Prompt, PromptStream, load_prompts, warn_of_contradictions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
@@ -41,7 +43,10 @@ class SamplingInputs:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
-    held_out: list[Prompt]
+    shares: Sequence[Share] = ()
+    """Sources of the prompts, in the prompts' order; empty: they are one source."""
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Problems of each held-out set by its name, empty for one without a name."""
     scorer: Scorer
 
     @property
@@ -59,14 +64,17 @@ class SamplingInputs:
         """
         with phases.phase("load prompts"):
             tokenizer = load_tokenizer(config)
-            prompts = _load_prompts(config, config.data.train, tokenizer)
-            held_out = []
-            if config.data.held_out is not None:
-                held_out = _load_prompts(config, config.data.held_out, tokenizer)
-                warn_of_overlap(prompts, held_out)
+            load = partial(_load_prompts, config, tokenizer=tokenizer)
+            prompts, shares = config.data.load_train(load)
+            warn_of_contradictions(prompts)
+            held_out = config.data.load_held_out(load)
+            for name, problems in held_out.items():
+                warn_of_overlap(prompts, problems, name)
         with phases.phase("start verifier"):
             scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
-        return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
+        return cls(
+            tokenizer=tokenizer, prompts=prompts, shares=shares, held_out=held_out, scorer=scorer
+        )
 
     def start_cross_check(self, sampled: SampledBatch) -> None:
         """Start the symbolic comparison of a batch's answers, saved groups first."""
@@ -91,7 +99,9 @@ class SamplingInputs:
         """Return the sampler of a run at its first step."""
         return Sampler(
             engines,
-            PromptStream(self.prompts, config.run.seed, shuffle=config.data.shuffle),
+            PromptStream(
+                self.prompts, config.run.seed, shuffle=config.data.shuffle, shares=self.shares
+            ),
             self.scorer,
             config.sampling,
             settings=SamplingSettings(
@@ -196,7 +206,8 @@ def load_training_prompts(config: RunConfig) -> list[Prompt]:
     Raises:
         DataError: the prompts or the tokenizer cannot be used.
     """
-    return _load_prompts(config, config.data.train, load_tokenizer(config))
+    load = partial(_load_prompts, config, tokenizer=load_tokenizer(config))
+    return config.data.load_train(load)[0]
 
 
 def _load_prompts(

@@ -118,6 +118,10 @@ class RunLog:
         evaluated: dict[str, int | float | None] = {}
         if self._evaluated is not None:
             evaluated = {
+                f"held_out/{name}/accuracy": one["accuracy"]
+                for name, one in self._evaluated.sets.items()
+            }
+            evaluated |= {
                 "eval/accuracy": self._evaluated.accuracy,
                 "eval/pass_at_k": self._evaluated.best_of_all,
                 "eval/cons_at_k": self._evaluated.consensus,

@@ -15,7 +15,7 @@ from typing import Any
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
-from megadapo.data.prompts import EpochOrder
+from megadapo.data.order import Share, WeightedOrder
 from megadapo.errors import CorruptCheckpointError, DataError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.run.fewer import fit_to_cluster
@@ -47,6 +47,11 @@ class Stage(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Hash of the rows, to which a resumed run compares its own."""
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        """Sources of the rows, in the rows' order."""
+        return (Share("", self.num_rows, 1.0),)
 
     @abstractmethod
     def settings(self) -> TrainerSettings:
@@ -146,7 +151,7 @@ def stage_steps(
         OracleError: too many updates in a row were skipped; every step is saved.
     """
     writer = _StageWriter(config, run, trainer, stage.fingerprint)
-    rows = RowOrder(config, stage.num_rows)
+    rows = RowOrder(config, stage.num_rows, stage.shares)
     with writer.saving_last_step():
         if run.step == 0 and run.evaluates(0):
             with run.phase("evaluate"):
@@ -166,12 +171,16 @@ def stage_steps(
 class RowOrder:
     """The rows of each step, shuffled again in each epoch unless data.shuffle is off."""
 
-    def __init__(self, config: RunConfig, num_rows: int) -> None:
+    def __init__(
+        self, config: RunConfig, num_rows: int, shares: Sequence[Share] | None = None
+    ) -> None:
+        """`shares`: the sources of the rows; None: they are one source."""
         self._size = config.supervised.rows_per_update
         epochs = config.supervised.epochs
         self._end = None if epochs is None else epochs * num_rows
-        self._order = EpochOrder(
-            num_rows, config.run.seed, name="rows", shuffle=config.data.shuffle
+        shares = shares or (Share("", num_rows, 1.0),)
+        self._order = WeightedOrder(
+            shares, config.run.seed, name="rows", shuffle=config.data.shuffle
         )
 
     def of_step(self, step: int) -> list[int]:

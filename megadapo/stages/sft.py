@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -12,6 +14,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.objective import LIKELIHOOD
 from megadapo.config import RunConfig
 from megadapo.data.answered import AnswerEncoder, fingerprint, load_answered
+from megadapo.data.order import Share
 from megadapo.data.pretraining import LabelledTokens, pack_likelihood
 from megadapo.run.inputs import load_tokenizer
 from megadapo.run.processes import trainer_settings
@@ -27,7 +30,9 @@ class FineTuning(Stage):
     command = "sft"
     config: RunConfig
     rows: Sequence[Sequence[LabelledTokens]]
-    held_out: Sequence[Sequence[LabelledTokens]]
+    shares: Sequence[Share]
+    held_out: Mapping[str, Sequence[Sequence[LabelledTokens]]]
+    """Rows of each held-out set by its name, empty for one without a name."""
 
     @classmethod
     def load(cls, config: RunConfig) -> Self:
@@ -42,11 +47,9 @@ class FineTuning(Stage):
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        sources = [data.train] if data.held_out is None else [data.train, data.held_out]
-        rows, *held_out = [
-            load_answered(source, encoder, overlong=data.overlong_prompts) for source in sources
-        ]
-        return cls(config=config, rows=rows, held_out=held_out[0] if held_out else [])
+        load = partial(load_answered, encoder=encoder, overlong=data.overlong_prompts)
+        rows, shares = data.load_train(load)
+        return cls(config=config, rows=rows, shares=shares, held_out=data.load_held_out(load))
 
     @property
     def num_rows(self) -> int:
@@ -77,16 +80,18 @@ class FineTuning(Stage):
         )
 
     def evaluate(self, trainer: Trainer) -> Metrics:
-        """Return the mean loss of the held-out response tokens."""
-        size, numbers = self.config.supervised.rows_per_update, range(len(self.held_out))
+        """Return the mean loss of the held-out response tokens, of several sets their mean."""
+        losses = {name: self._loss(trainer, rows) for name, rows in self.held_out.items()}
+        of_sets = {f"held_out/{name}/loss": loss for name, loss in losses.items() if name}
+        return {"eval/loss": math.fsum(losses.values()) / len(losses), **of_sets}
+
+    def _loss(self, trainer: Trainer, rows: Sequence[Sequence[LabelledTokens]]) -> float:
+        size, numbers = self.config.supervised.rows_per_update, range(len(rows))
         batch = pack_likelihood(
-            [
-                self._sequences(numbers[first : first + size], self.held_out)
-                for first in numbers[::size]
-            ]
+            [self._sequences(numbers[first : first + size], rows) for first in numbers[::size]]
         )
         logprobs = trainer.logprobs(batch)[batch.loss_weights != 0.0]
-        return {"eval/loss": -float(logprobs.mean(dtype=np.float64))}
+        return -float(logprobs.mean(dtype=np.float64))
 
     @staticmethod
     def _sequences(

@@ -167,7 +167,7 @@ METRICS = {
 
 METRIC_NAMES = tuple(METRICS)
 
-OWN_AREAS = ("reward/", "reflection/")
+OWN_AREAS = ("reward/", "reflection/", "held_out/")
 """Prefixes of names that the configuration and its reward functions give."""
 
 _NOTES = """\
@@ -176,6 +176,9 @@ its weight, `reward/NAME/PART` the mean of a part, and `reward/NAME/failed` the 
 that it failed on. A function that scores steps also has `reward/NAME/steps`, the mean number of
 steps, and `reward/NAME/step_mean`, the mean score of a step. A step without such values leaves
 them out.
+
+If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
+`eval/accuracy`, which is their mean; in `megadapo sft`, `held_out/NAME/loss` is its loss.
 
 If saved rollouts are trained on again, everything that needs engines is null, group metrics
 describe the saved groups, and `parity/*` compares with the saved log-probs.

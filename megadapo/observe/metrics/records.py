@@ -51,6 +51,9 @@ class EvaluationRecord:
     consensus: float | None = None
     """cons@k: share of problems whose most frequent answer is right; None without answers."""
 
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Values of each named held-out set, by the names above; those are the means over the sets."""
+
     @property
     def best_of_all(self) -> float | None:
         """pass@k of all samples; None in records without it."""
@@ -112,8 +115,13 @@ class MetricsLog:
         """Write one evaluation; it replaces an evaluation of the same step."""
         _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
         values = asdict(evaluation)
-        pass_at = values.pop("pass_at")
-        entry = {name: _number(value) for name, value in values.items()} | {"pass_at": pass_at}
+        pass_at, sets = values.pop("pass_at"), values.pop("sets")
+        entry: dict[str, Any] = {name: _number(value) for name, value in values.items()}
+        entry["pass_at"] = pass_at
+        if sets:
+            entry["sets"] = {
+                name: {k: _number(v) for k, v in own.items()} for name, own in sets.items()
+            }
         append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:
@@ -184,17 +192,19 @@ def _number(value: object) -> int | float | None:
     return float(value)
 
 
-def plain_numbers(
-    entry: Mapping[str, int | float | None],
-) -> dict[str, int | float | str | None]:
+def plain_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as JSON can hold them, with "nan", "inf" and "-inf" as text."""
     return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        key: plain_numbers(value)
+        if isinstance(value, dict)
+        else str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
         for key, value in entry.items()
     }
 
 
-def _line(entry: Mapping[str, int | float | None]) -> str:
+def _line(entry: Mapping[str, Any]) -> str:
     return json.dumps(plain_numbers(entry), allow_nan=False) + "\n"
 
 
@@ -210,8 +220,17 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
         raise DataError(f"{path}, line {number}: not an object with a step")
+    return _as_numbers(entry)
+
+
+def _as_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that `plain_numbers` wrote."""
     return {
-        key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        key: _as_numbers(value)
+        if isinstance(value, dict)
+        else _NOT_FINITE.get(value, value)
+        if isinstance(value, str)
+        else value
         for key, value in entry.items()
     }
 

@@ -6,19 +6,18 @@ An evaluation uses engines of its own, or the slots that training leaves idle.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
-from megadapo.data.group import NO_ANSWER, Group
+from megadapo.data.group import Group
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
+from megadapo.rollout.sampling.accuracy import Evaluation, mean_of_sets, summary
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
@@ -33,26 +32,6 @@ EVALUATION_PRIORITY = 1 << 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The result of a policy on a set of problems."""
-
-    accuracy: float
-    """avg@k: share of correct responses."""
-    standard_error: float
-    """Standard deviation of the problems' accuracies / sqrt(num_problems); NaN for one problem."""
-    pass_at: dict[int, float]
-    """pass@k for k = 2, 4, ... and all samples: probability that one of k responses is correct."""
-    consensus: float | None
-    """cons@k: share of problems whose most frequent answer is correct; None without answers."""
-    num_problems: int
-    samples_per_problem: int
-    response_length_mean: float
-    """Mean length in tokens."""
-    truncated_fraction: float
-    """Share of responses cut at the length limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeldOutRequests:
     """The requests of every evaluation: problems with `samples_per_problem` responses each.
 
@@ -61,13 +40,15 @@ class HeldOutRequests:
     """
 
     prompts: tuple[Prompt, ...]
+    set_names: tuple[str, ...]
+    """Held-out set of each prompt; empty for a set without a name."""
     requests: tuple[OpenGroup, ...]
     """One request per prompt, with keys -1, -2, ...; keys of training are not negative."""
 
     @classmethod
     def create(
         cls,
-        prompts: Sequence[Prompt],
+        sets: Mapping[str, Sequence[Prompt]],
         config: EvaluationConfig,
         *,
         tokenizer: PreTrainedTokenizerBase,
@@ -75,13 +56,15 @@ class HeldOutRequests:
         seed: int,
         tools: ToolsConfig | None = None,
     ) -> HeldOutRequests:
-        """Create the requests; responses never branch.
+        """Create the requests of each named set; responses never branch.
 
         Raises:
             DataError: there are no problems.
         """
-        problems = tuple(prompts)[: config.max_problems]
-        if not problems:
+        named = [
+            (name, p) for name, prompts in sets.items() for p in prompts[: config.max_problems]
+        ]
+        if not named:
             raise DataError("there are no held-out problems to evaluate on; check data.held_out")
         settings = SamplingSettings(
             temperature=config.temperature,
@@ -97,9 +80,10 @@ class HeldOutRequests:
                 settings=settings,
                 priority=EVALUATION_PRIORITY,
             )
-            for number, prompt in enumerate(problems, start=1)
+            for number, (_, prompt) in enumerate(named, start=1)
         )
-        return cls(prompts=problems, requests=requests)
+        names, problems = zip(*named, strict=True)
+        return cls(prompts=problems, set_names=names, requests=requests)
 
     @property
     def samples_per_problem(self) -> int:
@@ -203,8 +187,11 @@ class EvaluationInProgress:
         while self._pool.open:
             self._add(self._pool.wait())
         self._generating.clear()
-        in_order = [self._results[request.key] for request in self._held_out.requests]
-        return _summary(in_order, self._held_out.samples_per_problem)
+        asked, of_sets = self._held_out, defaultdict(list)
+        for name, request in zip(asked.set_names, asked.requests, strict=True):
+            of_sets[name].append(self._results[request.key])
+        sets = {name: summary(own, asked.samples_per_problem) for name, own in of_sets.items()}
+        return sets[""] if "" in sets else mean_of_sets(sets)
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -225,58 +212,6 @@ class EvaluationInProgress:
             self._results[group.prompt_index] = result
             if self._journal is not None and not group.failures:
                 self._journal.append(self._held_out.digest(group.prompt_index), result)
-
-
-def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
-    accuracies = np.array([result.num_correct / result.num_scored for result in results])
-    known = [result.consensus for result in results if result.consensus is not None]
-    sizes = [2**n for n in range(1, samples_per_problem.bit_length())]
-    num_responses = len(results) * samples_per_problem
-    spread = float(accuracies.std(ddof=1)) if len(results) > 1 else math.nan
-    return Evaluation(
-        accuracy=float(accuracies.mean()),
-        standard_error=spread / math.sqrt(len(results)),
-        pass_at={
-            k: math.fsum(pass_at_k(r.num_correct, r.num_scored, k) for r in results) / len(results)
-            for k in sorted({*sizes, samples_per_problem})
-        },
-        consensus=math.fsum(known) / len(known) if known else None,
-        num_problems=len(results),
-        samples_per_problem=samples_per_problem,
-        response_length_mean=sum(r.num_tokens for r in results) / num_responses,
-        truncated_fraction=sum(r.num_truncated for r in results) / num_responses,
-    )
-
-
-def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Return the unbiased estimate that one of `k` responses is correct.
-
-    Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1. With fewer
-    than `k` samples it is of all of them.
-    """
-    k = min(k, num_samples)
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def consensus(answers: Sequence[str], correct: Sequence[bool]) -> float | None:
-    """Return whether the most frequent answer is correct: 1 or 0, and a share for a tie.
-
-    A response without an answer has no vote; if no response has an answer, the result is 0. It is
-    None if the reward function extracts no answers.
-
-    Args:
-        answers: as they were compared.
-        correct: of each; the same answer may be correct in a part of the responses only.
-    """
-    if not any(answers):
-        return None
-    votes: dict[str, list[bool]] = {}
-    for answer, is_correct in zip(answers, correct, strict=True):
-        if answer not in ("", NO_ANSWER):
-            votes.setdefault(answer, []).append(is_correct)
-    most = max(map(len, votes.values()), default=0)
-    leading = [own for own in votes.values() if len(own) == most]
-    return sum(map(sum, leading)) / max(1, most * len(leading))
 
 
 class InterleavedEngines:

@@ -113,7 +113,8 @@ def _accuracy_table(
     what = f"avg@{record.samples_per_problem} on {record.num_problems} held-out problems"
     held_out = _value(config, "data", "held_out")
     if held_out is not None:
-        what += f" of {_code(str(held_out))}"
+        sources = held_out.values() if isinstance(held_out, dict) else (held_out,)
+        what += " of " + ", ".join(_code(str(source)) for source in sources)
     sampling = [
         f"{name.replace('_', '-')} {value}"
         for name in ("temperature", "top_p")

@@ -267,7 +267,7 @@ def test_branches_are_independent_of_the_batch(engines, reference, tools):
 @pytest.fixture(scope="module")
 def held_out(model):
     return HeldOutRequests.create(
-        PROMPTS,
+        {"": PROMPTS},
         EvaluationConfig(samples_per_problem=4),
         tokenizer=AutoTokenizer.from_pretrained(model),
         max_response_tokens=MAX_RESPONSE_TOKENS,

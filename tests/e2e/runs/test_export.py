@@ -11,7 +11,8 @@ from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.rewards.scorer import Scorer
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
+from megadapo.rollout.sampling.accuracy import Evaluation
+from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
 from tests.support.rollout.engine_checks import (
     Reference,
     ask,
@@ -46,7 +47,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     with running_engines(model, log_folder, **settings) as engines:
         with Scorer(config.reward) as scorer:
             held_out = HeldOutRequests.create(
-                problems,
+                {"": problems},
                 config.evaluation,
                 tokenizer=tokenizer,
                 max_response_tokens=config.rollout.max_response_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.config import load_config
+from megadapo.config import load_config, to_toml
 from megadapo.config.preflight import check_run
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.models.description import critic_config
@@ -94,6 +94,25 @@ def test_a_critic_that_is_not_there():
     config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
     with pytest.raises(DataError, match="critic.path = /no/such/folder"):
         check_run(config)
+
+
+def test_each_source_is_checked_under_its_key(tmp_path):
+    """Only the first source would be read, or an error would not tell which one is missing."""
+    config = load_config(
+        "configs/quickstart.toml",
+        [
+            '--data.train={a = "arithmetic:train:8", b = {source = "/no/b.jsonl", weight = 2.0}}',
+            '--data.held_out={sums = "arithmetic:held_out:8", lost = "/no/lost.jsonl"}',
+            f"--run.folder={tmp_path}",
+        ],
+    )
+    with pytest.raises(DataError) as error:
+        check_run(config)
+    keys = [line.split(":")[0] for line in str(error.value).splitlines() if "/no/" in line]
+    assert keys == ["data.train.b", "data.held_out.lost"]
+    written = tmp_path / "written.toml"
+    written.write_text(to_toml(config))
+    assert load_config(written, []) == config
 
 
 TAUGHT = ["algorithm.objective.kl_coef=1.0"]

@@ -207,6 +207,13 @@ def test_unknown_dataset_and_unreachable_hub(hub: str, tmp_path) -> None:
     [
         ({"train": " "}, "data.train"),
         ({"held_out": ""}, "data.held_out"),
+        ({"held_out": {}}, "data.held_out is an empty table"),
+        ({"held_out": {"aime24": "a", "aime25": " "}}, "data.held_out.aime25 is empty"),
+        ({"held_out": {"a/b": "a"}}, "data.held_out: 'a/b' cannot be a name"),
+        ({"train": {}}, "data.train is an empty table"),
+        ({"train": {"math": "a", "code": {"source": ""}}}, "data.train.code is empty"),
+        ({"train": {"math": {"source": "a", "weight": -1.0}}}, "data.train.math.weight = -1 must"),
+        ({"train": {"math": {"source": "a", "weight": 0.0}}}, "data.train.math.weight = 0 must"),
         ({"max_prompt_tokens": 0}, "data.max_prompt_tokens"),
     ],
 )

@@ -52,7 +52,7 @@ def make(
     inputs = SamplingInputs(
         tokenizer=PlainTokenizer(),
         prompts=[],
-        held_out=make_prompts(NUM_PROBLEMS),
+        held_out={"": make_prompts(NUM_PROBLEMS)},
         scorer=RightAtLeast(40),
     )
     return Evaluations(

@@ -1,13 +1,16 @@
 """Records of a run: evaluations, times, saved rollouts and its end."""
 
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megadapo.errors import InfraError
-from megadapo.observe.metrics.records import read_metrics
+from megadapo.observe.metrics.records import read_evaluations, read_metrics
 from megadapo.observe.rollouts import files as rollouts
+from megadapo.observe.summary import before_after
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.run import Run
 from tests.support.rollout.saved_groups import saved_group
@@ -133,3 +136,26 @@ def test_saved_rollouts_can_be_off(tmp_path):
     with Run.open(config_of(tmp_path, {"observe.saved_groups": 0})) as run:
         run.log.save_rollouts(1, [saved_group(step=1)])
     assert not (tmp_path / "rollouts").exists()
+
+
+def test_named_sets_are_in_the_records_and_the_summary(tmp_path):
+    """A record of the mean alone would hide a set that gets worse."""
+    sets = {
+        "aime24": {"accuracy": 0.25, "standard_error": 0.1, "num_problems": 30},
+        "aime25": {"accuracy": 0.75, "standard_error": math.nan, "num_problems": 1},
+    }
+    evaluation = replace(evaluation_record(1), sets=sets)
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 1)
+        run.log.record_evaluation(evaluation)
+        advance(run, 2)
+    record = read_metrics(tmp_path)[-1]
+    assert [record[f"held_out/{name}/accuracy"] for name in sets] == [0.25, 0.75]
+    [read] = read_evaluations(tmp_path)
+    assert math.isnan(read.sets["aime25"].pop("standard_error"))
+    assert read.sets["aime24"] == sets["aime24"]
+    rows = {name: (first, last) for name, first, last in before_after([record], [evaluation])}
+    assert rows["of aime24 (30 problems)"] == ("0.250 ± 0.100", "0.250 ± 0.100")
+    with Run.open(config_of(tmp_path / "one")) as run:
+        run.log.record_evaluation(evaluation_record(1))
+    assert '"sets"' not in (tmp_path / "one" / "evaluations.jsonl").read_text()

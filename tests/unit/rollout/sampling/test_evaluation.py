@@ -16,13 +16,8 @@ from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import EvaluationJournal
-from megadapo.rollout.sampling.evaluation import (
-    Evaluation,
-    EvaluationInProgress,
-    HeldOutRequests,
-    consensus,
-    pass_at_k,
-)
+from megadapo.rollout.sampling.accuracy import Evaluation, consensus, pass_at_k
+from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
@@ -40,10 +35,12 @@ MAX_TOKENS = 20
 
 
 def held_out(
-    prompts: list[Prompt], tools: ToolsConfig | None = None, **config: object
+    prompts: list[Prompt] | dict[str, list[Prompt]],
+    tools: ToolsConfig | None = None,
+    **config: object,
 ) -> HeldOutRequests:
     return HeldOutRequests.create(
-        prompts,
+        prompts if isinstance(prompts, dict) else {"": prompts},
         EvaluationConfig(**{"samples_per_problem": 5, **config}),
         tokenizer=PlainTokenizer(),
         max_response_tokens=MAX_TOKENS,
@@ -53,7 +50,7 @@ def held_out(
 
 
 def run(
-    prompts: list[Prompt],
+    prompts: list[Prompt] | dict[str, list[Prompt]],
     engines: ScriptedEngines | None = None,
     journal: EvaluationJournal | None = None,
     **config: object,
@@ -136,6 +133,23 @@ def test_problems_are_independent():
     assert run(prompts[::-1], ScriptedEngines("short first")) == whole
     halves = [run(prompts[:6]), run(prompts[6:])]
     assert np.mean([half.accuracy for half in halves]) == pytest.approx(whole.accuracy)
+
+
+def test_sets_have_the_same_weight():
+    """A mean over all problems would be the accuracy of the largest set."""
+    small, large = make_prompts(40)[:4], make_prompts(40)[4:]
+    both = run({"small": small, "large": large})
+    alone = {"small": run(small), "large": run(large)}
+    assert both.sets == alone
+    first, second = alone.values()
+    assert first.accuracy != second.accuracy
+    assert both.accuracy == pytest.approx((first.accuracy + second.accuracy) / 2, abs=1e-15)
+    squares = first.standard_error**2 + second.standard_error**2
+    assert both.standard_error == pytest.approx(math.sqrt(squares) / 2, abs=1e-15)
+    assert both.num_problems == 40
+    assert not run(small).sets
+    limited = run({"small": small, "large": large}, max_problems=3)
+    assert [one.num_problems for one in limited.sets.values()] == [3, 3]
 
 
 class ThreeAtATime(RightAtLeast):

@@ -202,7 +202,7 @@ def test_evaluation_is_the_mean_over_scored_responses():
     """Catches an evaluation that counts failures as wrong, and one without any score."""
     config = EvaluationConfig(samples_per_problem=6)
     held_out = HeldOutRequests.create(
-        make_prompts(20), config, tokenizer=PlainTokenizer(), max_response_tokens=12, seed=0
+        {"": make_prompts(20)}, config, tokenizer=PlainTokenizer(), max_response_tokens=12, seed=0
     )
     with EvaluationInProgress(ScriptedEngines(), FailsOn(0.1, 0), held_out) as running:
         result = running.finish()

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from megadapo.rollout.config import EvaluationConfig
+from megadapo.rollout.sampling.accuracy import Evaluation
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.evaluation import (
-    Evaluation,
     EvaluationInProgress,
     HeldOutRequests,
     InterleavedEngines,
@@ -26,7 +26,7 @@ from tests.support.rollout.scripted_engines import (
 NUM_STEPS = 4
 VERIFIER = RightAtLeast(HALF)
 HELD_OUT = HeldOutRequests.create(
-    make_prompts(30),
+    {"": make_prompts(30)},
     EvaluationConfig(samples_per_problem=4),
     tokenizer=PlainTokenizer(),
     max_response_tokens=MAX_TOKENS,
