@@ -99,7 +99,9 @@ def evaluation_line(evaluation: EvaluationRecord) -> str:
         f"samples={evaluation.samples_per_problem}"
         + "".join(f" pass_at_{k}={value:.4f}" for k, value in evaluation.pass_at.items())
         + (f" consensus={evaluation.consensus:.4f}" if evaluation.consensus is not None else "")
-        + "".join(f" {name}={own['accuracy']:.4f}" for name, own in evaluation.sets.items())
+        + "".join(
+            f" held_out/{name}={own['accuracy']:.4f}" for name, own in evaluation.sets.items()
+        )
     )
 
 

@@ -17,7 +17,7 @@ from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
-from megadapo.rollout.sampling.accuracy import Evaluation, mean_of_sets, summary
+from megadapo.rollout.sampling.accuracy import Evaluation, consensus, mean_of_sets, summary
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
