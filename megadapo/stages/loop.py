@@ -37,6 +37,8 @@ class Stage(ABC):
 
     command: str
     """The command that runs it; checkpoints belong to it."""
+    shares: Sequence[Share]
+    """Sources of the rows, in the rows' order."""
 
     @property
     @abstractmethod
@@ -47,11 +49,6 @@ class Stage(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Hash of the rows, to which a resumed run compares its own."""
-
-    @property
-    def shares(self) -> Sequence[Share]:
-        """Sources of the rows, in the rows' order."""
-        return (Share("", self.num_rows, 1.0),)
 
     @abstractmethod
     def settings(self) -> TrainerSettings:

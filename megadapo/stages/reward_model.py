@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.preferences import pair_statistics
 from megadapo.config import RunConfig
+from megadapo.data.order import Share
 from megadapo.data.pairs import Pair, fingerprint, load_pairs, pack_pairs
 from megadapo.run.inputs import load_tokenizer
 from megadapo.run.processes import trainer_settings
@@ -25,7 +28,9 @@ class RewardModel(Stage):
     command = "reward-model"
     config: RunConfig
     pairs: Sequence[Pair]
-    held_out: Sequence[Pair]
+    shares: Sequence[Share]
+    held_out: Mapping[str, Sequence[Pair]]
+    """Pairs of each held-out set by its name, empty for one without a name."""
 
     @classmethod
     def load(cls, config: RunConfig) -> Self:
@@ -36,12 +41,11 @@ class RewardModel(Stage):
         """
         data, tokenizer = config.data, load_tokenizer(config)
         max_tokens = data.max_prompt_tokens + config.rollout.max_response_tokens
-        sources = [data.train] if data.held_out is None else [data.train, data.held_out]
-        pairs, *held_out = [
-            load_pairs(source, tokenizer, max_tokens=max_tokens, overlong=data.overlong_prompts)
-            for source in sources
-        ]
-        return cls(config=config, pairs=pairs, held_out=held_out[0] if held_out else [])
+        load = partial(
+            load_pairs, tokenizer=tokenizer, max_tokens=max_tokens, overlong=data.overlong_prompts
+        )
+        pairs, shares = data.load_train(load)
+        return cls(config=config, pairs=pairs, shares=shares, held_out=data.load_held_out(load))
 
     @property
     def num_rows(self) -> int:
@@ -71,10 +75,15 @@ class RewardModel(Stage):
         return UpdateRequest(batch=batch, step=step, policy_version=step - 1)
 
     def evaluate(self, trainer: Trainer) -> Metrics:
-        """Return loss and accuracy of the held-out pairs."""
+        """Return loss and accuracy of the held-out pairs, of several sets their means."""
+        found = {name: self._statistics(trainer, pairs) for name, pairs in self.held_out.items()}
+        metrics: Metrics = {}
+        for key, value in (("loss", "loss"), ("pair_accuracy", "accuracy")):
+            metrics |= {f"held_out/{name}/{key}": one[value] for name, one in found.items() if name}
+            metrics[f"eval/{key}"] = math.fsum(one[value] for one in found.values()) / len(found)
+        return metrics
+
+    def _statistics(self, trainer: Trainer, pairs: Sequence[Pair]) -> dict[str, float]:
         size = self.config.supervised.rows_per_update
-        parts = [
-            self.held_out[first : first + size] for first in range(0, len(self.held_out), size)
-        ]
-        found = pair_statistics(trainer.scores(pack_pairs(parts)))
-        return {"eval/loss": found["loss"], "eval/pair_accuracy": found["accuracy"]}
+        parts = [pairs[first : first + size] for first in range(0, len(pairs), size)]
+        return pair_statistics(trainer.scores(pack_pairs(parts)))

@@ -178,7 +178,8 @@ steps, and `reward/NAME/step_mean`, the mean score of a step. A step without suc
 them out.
 
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
-`eval/accuracy`, which is their mean; in `megadapo sft`, `held_out/NAME/loss` is its loss.
+`eval/accuracy`, which is their mean. `megadapo sft` and `megadapo reward-model` have
+`held_out/NAME/loss`, and for pairs `held_out/NAME/pair_accuracy`.
 
 If saved rollouts are trained on again, everything that needs engines is null, group metrics
 describe the saved groups, and `parity/*` compares with the saved log-probs.

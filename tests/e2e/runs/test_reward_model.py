@@ -64,8 +64,11 @@ def test_stopped_run_resumes_to_the_same_model_which_scores_and_starts_another(p
     assert chosen.score > rejected.score
     assert AutoTokenizer.from_pretrained(model).eos_token_id == 0
     # a reward model continues from another one, and its first update finds trained weights
-    train(tmp_path / "next", pairs, f"--model.path={model}", num_steps=4)
-    assert metrics(tmp_path / "next")[0]["pairs/accuracy"] > 0.95
+    two = f'--data.held_out={{one="{pairs}", other="{pairs}"}}'
+    train(tmp_path / "next", pairs, f"--model.path={model}", two, num_steps=4)
+    first, *_, last = metrics(tmp_path / "next")
+    assert first["pairs/accuracy"] > 0.95
+    assert last["held_out/one/pair_accuracy"] == last["eval/pair_accuracy"] > 0.95
 
 
 def test_other_pairs_and_quantisation_are_refused(pairs, tmp_path):
