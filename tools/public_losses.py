@@ -57,6 +57,13 @@ INPUTS: dict[str, list[list[float]]] = {
 }
 ADVANTAGES = [0.8, -0.8, -1.1, 1.1]
 REWARDS = [1.0, -1.0, 0.5, 0.25]
+FEATURES = [[((5 * i + 3 * j) % 7 - 3) / 3 for j in range(3)] for i in range(sum(LENGTHS))]
+"""Of each token: input of a policy that is one linear map onto four tokens."""
+TOKENS = [i * i % 5 % 4 for i in range(sum(LENGTHS))]
+START = [[0.3, -0.2, 0.1, 0.0], [-0.4, 0.25, 0.0, 0.2], [0.1, 0.35, -0.3, -0.1]]
+LEARNING_RATE = 0.6
+MINI_BATCHES = [[0, 1], [2, 3]]
+"""Responses of each update, in the same order in each pass."""
 # at lengths of 2 to 5, ranges as narrow as the paper's 3e-4 would clip every sequence
 GSPO = {"low": 0.05, "high": 0.1}
 SEQUENCES = "seq-mean-token-mean"
@@ -74,7 +81,32 @@ def ragged(table: Tensor | None) -> list[list[float]]:
     return [row[:length] for row, length in zip(table.tolist(), LENGTHS, strict=True)]
 
 
+ALL = list(range(len(LENGTHS)))
 MASK = padded([[1.0] * length for length in LENGTHS])
+
+
+def of_passes(num_passes: int, loss_of: Any) -> dict[str, Any]:
+    """Descend on a linear policy: several passes with the log-probs of before the first update.
+
+    Args:
+        loss_of: called with the responses of an update, their log-probs and their old ones.
+    """
+    features, tokens = torch.tensor(FEATURES, dtype=torch.float64), torch.tensor(TOKENS)
+    weights = torch.tensor(START, dtype=torch.float64).requires_grad_()
+
+    def logprobs() -> Tensor:
+        rows = (features @ weights).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        own = [torch.nn.functional.pad(row, (0, WIDTH - len(row))) for row in rows.split(LENGTHS)]
+        return torch.stack(own)
+
+    old, losses, gradients = logprobs().detach(), [], []
+    for rows in MINI_BATCHES * num_passes:
+        loss = loss_of(rows, logprobs()[rows], old[rows])
+        (gradient,) = torch.autograd.grad(loss, weights)
+        weights = (weights - LEARNING_RATE * gradient).detach().requires_grad_()
+        losses.append(loss.item())
+        gradients.append(gradient.tolist())
+    return {"losses": losses, "gradients": gradients, "weights": weights.tolist()}
 
 
 def with_gradient(loss_of: Any) -> dict[str, Any]:
@@ -95,9 +127,15 @@ class Trl:
         self._config = GRPOConfig
 
     def loss(self, **settings: Any) -> dict[str, Any]:
-        return with_gradient(lambda logprobs: self._loss(logprobs, settings))
+        old = padded(INPUTS["logprobs_old"])
+        return with_gradient(lambda logprobs: self._loss(ALL, logprobs, old, settings=settings))
 
-    def _loss(self, logprobs: Tensor, settings: dict[str, Any]) -> Tensor:
+    def passes(self, num_passes: int, **settings: Any) -> dict[str, Any]:
+        return of_passes(num_passes, lambda *of_update: self._loss(*of_update, settings=settings))
+
+    def _loss(
+        self, rows: list[int], logprobs: Tensor, old: Tensor, *, settings: dict[str, Any]
+    ) -> Tensor:
         args = self._config(
             output_dir="/tmp/trl", report_to=[], bf16=False, use_cpu=True, **settings
         )
@@ -128,14 +166,14 @@ class Trl:
         )
         args.steps_per_generation = 1
         inputs = {
-            "prompt_ids": torch.zeros(4, 1, dtype=torch.long),
-            "prompt_mask": torch.ones(4, 1, dtype=torch.long),
-            "completion_ids": torch.zeros(4, WIDTH, dtype=torch.long),
-            "completion_mask": MASK,
-            "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
-            "old_per_token_logps": padded(INPUTS["logprobs_old"]),
-            "ref_per_token_logps": padded(INPUTS["logprobs_ref"]),
-            "num_items_in_batch": MASK.sum(),
+            "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long),
+            "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
+            "completion_ids": torch.zeros(len(rows), WIDTH, dtype=torch.long),
+            "completion_mask": MASK[rows],
+            "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64)[rows],
+            "old_per_token_logps": old,
+            "ref_per_token_logps": padded(INPUTS["logprobs_ref"])[rows],
+            "num_items_in_batch": MASK[rows].sum(),
         }
         loss: Tensor = self._compute(trainer, None, inputs)
         return loss
@@ -184,6 +222,14 @@ class Trl:
                 loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
             ),
             "pairs": self.pair_loss(),
+            **{
+                f"{name} passes {num_passes}": self.passes(num_passes, **settings)
+                for num_passes in (2, 4)
+                for name, settings in {
+                    "grpo": {"loss_type": "grpo", "epsilon": 0.2},
+                    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+                }.items()
+            },
         }
 
 
@@ -198,22 +244,27 @@ class Verl:
         self._config = ActorConfig
 
     def loss(self, name: str, aggregation: str = "token-mean", **settings: Any) -> dict[str, Any]:
+        loss_of = self._loss_of(name, aggregation, settings)
+        old = padded(INPUTS["logprobs_old"])
+        return with_gradient(lambda logprobs: loss_of(ALL, logprobs, old))
+
+    def passes(self, num_passes: int, name: str, aggregation: str, **settings: Any) -> Any:
+        return of_passes(num_passes, self._loss_of(name, aggregation, settings))
+
+    def _loss_of(self, name: str, aggregation: str, settings: dict[str, Any]) -> Any:
         config = self._config(
             strategy="fsdp", rollout_n=2, ppo_micro_batch_size_per_gpu=1, **settings
         )
         compute = self._algos.get_policy_loss_fn(name)
         advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[:, None].expand(-1, WIDTH)
-        old = padded(INPUTS["logprobs_old"])
-        return with_gradient(
-            lambda logprobs: compute(
-                old_log_prob=old,
-                log_prob=logprobs,
-                advantages=advantages,
-                response_mask=MASK,
-                loss_agg_mode=aggregation,
-                config=config,
-            )[0]
-        )
+        return lambda rows, logprobs, old: compute(
+            old_log_prob=old,
+            log_prob=logprobs,
+            advantages=advantages[rows],
+            response_mask=MASK[rows],
+            loss_agg_mode=aggregation,
+            config=config,
+        )[0]
 
     def kl(self, kind: str) -> dict[str, Any]:
         reference = padded(INPUTS["logprobs_ref"])
@@ -272,6 +323,9 @@ class Verl:
             **{kind: self.kl(kind) for kind in ("k1", "k2", "k3", "k3+")},
             "value-loss": self.value_loss(),
             "advantages": self.advantages(),
+            **{f"dapo {mode} passes {num_passes}":
+               self.passes(num_passes, "vanilla", mode, clip_ratio_c=3.0, **clip)
+               for num_passes in (2, 4) for mode in ("token-mean", "token-sum")},
         }  # fmt: skip
 
 
