@@ -58,7 +58,7 @@ INPUTS: dict[str, list[list[float]]] = {
 ADVANTAGES = [0.8, -0.8, -1.1, 1.1]
 REWARDS = [1.0, -1.0, 0.5, 0.25]
 FEATURES = [[((5 * i + 3 * j) % 7 - 3) / 3 for j in range(3)] for i in range(sum(LENGTHS))]
-"""Of each token: input of a policy that is one linear map onto four tokens."""
+"""Inputs of a policy that is one linear map onto four tokens: one row for each token."""
 TOKENS = [i * i % 5 % 4 for i in range(sum(LENGTHS))]
 START = [[0.3, -0.2, 0.1, 0.0], [-0.4, 0.25, 0.0, 0.2], [0.1, 0.35, -0.3, -0.1]]
 LEARNING_RATE = 0.6
