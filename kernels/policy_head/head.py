@@ -54,6 +54,8 @@ class PolicyHeadOutput:
     dual_clip_count: Tensor
     entropy_sum: Tensor
     probability_sum: Tensor
+    clip_high_probability_sum: Tensor
+    """Sum of the probabilities of the tokens in clip_high_count."""
     kl_sum: Tensor
 
 
@@ -315,5 +317,8 @@ def _head_output(
         dual_clip_count=count(DUAL_CLIPPED),
         entropy_sum=total(rows.entropy),
         probability_sum=total(rows.logprobs.exp()),
+        clip_high_probability_sum=total(
+            torch.where((rows.flags & CLIPPED_HIGH) != 0, rows.logprobs.exp(), 0.0)
+        ),
         kl_sum=total(rows.kl),
     )

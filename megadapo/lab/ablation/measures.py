@@ -132,6 +132,12 @@ MEASURES = (
     ),
     Measure("clip_low", "clipped low", "{:.3%}", _over_run("policy/clip_low_fraction")),
     Measure("clip_high", "clipped high", "{:.3%}", _over_run("policy/clip_high_fraction")),
+    Measure(
+        "clip_high_probability",
+        "their probability",
+        "{:.3f}",
+        _over_run("policy/clip_high_probability"),
+    ),
     Measure("bapo_low", "BAPO's low", "{:.3f}", _over_run("bapo/clip_low")),
     Measure("bapo_high", "BAPO's high", "{:.3f}", _over_run("bapo/clip_high")),
     Measure("tokens", "tokens generated", "{:,.0f}", _total("tokens/generated")),

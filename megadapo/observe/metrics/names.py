@@ -91,6 +91,8 @@ METRICS = {
     "0.0 unless old and new log-probs differ for the same weights.",
     "policy/clip_low_fraction": "Share of tokens clipped at the lower bound.",
     "policy/clip_high_fraction": "Share of tokens clipped at the upper bound.",
+    "policy/clip_high_probability": "Mean probability of the tokens clipped at the upper bound"
+    " (DAPO, figure 3a).",
     "policy/dual_clip_fraction": "Share of tokens bounded by algorithm.objective.dual_clip.",
     "policy/token_probability_mean": "Mean probability of the trained tokens.",
     "policy/positive_gradient_share": "Share of tokens with a positive advantage in the sum of "

@@ -17,6 +17,19 @@ TRAINING: tuple[Section, ...] = (
                 in_plot=True,
             ),
             Panel(
+                "Several held-out samples",
+                "share of problems",
+                {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k"},
+            ),
+            Panel("Held-out sets", "", {}, rest_of="held_out/"),
+            Panel(
+                "Ordered pairs",
+                "share of pairs",
+                {"pairs/accuracy": "training", "eval/pair_accuracy": "held out"},
+                in_plot=True,
+            ),
+            Panel("Margin of pairs", "mean of scores", {"pairs/margin": "margin"}),
+            Panel(
                 "Reward",
                 "mean of a response",
                 {
@@ -58,7 +71,10 @@ TRAINING: tuple[Section, ...] = (
             Panel(
                 "Token probability",
                 "mean",
-                {"policy/token_probability_mean": "probability"},
+                {
+                    "policy/token_probability_mean": "all tokens",
+                    "policy/clip_high_probability": "clipped above",
+                },
                 in_plot=True,
             ),
             Panel(

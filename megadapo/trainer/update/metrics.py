@@ -67,6 +67,7 @@ class MiniBatchSums(Sums):
     """KL divergence of the old policy to this one."""
     clipped_low: float = 0.0
     clipped_high: float = 0.0
+    clipped_high_probability: float = 0.0
     dual_clipped: float = 0.0
     token_probability: float = 0.0
     positive_gradient: float = 0.0
@@ -118,6 +119,7 @@ class MiniBatchSums(Sums):
         self.ratio += output.ratio_sum.item()
         self.clipped_low += output.clip_low_count.item()
         self.clipped_high += output.clip_high_count.item()
+        self.clipped_high_probability += output.clip_high_probability_sum.item()
         self.dual_clipped += output.dual_clip_count.item()
         self.token_probability += output.probability_sum.item()
         self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, output))
@@ -250,6 +252,7 @@ def summarize(
         "policy/left_out_updates": num_left_out,
         "policy/clip_low_fraction": _ratio(step.clipped_low, tokens),
         "policy/clip_high_fraction": _ratio(step.clipped_high, tokens),
+        "policy/clip_high_probability": mean_of(step.clipped_high_probability, step.clipped_high),
         "policy/dual_clip_fraction": _ratio(step.dual_clipped, tokens),
         "policy/token_probability_mean": _ratio(step.token_probability, tokens),
         "policy/positive_gradient_share": _measured(_ratio(step.positive_gradient, step.gradient)),

@@ -10,6 +10,7 @@ reward/mean accuracy/mean response_length/mean response_length/p95
 response_length/truncated_fraction groups/sampled groups/kept groups/all_correct groups/all_wrong
 groups/from_reserve groups/to_reserve tokens/generated tokens/trained policy/loss policy/entropy
 policy/ratio_mean policy/ratio_first_max_error policy/clip_low_fraction policy/clip_high_fraction
+policy/clip_high_probability
 policy/token_probability_mean policy/grad_norm policy/lr policy/skipped_updates
 parity/logprob_abs_mean parity/logprob_abs_max eval/accuracy
 """

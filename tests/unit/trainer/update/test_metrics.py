@@ -45,6 +45,12 @@ def test_means_are_over_tokens_not_over_mini_batches():
     assert result["policy/loss"] == pytest.approx(2.0)
 
 
+def test_probability_of_clipped_tokens_is_a_mean_over_them():
+    clipped = [sums(clipped_high_probability=0.5), sums(clipped_high=6, clipped_high_probability=1)]
+    assert step_of(clipped)["policy/clip_high_probability"] == pytest.approx(1.5 / 8)
+    assert step_of([sums(clipped_high=0.0)])["policy/clip_high_probability"] is None
+
+
 def test_ratio_error_is_of_the_first_mini_batch():
     """Later ones see other weights; their ratio is meant to differ from 1."""
     for first, later in ((0.0, 0.3), (1e-7, 0.0)):
