@@ -97,9 +97,9 @@ def policy_head_loss(
         weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
             accumulated in fp32, into `weight.main_grad` if the parameter has one.
         targets: [T] token ids over the whole vocabulary.
-        logprobs_old: [T], for a sequence ratio those of `algorithm.importance.sequence_shifted`. A
-            token is dropped and counted if this, its importance weight or its reference log-prob
-            is not finite.
+        logprobs_old: [T], for a sequence ratio those of `importance.sequence_log_ratios`. A token
+            is dropped and counted if this, its importance weight or its reference log-prob is not
+            finite.
         advantages: [T].
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
         logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
@@ -155,7 +155,7 @@ def policy_head_loss_definition(
     importance_weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Define the loss of `policy_head_loss`, 0-d; old log-probs are not shifted.
+    """Define the loss of `policy_head_loss`, 0-d; old log-probs are those of tokens.
 
     Args:
         cu_seqlens: [S + 1] integers, start of each sequence, and T; None: one sequence.

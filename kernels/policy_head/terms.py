@@ -39,6 +39,8 @@ class TermSwitches(NamedTuple):
 
     gate: str = "clip"
     """One of `GATES`."""
+    is_sequence: bool = False
+    """Whether a token's ratio is that of its sequence, given in place of the old log-prob."""
     has_dual_clip: bool = False
     kl_value: str = "none"
     """Estimator; "none" without a reference policy."""
@@ -69,6 +71,7 @@ def describe_terms(
     gate = "clip" if objective.gate == "bapo" else objective.gate
     switches = TermSwitches(
         gate="logprob" if objective.ratio == "none" else gate,
+        is_sequence=objective.ratio == "sequence",
         has_dual_clip=objective.dual_clip is not None,
         kl_value=objective.kl_value if has_reference else "none",
         kl_gradient=objective.kl_gradient if has_reference else "none",
@@ -115,7 +118,7 @@ def policy_terms(
         has_reference=logprobs_ref is not None,
         has_importance_weights=importance_weights is not None,
     )
-    log_ratio = logprobs - inputs.logprobs_old
+    log_ratio = inputs.logprobs_old if switches.is_sequence else logprobs - inputs.logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     policy, d_policy, flags = _gate_terms(logprobs, ratio, inside, inputs, switches, numbers)
@@ -320,6 +323,8 @@ def token_terms(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return (loss, d_logprob, ratio, kl, flags) of one token, as `policy_terms` does."""
     log_ratio = logprob - logprob_old
+    if SWITCHES.is_sequence:
+        log_ratio = logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
     ratio = tl.exp(clamp_log_ratio(log_ratio))
     policy, d_policy, flags = gate_terms(

@@ -86,6 +86,7 @@ class PolicyInputs:
     """Values of each token that the objective reads: [T] from the caller, fp32 [R] in the head."""
 
     logprobs_old: Tensor
+    """With a sequence ratio, the log of the ratio of the token's sequence."""
     advantages: Tensor
     loss_weights: Tensor
     logprobs_ref: Tensor | None

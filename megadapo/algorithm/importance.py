@@ -93,7 +93,7 @@ def sequence_means(
     return sums.double() / _FIXED_POINT / counts.clamp(min=1)
 
 
-def sequence_shifted(
+def sequence_log_ratios(
     logprobs: Tensor,
     logprobs_old: Tensor,
     sequences: Tensor,
@@ -101,12 +101,12 @@ def sequence_shifted(
     num_sequences: int,
     add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Return old log-probs that give every token the ratio of its sequence, [N].
+    """Return log s_i of each token's sequence, [N], with s_i the geometric mean of its ratios.
 
-    With s_i the geometric mean of a sequence's ratios they are log pi - log s_i, detached. A
-    token's ratio then has the value s_i and the derivative s_i in the token's log-prob. That is
-    GSPO-token (equation 14), and GSPO if a sequence has one advantage. A mean at the clamp's edge
-    is moved beyond it, so that its ratio is constant under any rounding.
+    A token's ratio has the value s_i and the derivative s_i in the token's log-prob. That is
+    GSPO-token (equation 14), and GSPO if a sequence has one advantage. All tokens of a sequence
+    have the same bits, so a bound clips all of them or none. A mean at the clamp's edge is moved
+    beyond it, where the ratio is constant.
 
     Args:
         logprobs: [N] under the current weights, with the same bits as in the loss.
@@ -117,7 +117,7 @@ def sequence_shifted(
         logprobs - logprobs_old, sequences, num_sequences=num_sequences, add_up=add_up
     )
     means = means.where(means.abs() < MAX_LOG_RATIO, 2.0 * means)
-    return (logprobs - means.to(logprobs.dtype)[sequences]).detach()
+    return means.to(logprobs.dtype)[sequences].detach()
 
 
 def importance_ratios(

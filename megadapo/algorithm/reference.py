@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megadapo.algorithm.importance import sequence_shifted
+from megadapo.algorithm.importance import sequence_log_ratios
 from megadapo.algorithm.objective import MAX_LOG_RATIO, KlEstimator, PolicyObjective
 
 
@@ -53,7 +53,7 @@ def policy_loss(
     logprobs, logprobs_old = logprobs[kept], logprobs_old[kept]
     if objective.ratio == "sequence":
         sequences = torch.repeat_interleave(cu_seqlens.diff())[kept]
-        logprobs_old = sequence_shifted(
+        logprobs_old = sequence_log_ratios(
             logprobs.detach(), logprobs_old, sequences, num_sequences=len(cu_seqlens) - 1
         )
     losses = token_losses(
@@ -80,9 +80,12 @@ def token_losses(
 ) -> Tensor:
     """Return l_t of each token, [T], not yet weighted; arguments are those of `policy_loss`.
 
-    With a sequence ratio logprobs_old are the result of `sequence_shifted`.
+    With a sequence ratio logprobs_old is the result of `sequence_log_ratios`.
     """
-    ratio = (logprobs - logprobs_old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = logprobs - logprobs_old
+    if objective.ratio == "sequence":
+        log_ratio = logprobs_old + (logprobs - logprobs.detach())
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = _policy_term(logprobs, logprobs_old, ratio, advantages, objective)
     if importance_weights is not None:
         loss = loss * importance_weights

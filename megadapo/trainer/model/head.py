@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megadapo.algorithm.importance import sequence_shifted
+from megadapo.algorithm.importance import sequence_log_ratios
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import (
     HeadOptions,
@@ -57,7 +57,7 @@ class PolicyHead:
             # the same rows and blocks as below, so these are the loss's own log-probs
             with torch.no_grad():
                 logprobs, _ = token_logprobs(hidden, weight, context.targets, **common)
-            logprobs_old = sequence_old(context, logprobs)
+            logprobs_old = sequence_ratios(context, logprobs)
         # computed advantages may be NaN: the loss is then NaN too, which is handled later
         common["check_inputs"] = not context.has_computed_advantages
         return policy_head_loss(
@@ -108,12 +108,12 @@ class PolicyHead:
         return hidden_states.squeeze(1), weight, options
 
 
-def sequence_old(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
-    """Return [T] old log-probs that give every token its sequence's ratio.
+def sequence_ratios(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    """Return [T] log of the ratio of each token's sequence.
 
     A sequence is never split over micro-batches, and context-parallel ranks add up their parts.
-    Tokens without a loss do not count in the ratio. They keep their old log-prob, so that the head
-    drops and counts them.
+    Tokens without a loss do not count in the ratio and have their old log-prob, which is not finite
+    where the head drops and counts them.
     """
     old = micro_batch.logprobs_old
     assert old is not None, "computed before the first update"
@@ -122,12 +122,12 @@ def sequence_old(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
         known = known if values is None else known & values.isfinite()
     enters = known[micro_batch.rows]
     rows = micro_batch.rows[enters]
-    shifted = old.clone()
-    shifted[rows] = sequence_shifted(
+    ratios = old.clone()
+    ratios[rows] = sequence_log_ratios(
         logprobs[rows],
         old[rows],
         torch.from_numpy(micro_batch.sequences).to(rows.device)[enters],
         num_sequences=len(micro_batch.members),
         add_up=add_up_over_context,
     )
-    return shifted
+    return ratios

@@ -19,7 +19,7 @@ from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.model.head import sequence_old
+from megadapo.trainer.model.head import sequence_ratios
 from megadapo.trainer.types import Metrics
 
 
@@ -187,7 +187,9 @@ def _policy_inputs(
     old = micro_batch.logprobs_old
     assert old is not None, "computed before the first update"
     return PolicyInputs(
-        logprobs_old=sequence_old(micro_batch, logprobs) if objective.ratio == "sequence" else old,
+        logprobs_old=sequence_ratios(micro_batch, logprobs)
+        if objective.ratio == "sequence"
+        else old,
         advantages=micro_batch.advantages,
         loss_weights=micro_batch.loss_weights,
         logprobs_ref=None,
@@ -204,7 +206,7 @@ def gradient_sizes(
     one. The KL divergence and the entropy bonus do not count.
 
     Args:
-        inputs: [R] of the same tokens; with a sequence ratio, shifted old log-probs.
+        inputs: [R] of the same tokens; with a sequence ratio, its log in place of old log-probs.
         objective: of the update, with the clip bounds that were searched for it.
     """
     without_reference = replace(inputs, logprobs_ref=None)

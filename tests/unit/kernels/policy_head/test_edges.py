@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadapo.algorithm.importance import sequence_shifted
-from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.importance import sequence_log_ratios
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import token_logprobs
+from megadapo.kernels.policy_head.terms import policy_terms
+from megadapo.kernels.policy_head.tiles import PolicyInputs
 from tests.support.trainer.head_cases import HeadCase, HeadResult, make_case
 
 GATES = {
@@ -50,7 +52,7 @@ def edge_case(objective: PolicyObjective) -> HeadCase:
 
 
 def run(case: HeadCase) -> HeadResult:
-    """Run the head as the trainer does: shift the old log-probs of a sequence ratio first."""
+    """Run the head as the trainer does: give it the ratios of sequences."""
     if case.kwargs["objective"].ratio == "sequence":
         rows = case.loss_weights.nonzero()[:, 0]
         with torch.no_grad():
@@ -59,7 +61,7 @@ def run(case: HeadCase) -> HeadResult:
             )
         sequences = torch.repeat_interleave(EDGES.diff())
         old = case.kwargs["logprobs_old"] = case.kwargs["logprobs_old"].clone()
-        old[rows] = sequence_shifted(logprobs[rows], old[rows], sequences[rows], num_sequences=7)
+        old[rows] = sequence_log_ratios(logprobs[rows], old[rows], sequences[rows], num_sequences=7)
     return case.run()
 
 
@@ -86,20 +88,25 @@ def test_only_masked_sequences(name, passes):
 
 
 def derivative_of_sequence(log_ratio: float) -> Tensor:
-    """The gradient of -s A with A = -1, in each of a sequence's tokens, in fp32."""
-    logprobs = -torch.arange(1.0, 9.0) / 7.0
-    old = sequence_shifted(
+    """The gradient of s_i, in each of a sequence's tokens, in fp32."""
+    logprobs, ones = -torch.arange(1.0, 9.0) / 7.0, torch.ones(8)
+    ratios = sequence_log_ratios(
         logprobs, logprobs - log_ratio, torch.zeros(8, dtype=torch.int64), num_sequences=1
     )
-    moving = logprobs.clone().requires_grad_()
-    clamped = (moving - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    clamped.exp().sum().backward()
-    return moving.grad
+    inputs = PolicyInputs(
+        logprobs_old=ratios,
+        advantages=-ones,
+        loss_weights=ones,
+        logprobs_ref=None,
+        importance_weights=None,
+    )
+    objective = PolicyObjective(ratio="sequence", gate="none")
+    return policy_terms(logprobs, 0 * ones, inputs, objective).d_logprobs
 
 
 @pytest.mark.parametrize("log_ratio", [-200.0, -20.5, 20.5, 200.0])
 def test_clamped_sequence_has_no_gradient(log_ratio):
-    """Its mean is the clamp's edge: x - (x - 20) is 20 for one log-prob, a bit less for another."""
+    """Its mean is the clamp's edge, which must not count as inside."""
     assert not derivative_of_sequence(log_ratio).any()
     inside = derivative_of_sequence(19.5)
     torch.testing.assert_close(inside, torch.full((8,), 19.5).exp(), rtol=1e-5, atol=0.0)

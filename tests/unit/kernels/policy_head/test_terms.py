@@ -1,6 +1,7 @@
 """Loss and derivative of each token against fp64; in Triton by test_triton_interpreter.py."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadapo.algorithm.importance import sequence_log_ratios
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.launch import uses_triton
@@ -127,6 +129,24 @@ def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
     assert not (got.flags & DROPPED).any()
     torch.testing.assert_close(got.loss.double(), expected_loss, rtol=4e-6, atol=1e-6)
     torch.testing.assert_close(got.d_logprobs.double(), expected_grad, rtol=4e-6, atol=1e-12)
+
+
+def test_tokens_of_a_sequence_are_clipped_together():
+    """Differences of fp32 log-probs of -20 would put 0.2 % of GSPO's window on both sides."""
+    objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+    values = make_inputs((0.0,) * 20, (0.5,))
+    values["logprobs"] = -torch.linspace(0.1, 25.0, 60)
+    values["advantages"] = torch.full((60,), 0.75)
+    for excess in torch.linspace(-1e-6, 1e-6, 9).tolist():
+        old = values["logprobs"] - (math.log1p(4e-4) + excess)
+        values["logprobs_old"] = sequence_log_ratios(
+            values["logprobs"], old, torch.zeros(60, dtype=torch.int64), num_sequences=1
+        )
+        got = terms(values, objective)
+        assert len(got.ratio.unique()) == len(got.flags.unique()) == 1
+        if abs(excess) > 7e-7:
+            # nearer than that, the rounding of the ratio decides for the whole sequence
+            check(values, objective)
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0, 1e9])
