@@ -40,7 +40,7 @@ class TermSwitches(NamedTuple):
     gate: str = "clip"
     """One of `GATES`."""
     is_sequence: bool = False
-    """Whether a token's ratio is that of its sequence, given in place of the old log-prob."""
+    """Whether the old log-prob stands for the log of the ratio of the token's sequence."""
     has_dual_clip: bool = False
     kl_value: str = "none"
     """Estimator; "none" without a reference policy."""

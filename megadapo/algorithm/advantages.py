@@ -49,6 +49,7 @@ def advantages(
                 shaped_steps(group, config, max_response_tokens=max_response_tokens),
                 group.lengths,
                 normalize_by_std=config.normalize_by_std,
+                discount=config.discount,
             )
         ]
     else:
@@ -157,26 +158,34 @@ def group_advantages(
 
 
 def process_advantages(
-    steps: Sequence[Steps], lengths: Sequence[int], *, normalize_by_std: bool = True
+    steps: Sequence[Steps],
+    lengths: Sequence[int],
+    *,
+    normalize_by_std: bool = True,
+    discount: float = 1.0,
 ) -> list[np.ndarray]:
     """Return the advantages of the tokens of a group's G responses: [n] float64 of each.
 
     Process supervision (arXiv 2402.03300, section 4.1.3): the scores of all steps of all responses
-    are normalised together. A token gets the sum over the steps that end at or after it. With one
-    step per response that is grpo. The definition is `reference.process_advantages`.
+    are normalised together. A token gets the sum over its step and all later ones, each of them
+    discounted once more. With one step per response that is grpo. The definition is
+    `reference.process_advantages`.
 
     Args:
         steps: [G] steps of each response; at least one response has a step.
         lengths: [G] tokens of each response, an upper bound of its steps' ends.
+        discount: factor per step.
     """
     scores = [score for own in steps for _, score in own]
     normalized = group_advantages(scores, normalize_by_std=normalize_by_std)
     edges = np.cumsum([len(own) for own in steps])
     advantages = []
     for own, values, length in zip(steps, np.split(normalized, edges[:-1]), lengths, strict=True):
-        at_end = np.zeros(length + 1)
-        np.add.at(at_end, [end for end, _ in own], values)
-        advantages.append(np.cumsum(at_end[:0:-1])[::-1])
+        from_step = np.zeros(len(own) + 1)
+        for number in reversed(range(len(own))):
+            from_step[number] = values[number] + discount * from_step[number + 1]
+        step_of = np.searchsorted([end for end, _ in own], np.arange(length), side="right")
+        advantages.append(from_step[step_of])
     return advantages
 
 

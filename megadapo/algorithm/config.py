@@ -128,7 +128,7 @@ class AlgorithmConfig(Section, title="algorithm"):
     normalize_by_std: bool = True
     """Divide GRPO's advantages by the group's standard deviation (False: Dr. GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount per token of a later reward (gae)."""
+    """Discount of a later reward, per token (gae) or per step (grpo-process)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Horizon of gae: 1 uses the response's own reward, 0 the critic's next value."""
     shared_prefix: Literal["soft", "hard"] = "soft"
@@ -196,9 +196,10 @@ class AlgorithmConfig(Section, title="algorithm"):
                 f'algorithm.advantage = "{self.advantage}" does not divide by a group\'s standard '
                 "deviation: leave algorithm.normalize_by_std out"
             )
-        for key in self.changed("discount", "gae_lambda"):
-            if self.advantage != "gae":
-                yield f'algorithm.{key}: read only with algorithm.advantage = "gae"; leave it out'
+        for key, rules in (("discount", ("gae", "grpo-process")), ("gae_lambda", ("gae",))):
+            if self.advantage not in rules and self.changed(key):
+                names = " or ".join(f'"{rule}"' for rule in rules)
+                yield f"algorithm.{key}: read only with algorithm.advantage = {names}; leave it out"
         if self.advantage == "maxrl" and self.overlong_buffer > 0:
             yield (
                 'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '

@@ -135,21 +135,28 @@ def generalized_advantages(
 
 
 def process_advantages(
-    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int]
+    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int], *, discount: float = 1.0
 ) -> list[list[float]]:
     """Return A_t of each response's tokens; `advantages.process_advantages` is tested against it.
 
     Args:
         steps: [G] steps (end, score) of each response of a group; scores are not all the same.
         lengths: [G] tokens of each response.
+        discount: factor for each step between a token's own step and the scored one.
     """
     scores = [score for own in steps for _, score in own]
     mean = sum(scores) / len(scores)
     std = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
-    return [
-        [sum((score - mean) / std for end, score in own if end > t) for t in range(length)]
-        for own, length in zip(steps, lengths, strict=True)
-    ]
+    advantages = []
+    for own, length in zip(steps, lengths, strict=True):
+        later = [[score for end, score in own if end > t] for t in range(length)]
+        advantages.append(
+            [
+                sum(discount**j * (score - mean) / std for j, score in enumerate(scores))
+                for scores in later
+            ]
+        )
+    return advantages
 
 
 def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:

@@ -116,6 +116,7 @@ def test_conflicting_sections_are_rejected(algorithm, problem):
         {"objective": {"kl_coef": 0.1, "kl_value": "k3", "kl_gradient": "k2"}},
         {"objective": IN_REWARD | {"ratio": "none", "gate": "none"}, "advantage": "rloo"},
         {"advantage": "gae", "discount": 0.99, "gae_lambda": 0.95},
+        {"advantage": "grpo-process", "discount": 0.9},
     ],
 )
 def test_sections_that_fit_each_other(algorithm):

@@ -27,7 +27,16 @@ def test_paper_example():
     np.testing.assert_allclose(second, to_ours * np.full(3, -0.267261), atol=1e-6)
 
 
-def test_ragged_steps_match_definition():
+def test_later_steps_are_discounted():
+    """A discount by tokens would make long steps count less."""
+    first, second = process_advantages([((2, 0.2), (5, 0.8)), ((3, 0.4),)], [6, 3], discount=0.5)
+    expected = [-1.069045 + 0.5 * 1.336306] * 2 + [1.336306] * 3 + [0.0]
+    np.testing.assert_allclose(first, np.sqrt(2 / 3) * np.array(expected), atol=1e-6)
+    np.testing.assert_allclose(second, np.sqrt(2 / 3) * np.full(3, -0.267261), atol=1e-6)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_ragged_steps_match_definition(discount):
     """Equal ends, tokens behind the last step, responses without a step or a token."""
     rng = np.random.default_rng(0)
     lengths = [1, 40, 7, 13, 2, 0]
@@ -36,8 +45,9 @@ def test_ragged_steps_match_definition():
         tuple(sorted((int(rng.integers(1, n + 1)), float(rng.normal())) for _ in range(k)))
         for n, k in zip(lengths, num_steps, strict=True)
     ]
-    found = process_advantages(steps, lengths)
-    for own, expected in zip(found, reference.process_advantages(steps, lengths), strict=True):
+    found = process_advantages(steps, lengths, discount=discount)
+    definition = reference.process_advantages(steps, lengths, discount=discount)
+    for own, expected in zip(found, definition, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-14)
     assert [len(own) for own in found] == lengths
     assert not found[3].any()
