@@ -55,7 +55,11 @@ LINE_FIELDS = (
     ("step_s", "time/step_s", ".2f"),
 )
 """Label, metric and format of each field of a step's line; a missing value is "-"."""
-HELD_OUT_LOSS = ("held_out_loss", "eval/loss", ".4f")
+OF_ROWS = (
+    ("pairs_in_order", "pairs/accuracy", ".4f"),
+    ("held_out_loss", "eval/loss", ".4f"),
+    ("held_out_pairs_in_order", "eval/pair_accuracy", ".4f"),
+)
 """A further field of steps that train on rows of data; they leave out missing values."""
 
 _CURVES = (
@@ -82,7 +86,7 @@ def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> s
     parts = [f"step={record['step']}/{num_steps}", f"policy_version={record['policy_version']}"]
     fields: Sequence[tuple[str, str, str]] = LINE_FIELDS
     if not has_rollouts(record):
-        fields = [one for one in (*LINE_FIELDS, HELD_OUT_LOSS) if record.get(one[1]) is not None]
+        fields = [one for one in (*LINE_FIELDS, *OF_ROWS) if record.get(one[1]) is not None]
     for label, name, form in fields:
         value = record.get(name)
         parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")

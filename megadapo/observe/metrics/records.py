@@ -179,7 +179,10 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 
 def has_rollouts(record: MetricRecord) -> bool:
     """Return whether the step had rollouts; without any it trained on rows of data."""
-    return record.get("groups/kept") is not None or record.get("tokens/trained") is None
+    of_rows = ("tokens/trained", "pairs/accuracy")
+    return record.get("groups/kept") is not None or all(
+        record.get(name) is None for name in of_rows
+    )
 
 
 def _number(value: object) -> int | float | None:

@@ -54,6 +54,11 @@ def test_step_without_rollouts_shows_what_it_measured():
     assert float(fields["held_out_loss"]) == 0.75
     plain = str(list(curve_table([record(**trained)], []).columns[0].cells))
     assert "held-out loss" in plain and "reward" not in plain
+    # a reward model counts pairs and no tokens
+    pairs = {"pairs/accuracy": 0.75, "policy/loss": 0.5, "eval/pair_accuracy": 0.5}
+    line = step_line(record(**pairs), num_steps=9, eta_s=None)
+    assert "pairs_in_order=0.75" in line and "held_out_pairs_in_order=0.5" in line
+    assert line.count("=-") == 1
 
 
 @pytest.mark.parametrize("terminal", [True, False])
