@@ -167,9 +167,9 @@ class RunDisplay:
 
     def phase(self, name: str) -> None:
         """Show the current phase. Before the first result, each phase is a line in the log."""
-        self._phase = name
+        is_new, self._phase = name != self._phase, name
         self._phase_since = time.monotonic()
-        if not self._under_way:
+        if is_new and not self._under_way:
             self.write(f"starting: {name}", console=not self._console.is_terminal)
 
     def step(self, record: MetricRecord) -> None:

@@ -78,7 +78,9 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path):
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
     with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
-        display.phase("start trainer")
+        # an evaluation that is begun and ended is one phase
+        for _ in range(2):
+            display.phase("evaluate")
         for r in read_metrics(run):
             display.step(r)
             display.phase("rollout")
