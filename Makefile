@@ -18,30 +18,35 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The report's page is tested in Chromium where there is one.
 BROWSER := $(if $(shell command -v chromium),,and not browser)
+TENSORS := tests/unit/kernels tests/unit/weights
+RUNS := tests/unit/cluster tests/unit/rewards tests/unit/rollout tests/unit/run
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
-# two parts at a time: one computes while another waits for processes that start
+# two parts at a time, long ones first: one computes while another waits for processes that start
 test: install
 	$(MAKE) --no-print-directory --output-sync=target --jobs=2 \
-		test-unit-tensors test-unit-others test-distributed test-e2e
+		test-e2e test-distributed test-unit-runs test-unit-others test-unit-tensors
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
 test-unit: install
-	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-tensors test-unit-others
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-runs test-unit-others test-unit-tensors
 
 test-unit-tensors:
-	$(BIN)/pytest -m "not gpu and not full" --durations=6 tests/unit/kernels tests/unit/weights
+	$(BIN)/pytest -m "not gpu and not full" --durations=6 $(TENSORS)
+
+test-unit-runs:
+	$(BIN)/pytest -m "not gpu and not full" --durations=6 $(RUNS)
 
 test-unit-others:
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit tests/project
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 $(TENSORS:%=--ignore=%) $(RUNS:%=--ignore=%) tests/unit tests/project
 
 test-distributed:
 	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests/distributed
