@@ -28,7 +28,8 @@ from threading import Lock
 from typing import Any
 
 from megadapo.data.overlap import LINE, ProblemIndex, normalised, without_template
-from megadapo.data.sources import Row, read_rows
+from megadapo.data.rows import Row
+from megadapo.data.sources import read_rows
 from megadapo.errors import ConfigError, DataError, InfraError, MegadapoError
 from megadapo.observe.files import append_line, replace_text
 from megadapo.rewards.dapo_math import score

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from megadapo.data.config import DataColumns
 from megadapo.data.group import Group
 from megadapo.data.pretraining import LabelledTokens
 from megadapo.data.prompts import Prompt, render, some
-from megadapo.data.sources import Messages, Row, read_answered_rows
+from megadapo.data.rows import Messages, Row
+from megadapo.data.sources import read_answered_rows
 from megadapo.errors import DataError
 
 if TYPE_CHECKING:
@@ -136,7 +138,11 @@ class OverlongError(DataError):
 
 
 def load_answered(
-    source: str, encoder: AnswerEncoder, *, overlong: Literal["error", "drop"] = "error"
+    source: str,
+    encoder: AnswerEncoder,
+    *,
+    columns: DataColumns | None = None,
+    overlong: Literal["error", "drop"] = "error",
 ) -> list[list[LabelledTokens]]:
     """Return the sequences of each row of a source, in order, without rows that are too long.
 
@@ -145,7 +151,7 @@ def load_answered(
     """
     rows: list[list[LabelledTokens]] = []
     too_long: list[str] = []
-    for row in read_answered_rows(source):
+    for row in read_answered_rows(source, columns):
         try:
             rows.append(encoder.encode(row))
         except OverlongError as error:

@@ -9,11 +9,52 @@ from typing import Literal, TypeVar
 from pydantic import PositiveInt
 
 from megadapo.data.order import Share
+from megadapo.data.patterns import check_pattern
 from megadapo.section import Section
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 Item = TypeVar("Item")
+
+
+PROMPT_MARK = "{prompt}"
+"""Stands for the prompt in data.columns.template."""
+
+
+class DataColumns(Section, title="data.columns"):
+    """Columns of the files with prompts, and texts around each prompt. Without these keys columns
+    are found by their usual names, and prompts are taken as they are. A dotted name leads into a
+    table, as in reward_model.ground_truth."""
+
+    prompt: str | None = None
+    """Column of the prompt, a text or a list of chat messages; none: the first of prompt, question,
+    problem and messages."""
+    ground_truth: str | None = None
+    """Column of the gold answer, a text or a number; none: the first of reward_model.ground_truth,
+    ground_truth, answer and solution."""
+    data_source: str | None = None
+    """Column with the name of a row's collection; none: data_source, and without such a column the
+    name of the file, folder or Hub dataset."""
+    ground_truth_pattern: str | None = None
+    """Regular expression (RE2's syntax) that finds the answer in the gold text: in the last line
+    that it matches, its first group or the whole match. none: "^#### (.+)" if every gold text of
+    the file has such a line, as in GSM8K, else the whole text; "": always the whole text."""
+    system: str | None = None
+    """System prompt, put before each prompt."""
+    template: str | None = None
+    """Text with {prompt}, which becomes the last message of the user."""
+    examples: str | None = None
+    """File of few-shot examples, put before each prompt as turns: rows with messages, or with
+    prompt and response, as megadapo sft reads them. The template is put around their prompts too;
+    messages stay as they are."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.template is not None and PROMPT_MARK not in self.template:
+            yield f"data.columns.template = {self.template!r:.60} has no {PROMPT_MARK}"
+        if self.ground_truth_pattern:
+            key = "data.columns.ground_truth_pattern"
+            if problem := check_pattern(key, self.ground_truth_pattern):
+                yield problem
 
 
 class TrainingSource(Section, title="data.train.NAME"):
@@ -39,6 +80,7 @@ class DataConfig(Section, title="data"):
     """Evaluation prompts, named in the same ways; none means that the run is not evaluated. A table
     of names has several sets, each with its own accuracy; the run's accuracy is their mean, with
     the same weight for each set."""
+    columns: DataColumns = DataColumns()
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens after the chat template."""
     overlong_prompts: Literal["error", "drop"] = "error"

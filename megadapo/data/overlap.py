@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from megadapo.data.prompts import Prompt
@@ -106,7 +106,9 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
 
 def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name: str = "") -> None:
     """Log a warning if held-out problems, of the set `name`, are among the training prompts."""
-    found = overlapping(training, held_out)
+    num_states = Counter(prompt.messages for prompt in held_out)
+    # problems with the same text and another hidden state are different problems
+    found = [p for p in overlapping(training, held_out) if num_states[p.messages] == 1]
     if not found:
         return
     listed = ", ".join(f"{prompt.messages[-1][1]!r:.60}" for prompt in found[:MAX_LISTED])

@@ -15,7 +15,8 @@ import numpy as np
 
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION, Group
-from megadapo.data.sources import Messages, read_pair_rows
+from megadapo.data.rows import Messages
+from megadapo.data.sources import read_pair_rows
 from megadapo.errors import DataError
 
 if TYPE_CHECKING:

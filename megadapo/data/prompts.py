@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
 
+from megadapo.data.config import DataColumns
 from megadapo.data.order import Share, WeightedOrder
-from megadapo.data.sources import Messages, Row, read_rows
+from megadapo.data.rows import Messages, Row
+from megadapo.data.sources import read_rows
 from megadapo.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,13 +32,20 @@ class Prompt:
     """One question with its gold answer."""
 
     id: str
-    """Hash of source, messages and gold answer; the same in every run and on every machine."""
+    """Hash of source, messages and gold answer, and of the hidden state if prompts of one file
+    differ in nothing else; the same in every run and on every machine."""
     messages: Messages
     """(role, content) of each chat message."""
     ground_truth: str
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further columns of the row as JSON values; empty unless a reward function reads them."""
+
+    @property
+    def state(self) -> str:
+        """The extra_info as JSON, without `index`, which often counts repeated rows."""
+        state = {name: value for name, value in self.extra_info.items() if name != "index"}
+        return json.dumps(state, sort_keys=True) if state else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the prompt as JSON values; an empty extra_info is left out."""
@@ -53,6 +63,7 @@ def load_prompts(
     source: str,
     *,
     check_gold: Callable[[object, str], str],
+    columns: DataColumns | None = None,
     with_extra_info: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
@@ -64,14 +75,16 @@ def load_prompts(
         source: as in `DataConfig.train`.
         check_gold: returns the gold answer for a data_source, or raises DataError if it cannot be
             scored; for example `rewards.config.RewardConfig.check_gold`.
-        with_extra_info: read the extra_info column too, if there is one.
+        columns: names of the columns and texts around each prompt, as in `read_rows`.
+        with_extra_info: read the extra_info column too, if there is one. Prompts with the same
+            messages and another `Prompt.state` are then different prompts.
         tokenizer: measures prompts against max_prompt_tokens, if both are given.
 
     Raises:
         DataError: a row cannot be read or scored, or is too long; the error names file and row.
     """
     found = _Collection(source, check_gold, with_extra_info)
-    for row in read_rows(source, with_extra_info=with_extra_info):
+    for row in read_rows(source, columns, with_extra_info=with_extra_info):
         found.add(row)
     agreed = found.finish()
     prompts = agreed
@@ -90,8 +103,13 @@ def load_prompts(
 
 def warn_of_contradictions(prompts: Sequence[Prompt]) -> None:
     """Log a warning if prompts of several sources have different gold answers."""
-    golds: dict[Messages, str] = {}
-    found = [p for p in prompts if golds.setdefault(p.messages, p.ground_truth) != p.ground_truth]
+    golds: dict[tuple[Messages, str], str] = {}
+    found = [
+        prompt
+        for prompt in prompts
+        if golds.setdefault((prompt.messages, prompt.state), prompt.ground_truth)
+        != prompt.ground_truth
+    ]
     if found:
         listed = "\n".join(some([_describe(prompt) for prompt in found]))
         logger.warning(
@@ -192,25 +210,30 @@ class _Collection:
         self.num_rows = 0
         self.num_duplicates = 0
         """Rows that repeat a prompt and its gold (DAPO-Math-17k has each about 100 times)."""
-        self.conflicts: dict[Messages, str] = {}
+        self.conflicts: dict[tuple[Messages, str], str] = {}
+        """Contradictory golds of the prompts, known by messages and state."""
         self._source = source
         self._check_gold = check_gold
         self._with_extra_info = with_extra_info
-        self._prompts: dict[Messages, Prompt] = {}
+        self._prompts: dict[tuple[Messages, str], Prompt] = {}
         self._bad_golds: list[str] = []
 
     def add(self, row: Row) -> None:
         """Keep the prompt of a row if it is new."""
         self.num_rows += 1
         messages, gold = row.messages, row.ground_truth
-        known = self._prompts.get(messages)
+        extra_info = row.extra_info if self._with_extra_info else {}
+        # the id follows when all prompts are known
+        prompt = Prompt("", messages, "", row.data_source, extra_info)
+        key = (messages, prompt.state)
+        known = self._prompts.get(key)
         if known is None:
-            self._add_new(row, messages, gold)
+            self._prompts[key] = replace(prompt, ground_truth=self._checked(row, gold))
         elif known.ground_truth == gold:
             self.num_duplicates += 1
         else:
             both = f"{row.place}: {gold!r:.80}, and before {known.ground_truth!r:.80}"
-            self.conflicts.setdefault(messages, both)
+            self.conflicts.setdefault(key, both)
 
     def finish(self) -> list[Prompt]:
         """Return the prompts whose rows agree, in order; raise DataError if a gold is unusable."""
@@ -220,21 +243,39 @@ class _Collection:
             # Two golds for one prompt would reward contradictory answers.
             listed = "\n".join(some(list(self.conflicts.values())))
             logger.warning("%s: prompts with two gold answers dropped:\n%s", self._source, listed)
+        num_states = Counter(messages for messages, _ in self._prompts)
         return [
-            prompt for prompt in self._prompts.values() if prompt.messages not in self.conflicts
+            replace(prompt, id=_prompt_id(prompt, has_state=num_states[prompt.messages] > 1))
+            for key, prompt in self._prompts.items()
+            if key not in self.conflicts
         ]
 
-    def _add_new(self, row: Row, messages: Messages, gold: object) -> None:
+    def _checked(self, row: Row, gold: object) -> str:
         try:
-            checked = self._check_gold(gold, row.data_source)
+            return self._check_gold(gold, row.data_source)
         except DataError as error:
             self._bad_golds.append(f"{row.place}: {error}")
-            checked = str(gold)
-        key = json.dumps([row.data_source, messages, checked])
-        prompt_id = hashlib.sha256(key.encode()).hexdigest()[:16]
-        extra_info = row.extra_info if self._with_extra_info else {}
-        prompt = Prompt(prompt_id, messages, checked, row.data_source, extra_info)
-        self._prompts[messages] = prompt
+            return str(gold)
+
+
+def _prompt_id(prompt: Prompt, *, has_state: bool) -> str:
+    parts = [prompt.data_source, prompt.messages, prompt.ground_truth]
+    key = json.dumps([*parts, prompt.state] if has_state else parts)
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model's folder or Hub name.
+
+    Raises:
+        DataError: it has no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path = {path} has no usable tokenizer: {error}") from error
 
 
 def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -6,25 +6,33 @@ A row knows its file and line, so that errors can name them.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megadapo.data import arithmetic
+from megadapo.data.config import DataColumns
+from megadapo.data.rows import (
+    ANSWERS,
+    DATA_SOURCE,
+    EXTRA_INFO,
+    GOLDS,
+    PROMPTS,
+    TEXT,
+    Messages,
+    Names,
+    Row,
+)
 from megadapo.errors import DataError, InfraError
 
-COLUMNS = ("data_source", "prompt", "reward_model")
-EXTRA_INFO = "extra_info"
-"""The column with further facts about a prompt; few readers need it."""
-ANSWERED_COLUMNS = ("messages", "prompt", "response", "answer", "response_ids")
-"""Columns of answered conversations; `Row.conversation` reads one way to write them."""
-TEXT = "text"
-"""The only column that pretraining data needs."""
+logger = logging.getLogger(__name__)
+
 PAIR_COLUMNS = ("chosen", "rejected")
 """The columns of preference pairs besides the prompt."""
 SUFFIXES = (".parquet", ".jsonl")
@@ -33,140 +41,34 @@ MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSONL file that is read; a damaged file may be one line of any length."""
 SPLIT_WORDS = ("train", "test", "validation")
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
-
-Messages = tuple[tuple[str, str], ...]
-"""(role, content) of each chat message."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One unchecked row of a source."""
-
-    place: str
-    """File and row (parquet, from 0) or line (JSONL, from 1), for error messages."""
-    columns: Mapping[str, object]
-
-    @property
-    def messages(self) -> Messages:
-        """Chat messages, checked."""
-        return self._chat("prompt")
-
-    def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
-        """Return the messages of a preference pair's prompt and of one of its answers, checked.
-
-        The prompt may be one text, or be part of both answers.
-        """
-        prompt: Messages = ()
-        for column in ("prompt", "messages"):
-            if self.columns.get(column) is not None:
-                is_text = isinstance(self.columns[column], str)
-                prompt = (("user", self._text(column)),) if is_text else self._chat(column)
-                break
-        if isinstance(self.columns.get(answer), list):
-            return prompt + self._chat(answer)
-        if not prompt:
-            raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
-        return (*prompt, ("assistant", self._text(answer)))
-
-    @property
-    def conversation(self) -> Messages:
-        """Messages of an answered conversation, checked.
-
-        They are `messages`, or `prompt` (chat messages, or the text of one by the user) followed by
-        the text in `response` or `answer`.
-        """
-        if self.columns.get("messages") is not None:
-            return self._chat("messages")
-        answers = [name for name in ("response", "answer") if self.columns.get(name) is not None]
-        if self.columns.get("prompt") is None or len(answers) != 1:
-            raise DataError(
-                f"{self.place}: expected messages, or prompt with either response or answer; found "
-                f"{', '.join(name for name in self.columns) or 'nothing'}"
-            )
-        is_text = isinstance(self.columns["prompt"], str)
-        prompt = (("user", self._text("prompt")),) if is_text else self._chat("prompt")
-        return (*prompt, ("assistant", self._text(answers[0])))
-
-    def _chat(self, column: str) -> Messages:
-        chat = self.columns.get(column)
-        if not isinstance(chat, list) or not chat:
-            raise DataError(f"{self.place}: {column} is not a list of chat messages: {chat!r:.80}")
-        for message in chat:
-            if not isinstance(message, dict) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
-            ):
-                raise DataError(
-                    f"{self.place}: a chat message needs a role and a content, both strings; "
-                    f"found {message!r:.80}"
-                )
-            if not _is_unicode(message["content"]):
-                raise DataError(f"{self.place}: a chat message is not valid Unicode")
-        return tuple((message["role"], message["content"]) for message in chat)
-
-    @property
-    def text(self) -> str:
-        """Text for a language-model loss, checked; it may be empty."""
-        return self._text(TEXT)
-
-    def _text(self, column: str) -> str:
-        text = self.columns.get(column)
-        if not isinstance(text, str):
-            raise DataError(f"{self.place}: {column} is not a string but {text!r:.80}")
-        if not _is_unicode(text):
-            raise DataError(f"{self.place}: {column} is not valid Unicode")
-        return text
-
-    @property
-    def ground_truth(self) -> object:
-        """Gold answer of the row; nothing here checks that it can be scored."""
-        reward_model = self.columns.get("reward_model")
-        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-            raise DataError(f"{self.place}: reward_model.ground_truth is missing")
-        gold = reward_model["ground_truth"]
-        # JSON written by hand often has bare integers, which have only one spelling
-        return str(gold) if type(gold) is int else gold
-
-    @property
-    def extra_info(self) -> dict[str, Any]:
-        """Further facts as JSON values; other values become text."""
-        extra_info = self.columns.get(EXTRA_INFO)
-        if extra_info is None:
-            return {}
-        if not isinstance(extra_info, dict):
-            raise DataError(f"{self.place}: {EXTRA_INFO} is not a table: {extra_info!r:.80}")
-        text = json.dumps(extra_info, default=str)
-        plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)
-        return plain
-
-    @property
-    def data_source(self) -> str:
-        """Name of the collection that contains the row."""
-        source = self.columns.get("data_source")
-        if not isinstance(source, str):
-            raise DataError(f"{self.place}: data_source is not a string but {source!r:.80}")
-        return source
+GSM8K_MARK = "#### "
+"""Beginning of the line with the answer in a gold text of GSM8K."""
+GSM8K_PATTERN = f"^{GSM8K_MARK}(.+)"
 
 
-def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
+def read_rows(
+    source: str, columns: DataColumns | None = None, *, with_extra_info: bool = False
+) -> Iterator[Row]:
     """Yield the rows of a file, a folder of files, a Hub dataset or a built-in task, in order.
 
     Args:
+        columns: names of the columns, which are found without them, and texts around each prompt.
         with_extra_info: read this column of parquet files too.
 
     Raises:
         DataError: the source does not exist, cannot be read, or lacks a column.
         InfraError: the Hub does not answer.
     """
+    names = _names(source, columns or DataColumns())
     if arithmetic.is_built_in(source):
+        # its columns have the names that Names has by default
+        texts = DataColumns(template=names.config.template, system=names.config.system)
+        names = replace(names, config=texts)
         for number, problem in enumerate(arithmetic.from_source(source)):
-            yield Row(f"{source}, row {number}", problem.row())
+            yield Row(f"{source}, row {number}", problem.row(), names)
         return
-    optional = (EXTRA_INFO,) if with_extra_info else ()
     for file in _files(source, SUFFIXES):
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file, COLUMNS, optional)
-        else:
-            yield from _jsonl_rows(file)
+        yield from _prompt_rows(file, names, with_extra_info=with_extra_info)
 
 
 def read_text_rows(source: str) -> Iterator[Row]:
@@ -208,17 +110,82 @@ def read_pair_rows(source: str) -> Iterator[Row]:
             yield from _jsonl_rows(file)
 
 
-def read_answered_rows(source: str) -> Iterator[Row]:
+def read_answered_rows(source: str, columns: DataColumns | None = None) -> Iterator[Row]:
     """Yield rows of answered conversations in order, from files, folders and Hub datasets.
+
+    `columns`: name of the prompts' column and texts around each prompt, as in `read_rows`.
 
     Raises:
         DataError: the source does not exist or cannot be read.
     """
+    names = _names(source, columns or DataColumns())
+    optional = (*PROMPTS, *ANSWERS, "response_ids", *filter(None, [names.config.prompt]))
     for file in _files(source, SUFFIXES):
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file, (), ANSWERED_COLUMNS)
-        else:
-            yield from _jsonl_rows(file)
+        for row in _rows(file, optional):
+            yield Row(row.place, row.columns, names)
+
+
+def _names(source: str, columns: DataColumns) -> Names:
+    """Return the names before a file is read: the examples, and the data_source by default."""
+    examples: Messages = ()
+    if columns.examples is not None:
+        around = DataColumns(template=columns.template)
+        rows = read_answered_rows(columns.examples, around)
+        examples = tuple(message for row in rows for message in row.conversation)
+    path = Path(source).expanduser()
+    hub = None if path.exists() else HUB_NAME.fullmatch(source)
+    return Names(
+        origin=path.resolve().stem if hub is None else hub["name"],
+        config=columns,
+        examples=examples,
+    )
+
+
+def _prompt_rows(file: Path, names: Names, *, with_extra_info: bool) -> Iterator[Row]:
+    """Yield a file's rows with the columns that its first row decides on."""
+    config = names.config
+    named = filter(None, [config.prompt, config.ground_truth, config.data_source])
+    wanted = (*PROMPTS, *GOLDS, *named, DATA_SOURCE, *([EXTRA_INFO] if with_extra_info else []))
+    rows = _rows(file, wanted)
+    first = next(rows, None)
+    if first is None:
+        return
+    found = pq.read_schema(file).names if file.suffix == ".parquet" else list(first.columns)
+    prompt = first.find("data.columns.prompt", config.prompt, PROMPTS, found)
+    gold = first.find("data.columns.ground_truth", config.ground_truth, GOLDS, found)
+    names = replace(names, prompt=prompt, ground_truth=gold)
+    pattern = config.ground_truth_pattern
+    if pattern is None:
+        pattern = GSM8K_PATTERN if _has_marks(file, gold, first) else ""
+    names = replace(names, pattern=pattern)
+    for row in chain([first], rows):
+        yield Row(row.place, row.columns, names)
+
+
+def _has_marks(file: Path, column: str, first: Row) -> bool:
+    """Return whether every gold text of a file has a line `#### ANSWER`, as those of GSM8K."""
+    if "." in column or not _has_mark(first, column):
+        return False
+    without = next((row for row in _rows(file, (column,)) if not _has_mark(row, column)), None)
+    if without is not None:
+        logger.warning(
+            "%s: %s has no line that begins with %r, as rows before have, so the whole text is "
+            "the gold answer; set data.columns.ground_truth_pattern",
+            *(without.place, column, GSM8K_MARK),
+        )
+    return without is None
+
+
+def _has_mark(row: Row, column: str) -> bool:
+    gold = row.columns.get(column)
+    return isinstance(gold, str) and f"\n{GSM8K_MARK}" in f"\n{gold}"
+
+
+def _rows(file: Path, columns: Collection[str]) -> Iterator[Row]:
+    """Yield a file's rows; of parquet only the columns, or the first part of a dotted name."""
+    if file.suffix == ".jsonl":
+        return _jsonl_rows(file)
+    return _parquet_rows(file, (), (*columns, *(name.split(".")[0] for name in columns)))
 
 
 def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -287,8 +254,9 @@ def _parquet_rows(
     try:
         parquet = pq.ParquetFile(file)
         names = parquet.schema_arrow.names
-        _check_columns(file, names, needed)
-        wanted = [*needed, *(name for name in optional if name in names)]
+        if missing := [name for name in needed if name not in names]:
+            raise DataError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
+        wanted = [name for name in names if name in needed or name in optional]
         number = 0
         for batch in parquet.iter_batches(batch_size=8192, columns=wanted):
             for columns in batch.to_pylist():
@@ -296,19 +264,6 @@ def _parquet_rows(
                 number += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as parquet: {error}") from error
-
-
-def _check_columns(file: Path, names: list[str], needed: tuple[str, ...]) -> None:
-    missing = [name for name in needed if name not in names]
-    if missing:
-        schema = (
-            ". The schema of DAPO-Math-17k is needed: data_source, prompt (chat messages) and "
-            "reward_model.ground_truth"
-        )
-        raise DataError(
-            f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}"
-            f"{schema if needed == COLUMNS else ''}"
-        )
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:
@@ -326,12 +281,3 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             if not isinstance(columns, dict):
                 raise DataError(f"{place}: not a JSON object but {type(columns).__name__}")
             yield Row(place, columns)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded; JSON can have half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

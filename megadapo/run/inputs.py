@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megadapo.algorithm.advantages import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
@@ -19,8 +19,13 @@ from megadapo.data.group import Group
 from megadapo.data.order import Share
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.pretraining import PretrainingStream, read_texts
-from megadapo.data.prompts import Prompt, PromptStream, load_prompts, warn_of_contradictions
-from megadapo.errors import DataError
+from megadapo.data.prompts import (
+    Prompt,
+    PromptStream,
+    load_prompts,
+    read_tokenizer,
+    warn_of_contradictions,
+)
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
@@ -167,11 +172,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     Raises:
         DataError: it has no usable tokenizer.
     """
-    path = config.model.path
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path = {path} has no usable tokenizer: {error}") from error
+    return read_tokenizer(config.model.path)
 
 
 def load_pretraining_data(
@@ -215,6 +216,7 @@ def _load_prompts(
 ) -> list[Prompt]:
     return load_prompts(
         source,
+        columns=config.data.columns,
         check_gold=config.reward.check_gold,
         with_extra_info=config.reward.reads_extra_info,
         tokenizer=tokenizer,

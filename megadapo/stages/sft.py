@@ -47,7 +47,9 @@ class FineTuning(Stage):
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        load = partial(load_answered, encoder=encoder, overlong=data.overlong_prompts)
+        load = partial(
+            load_answered, encoder=encoder, columns=data.columns, overlong=data.overlong_prompts
+        )
         rows, shares = data.load_train(load)
         return cls(config=config, rows=rows, shares=shares, held_out=data.load_held_out(load))
 

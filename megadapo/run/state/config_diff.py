@@ -15,8 +15,8 @@ from megadapo.errors import ConfigError
 from megadapo.run.state.checkpoint import Checkpoint
 
 RESERVE_KEYS = (
-    *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
-    *("reward.rule", "reward.decide", "reward.functions"),
+    *("data.train", "data.columns", "data.max_prompt_tokens", "data.overlong_prompts"),
+    *("reward.rule", "reward.pattern", "reward.decide", "reward.functions"),
     *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
     "sampling.accuracy_range",
@@ -37,7 +37,7 @@ LEARNING_KEYS = (
 """Keys and tables that decide what is learned; the others decide where, how fast and what is
 shown."""
 SUPERVISED_KEYS = (
-    *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
+    *("data.train", "data.columns", "data.max_prompt_tokens", "data.overlong_prompts"),
     *("rollout.max_response_tokens", "run.seed", "data.shuffle", "supervised"),
 )
 """Keys and tables that decide what is learned from rows of data."""

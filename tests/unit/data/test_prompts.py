@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +138,11 @@ def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
     assert "and 3 more" in text and "row 1:" not in text
 
 
-def test_integer_gold_is_accepted(tmp_path) -> None:
+def test_gold_that_is_a_number_is_accepted(tmp_path) -> None:
+    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 7.0)]))[0].ground_truth == "7"
+    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 0.5)]))[0].ground_truth == "0.5"
     assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0].ground_truth == "-7"
-    for gold in (7.0, True, ["7"], {}):
+    for gold in (math.nan, True, ["7"], {}):
         with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
             read(write_jsonl(tmp_path / "a.jsonl", [row("a", gold)]))
 
@@ -147,8 +150,8 @@ def test_integer_gold_is_accepted(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"prompt": "1+1"}, "line 2: prompt is not a list of chat messages"),
-        ({"prompt": []}, "line 2: prompt is not a list of chat messages"),
+        ({"prompt": 11}, "line 2: prompt is neither a text nor a list of chat messages: 11"),
+        ({"prompt": []}, "line 2: prompt is neither a text nor a list of chat messages"),
         ({"prompt": ["1+1"]}, "line 2: a chat message needs a role and a content"),
         ({"prompt": [{"role": "user"}]}, "line 2: a chat message needs a role and a content"),
         ({"prompt": [{"role": "user", "content": None}]}, "line 2: a chat message needs"),

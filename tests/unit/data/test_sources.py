@@ -86,7 +86,8 @@ def test_damaged_parquet(tmp_path) -> None:
 
 def test_missing_columns(tmp_path) -> None:
     pq.write_table(pa.table({"question": ["1+1"], "prompt": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="no column data_source, reward_model; it has question, pr"):
+    looked = "looked for reward_model.ground_truth, ground_truth, answer or solution, but there are"
+    with pytest.raises(DataError, match=f"{looked} question, prompt; name it with data.columns"):
         num_rows(tmp_path / "a.parquet")
 
 

@@ -1,0 +1,245 @@
+"""Rows of files: their columns as prompts, gold answers, conversations and texts, checked.
+
+A row knows its file and line, so that errors can name them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megadapo.data.config import PROMPT_MARK, DataColumns
+from megadapo.data.patterns import last_match
+from megadapo.errors import DataError
+
+PROMPTS = ("prompt", "question", "problem", "messages")
+"""Usual columns of a prompt; of several the first counts."""
+GOLDS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
+"""Usual columns of a gold answer; of several the first counts, which is verl's."""
+ANSWERS = ("response", "answer")
+"""Columns of the text that answers a prompt, one of them."""
+EXTRA_INFO = "extra_info"
+"""The column with further facts about a prompt; few readers need it."""
+DATA_SOURCE = "data_source"
+TEXT = "text"
+"""The only column that pretraining data needs."""
+_MISSING = object()
+
+Messages = tuple[tuple[str, str], ...]
+"""(role, content) of each chat message."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Columns of one file's prompts, and the texts around each of them."""
+
+    prompt: str = "prompt"
+    ground_truth: str = "reward_model.ground_truth"
+    pattern: str = ""
+    """Pattern that finds the answer in a gold text; empty: the whole text is the answer."""
+    origin: str = ""
+    """data_source of rows without such a column."""
+    config: DataColumns = DataColumns()
+    examples: Messages = ()
+    """Turns before each prompt."""
+
+    def wrap(self, messages: Messages, place: str) -> Messages:
+        """Return a prompt's messages with the template, examples and system prompt around them."""
+        config = self.config
+        if config.template is not None:
+            users = [number for number, (role, _) in enumerate(messages) if role == "user"]
+            if not users:
+                raise DataError(f"{place}: data.columns.template needs a message of the user")
+            last = users[-1]
+            text = config.template.replace(PROMPT_MARK, messages[last][1])
+            messages = (*messages[:last], ("user", text), *messages[last + 1 :])
+        head = messages[:1] if messages[0][0] == "system" else ()
+        rest = messages[len(head) :]
+        if config.system is not None:
+            if head:
+                raise DataError(
+                    f"{place}: the prompt has a system message; leave out data.columns.system"
+                )
+            head = (("system", config.system),)
+        return (*head, *self.examples, *rest)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One unchecked row of a source."""
+
+    place: str
+    """File and row (parquet, from 0) or line (JSONL, from 1), for error messages."""
+    columns: Mapping[str, object]
+    names: Names = Names()
+
+    @property
+    def messages(self) -> Messages:
+        """Chat messages of the prompt, checked; a text is one message of the user."""
+        return self.names.wrap(self._prompt(self.names.prompt), self.place)
+
+    def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
+        """Return the messages of a preference pair's prompt and of one of its answers, checked.
+
+        The prompt may be one text, or be part of both answers.
+        """
+        prompt: Messages = ()
+        for column in ("prompt", "messages"):
+            if self.columns.get(column) is not None:
+                prompt = self._prompt(column)
+                break
+        if isinstance(self.columns.get(answer), list):
+            return prompt + self._chat(answer)
+        if not prompt:
+            raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
+        return (*prompt, ("assistant", self._text(answer)))
+
+    @property
+    def conversation(self) -> Messages:
+        """Messages of an answered conversation, checked.
+
+        They are `messages` as they are, or a prompt as in a run with rollouts, followed by the text
+        in `response` or `answer`.
+        """
+        named = self.names.config.prompt
+        if named is None and self.columns.get("messages") is not None:
+            return self._chat("messages")
+        prompts = PROMPTS if named is None else (named,)
+        filled = [name for name in prompts if self._value(name) not in (None, _MISSING)]
+        answers = [name for name in ANSWERS if self.columns.get(name) is not None]
+        if not filled or len(answers) != 1:
+            raise DataError(
+                f"{self.place}: expected messages, or {named or 'prompt'} with either response or "
+                f"answer; found {', '.join(self.columns) or 'nothing'}"
+            )
+        prompt = self.names.wrap(self._prompt(filled[0]), self.place)
+        return (*prompt, ("assistant", self._text(answers[0])))
+
+    @property
+    def text(self) -> str:
+        """Text for a language-model loss, checked; it may be empty."""
+        return self._text(TEXT)
+
+    @property
+    def ground_truth(self) -> object:
+        """Gold answer of the row; nothing here checks that it can be scored."""
+        name, pattern = self.names.ground_truth, self.names.pattern
+        gold = self._value(name)
+        if gold is _MISSING:
+            raise DataError(f"{self.place}: {name} is missing")
+        if type(gold) is float and math.isfinite(gold):
+            gold = int(gold) if gold.is_integer() else gold
+            return str(gold)
+        # JSON written by hand often has bare integers, which have only one spelling
+        gold = str(gold) if type(gold) is int else gold
+        if not pattern or not isinstance(gold, str):
+            return gold
+        answer = last_match(pattern, gold)
+        if answer is None:
+            raise DataError(
+                f"{self.place}: no line of {name} matches data.columns.ground_truth_pattern = "
+                f"{pattern!r}: {gold!r:.80}"
+            )
+        return answer.strip()
+
+    @property
+    def extra_info(self) -> dict[str, Any]:
+        """Further facts as JSON values; other values become text."""
+        extra_info = self.columns.get(EXTRA_INFO)
+        if extra_info is None:
+            return {}
+        if not isinstance(extra_info, dict):
+            raise DataError(f"{self.place}: {EXTRA_INFO} is not a table: {extra_info!r:.80}")
+        text = json.dumps(extra_info, default=str)
+        plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)
+        return plain
+
+    @property
+    def data_source(self) -> str:
+        """Name of the collection that contains the row."""
+        name = self.names.config.data_source
+        source = self._value(name or DATA_SOURCE)
+        if name is None and source is _MISSING:
+            return self.names.origin
+        if not isinstance(source, str):
+            found = "missing" if source is _MISSING else f"not a string but {source!r:.80}"
+            raise DataError(f"{self.place}: {name or DATA_SOURCE} is {found}")
+        return source
+
+    def _value(self, name: str) -> object:
+        """Return the value of a column, or of a key in the tables that a dotted name leads to."""
+        value: object = self.columns.get(name, _MISSING)
+        if value is not _MISSING or "." not in name:
+            return value
+        value = self.columns
+        for key in name.split("."):
+            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
+        return value
+
+    def find(self, key: str, named: str | None, usual: Iterable[str], found: Iterable[str]) -> str:
+        """Return the column of a key: the named one, or the first usual one with a value.
+
+        `found`: names of the file's columns, for the error.
+        """
+        wanted = (named,) if named is not None else tuple(usual)
+        there = [name for name in wanted if self._value(name) is not _MISSING]
+        if not there:
+            advice = "correct the name" if named is not None else f"name it with {key}"
+            raise DataError(
+                f"{self.place}: looked for {_either(wanted)}, but there "
+                f"{_are(list(found))}; {advice}"
+            )
+        return next((name for name in there if self._value(name) is not None), there[0])
+
+    def _prompt(self, column: str) -> Messages:
+        value = self._value(column)
+        if isinstance(value, str):
+            return (("user", self._text(column)),)
+        return self._chat(column, "neither a text nor a list of chat messages")
+
+    def _chat(self, column: str, problem: str = "not a list of chat messages") -> Messages:
+        chat = self._value(column)
+        if not isinstance(chat, list) or not chat:
+            shown = None if chat is _MISSING else chat
+            raise DataError(f"{self.place}: {column} is {problem}: {shown!r:.80}")
+        for message in chat:
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise DataError(
+                    f"{self.place}: a chat message needs a role and a content, both strings; "
+                    f"found {message!r:.80}"
+                )
+            if not _is_unicode(message["content"]):
+                raise DataError(f"{self.place}: a chat message is not valid Unicode")
+        return tuple((message["role"], message["content"]) for message in chat)
+
+    def _text(self, column: str) -> str:
+        text = self._value(column)
+        if not isinstance(text, str):
+            shown = None if text is _MISSING else text
+            raise DataError(f"{self.place}: {column} is not a string but {shown!r:.80}")
+        if not _is_unicode(text):
+            raise DataError(f"{self.place}: {column} is not valid Unicode")
+        return text
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else f"column {last}"
+
+
+def _are(names: list[str]) -> str:
+    return f"are {', '.join(names)}" if len(names) > 1 else f"is {names[0] if names else 'nothing'}"
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded; JSON can have half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
