@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megadapo.config import RunConfig
-    from megadapo.data.sources import Row
+    from megadapo.data.rows import Row
 
 OVERRIDES = (
     "--section.key=value sets any key of the configuration (a TOML value, or bare text); "
@@ -83,7 +83,8 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the configuration, its files and the GPUs' memory; print it and exit",
+        help="check the configuration, the first rows of its files and the GPUs' memory; print it, "
+        "with megadapo train also the first prompt with its token ids and gold answer, and exit",
     )
     parser.add_argument(
         "--restarts",

@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, warnings = load_checked(arguments)
     if arguments.dry_run:
         from megadapo.cluster.this_node import has_gpu
+        from megadapo.config.prompt_sample import first_prompt
 
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.append(check_replay(config, arguments.replay))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
             warnings += check_memory(config, arguments.gpu)
+        warnings += first_prompt(config)
 
     def start() -> None:
         from megadapo.train import train

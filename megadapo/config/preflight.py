@@ -12,6 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +21,8 @@ from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.config.teacher import check_teacher_folder, check_teacher_server
 from megadapo.data.arithmetic import is_built_in
-from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
+from megadapo.data.rows import Row
+from megadapo.data.sources import TEXT_SUFFIXES, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
@@ -35,7 +37,8 @@ from megadapo.weights.disk.files import unreadable
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
 """Reasons of the system that another start does not change."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-
+NUM_CHECKED = 64
+"""Number of rows of each source that are read."""
 
 Reader = Callable[[str], Iterator[Row]]
 """A reader of the rows of a source."""
@@ -139,7 +142,7 @@ def _check_device(config: RunConfig) -> list[str]:
 
 
 def _check_model(config: RunConfig, *, has_values: bool) -> list[str]:
-    folder = _model_folder(config.model)
+    folder = model_folder(config.model)
     if folder is None:
         return [f"model.path = {config.model.path} is on the Hub and not checked"]
     hf_config = read_hf_config(folder)
@@ -179,7 +182,7 @@ def _check_critic(config: RunConfig) -> list[str]:
     path = config.critic.path
     if config.algorithm.advantage != "gae" or path is None:
         return []
-    folder, policy = _local_folder("critic.path", path), _model_folder(config.model)
+    folder, policy = _local_folder("critic.path", path), model_folder(config.model)
     if folder is None or policy is None:
         return [f"critic.path = {path} is not compared with the policy: a model is on the Hub"]
     model = describe_critic(read_hf_config(folder))
@@ -189,7 +192,7 @@ def _check_critic(config: RunConfig) -> list[str]:
 
 
 def _check_teacher(config: RunConfig) -> list[str]:
-    reference, policy = config.algorithm.reference, _model_folder(config.model)
+    reference, policy = config.algorithm.reference, model_folder(config.model)
     if reference.path is not None:
         teacher = _local_folder("algorithm.reference.path", reference.path)
         if teacher is None or policy is None:
@@ -223,7 +226,7 @@ def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _model_folder(model: ModelConfig) -> Path | None:
+def model_folder(model: ModelConfig) -> Path | None:
     """Return the folder with the model's config.json, or None if it is on the Hub only."""
     folder = _local_folder("model.path", model.path)
     if folder is not None and Path(model.path).is_dir():
@@ -257,7 +260,19 @@ def _check_prompts(config: RunConfig) -> list[str]:
     others = (
         {} if pretraining is None else {"algorithm.pretraining.data": (pretraining, read_text_rows)}
     )
-    return _check_data(config, read_rows, others)
+    return _check_data(config, partial(_checked_prompts, config), others)
+
+
+def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
+    """Yield the rows of prompts; a prompt or gold answer that cannot be used is an error."""
+    with_extra_info = config.reward.reads_extra_info
+    for row in read_rows(source, config.data.columns, with_extra_info=with_extra_info):
+        _, gold, data_source = row.messages, row.ground_truth, row.data_source
+        try:
+            config.reward.check_gold(gold, data_source)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        yield row
 
 
 def _check_data(
@@ -269,11 +284,11 @@ def _check_data(
     readers = {key: (source, reader) for key, source in sources.items()} | dict(others or {})
     problems, notes = [], []
     for key, (source, read) in readers.items():
-        if not is_built_in(source) and _is_hub_dataset(source):
+        if not is_built_in(source) and is_hub_dataset(source):
             notes.append(f"{key} = {source} is on the Hub and not checked")
             continue
         try:
-            if next(read(source), None) is None:
+            if not sum(1 for _ in islice(read(source), NUM_CHECKED)):
                 problems.append(f"{key} = {source} holds no rows")
         except DataError as error:
             problems.append(f"{key}: {error}")
@@ -297,7 +312,7 @@ def _check_rewards(config: RunConfig) -> list[str]:
     return []
 
 
-def _is_hub_dataset(source: str) -> bool:
+def is_hub_dataset(source: str) -> bool:
     path = Path(source).expanduser()
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         return False

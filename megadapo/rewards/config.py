@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     Field,
@@ -15,16 +15,18 @@ from pydantic import (
     model_validator,
 )
 
+from megadapo.data.group import Score
+from megadapo.data.patterns import check_pattern
 from megadapo.errors import DataError
 from megadapo.rewards.builtin import STEP_SEPARATORS
-from megadapo.rewards.dapo_math import Rule, validate_ground_truth
+from megadapo.rewards.rules import MATHEMATICAL, Rule, score, validate_ground_truth
 from megadapo.rewards.steps import StepScore
 from megadapo.rewards.unit_tests import read_tests
 from megadapo.section import Section, Timeout
 
 Isolation = Literal["auto", "require"]
 
-IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
+IN_PROCESS = ("rule", *get_args(Rule))
 """Functions that only compare strings, in bounded time; they run in the driver."""
 LOCAL_MODEL = "local_reward_model"
 """Name of the function whose processes load a reward model."""
@@ -235,15 +237,20 @@ class RewardConfig(Section, title="reward"):
     """Share of a step's responses above which the run stops before it trains on them, if reward
     functions failed on so many and left them out. A supervisor restarts it."""
     rule: Rule = "answer"
-    """Place of the answer: the last `Answer:` line, the last boxed expression, or the second if the
-    first is missing."""
+    """Place of the answer: the last `Answer:` line ("answer"), the last boxed expression ("boxed"),
+    or the second if the first is missing ("answer_or_boxed"); the last number, compared as a number
+    ("last_number"); the last line, compared verbatim ("exact_text"); or the match of reward.pattern
+    ("pattern")."""
+    pattern: str | None = None
+    """Regular expression (RE2's syntax) of the rule "pattern". In the last line that it matches,
+    its first group or the whole match is the answer, compared as a number or verbatim."""
     decide: Literal["rule", "symbolic"] = "rule"
     """Comparison that makes the reward; with "symbolic" the rule still decides if the symbolic one
     gives no result."""
     symbolic: bool = True
-    """Compare answers symbolically too, and count where that differs from the rule. If the rule
-    decides, this runs after each batch on idle cores; answers that are still waiting when the next
-    batch comes are left out and counted."""
+    """Compare answers symbolically too, and count where that differs from the rule, which is one of
+    "answer", "boxed" and "answer_or_boxed". If the rule decides, this runs after each batch on idle
+    cores; answers that are still waiting when the next batch comes are left out and counted."""
 
     isolation: Isolation = "auto"
     """Isolation of generated code and symbolic comparisons: "require" namespaces, or refuse to
@@ -274,12 +281,24 @@ class RewardConfig(Section, title="reward"):
             raise DataError(f"no entry of reward.functions scores the data_source {data_source!r}")
         for one in applying:
             if (rule := self.rule_of(one)) is not None:
-                gold = validate_ground_truth(gold, rule)
+                gold = validate_ground_truth(gold, rule, self.pattern)
             elif one.function == PYTHON_TESTS:
                 read_tests(gold)
         if not isinstance(gold, str):
-            raise DataError(f"the gold answer is not a string but {type(gold).__name__}")
+            raise DataError(
+                f"the gold answer is neither a text nor a number but {type(gold).__name__}"
+            )
         return gold
+
+    def score(self, response: str, gold: str, rule: Rule | None = None) -> Score:
+        """Return the score of a response by a rule, reward.rule by default."""
+        return score(response, gold, rule or self.rule, self.pattern)
+
+    @property
+    def compares_symbolically(self) -> bool:
+        """Whether answers are compared symbolically too."""
+        has_rule = any(one.function == "rule" for one in self.functions)
+        return self.symbolic and has_rule and self.rule in MATHEMATICAL
 
     def rule_of(self, function: RewardFunction) -> Rule | None:
         """Return the string rule that a function stands for, if it is one."""
@@ -290,6 +309,16 @@ class RewardConfig(Section, title="reward"):
     def conflicts(self) -> Iterator[str]:
         if self.decide == "symbolic" and not self.symbolic:
             yield 'reward.decide = "symbolic" needs reward.symbolic = true'
+        if self.decide == "symbolic" and self.rule not in MATHEMATICAL:
+            known = ", ".join(MATHEMATICAL)
+            yield f'reward.decide = "symbolic" needs reward.rule to be one of {known}'
+        uses_pattern = "pattern" in (self.rule, *(one.function for one in self.functions))
+        if uses_pattern and not self.pattern:
+            yield 'reward.pattern is missing, which the rule "pattern" needs'
+        elif self.pattern and not uses_pattern:
+            yield 'reward.pattern has no effect: leave it out, or set reward.rule = "pattern"'
+        elif self.pattern and (problem := check_pattern("reward.pattern", self.pattern)):
+            yield problem
         labels = [one.label for one in self.functions]
         for label in {label for label in labels if labels.count(label) > 1}:
             yield f'reward.functions: two are called "{label}"; give one another name'

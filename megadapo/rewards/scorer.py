@@ -14,7 +14,6 @@ from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.dapo_math import score
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.verifier import Verifier
@@ -32,7 +31,7 @@ class Scorer:
         """`decode`: of the tokenizer; for functions that score steps of the text."""
         self._config = config
         self._is_rule_alone = config.is_rule_alone
-        if not any(one.function == "rule" for one in config.functions):
+        if not config.compares_symbolically:
             config = config.model_copy(update={"symbolic": False, "decide": "rule"})
         with ExitStack() as stack:
             self.verifier = stack.enter_context(Verifier(config))
@@ -95,7 +94,7 @@ class Scorer:
         if function.function == "rule":
             return self.verifier.score_batch(texts, golds)
         if (rule := self._config.rule_of(function)) is not None:
-            return [score(text, prompt.ground_truth, rule) for text in texts]
+            return [self._config.score(text, prompt.ground_truth, rule) for text in texts]
         found: list[Score] = []
         for one in self._runners[function.label].score_group(prompt, texts, token_ids):
             failure = None

@@ -19,7 +19,7 @@ from megadapo.data.group import NO_ANSWER, Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.cross_check import CrossCheck
-from megadapo.rewards.dapo_math import extract_answer, score
+from megadapo.rewards.dapo_math import extract_answer
 from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Verifier:
         if len(responses) != len(ground_truths):
             raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
         scores = [
-            score(response, gold, self._config.rule)
+            self._config.score(response, gold)
             for response, gold in zip(responses, ground_truths, strict=True)
         ]
         pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]

@@ -327,6 +327,7 @@ def trl_settings(
         "prompts": [(prompt.messages, prompt.ground_truth) for prompt in used],
         "reward": {
             "rule": config.reward.rule,
+            "pattern": config.reward.pattern,
             "max_length": config.rollout.max_response_tokens,
             "buffer": algorithm.overlong_buffer,
             "factor": algorithm.overlong_factor,

@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 from megadapo.algorithm.shaping import overlong_penalty
-from megadapo.rewards.dapo_math import score
+from megadapo.rewards.rules import score
 
 
 class _Reward:
@@ -58,11 +58,13 @@ class _Reward:
         **others: object,
     ) -> list[float]:
         """Return the rewards of a batch; completions are texts, or chat messages."""
-        rule, max_length, buffer, factor = (
-            self._settings[name] for name in ("rule", "max_length", "buffer", "factor")
+        rule, pattern, max_length, buffer, factor = (
+            self._settings[name] for name in ("rule", "pattern", "max_length", "buffer", "factor")
         )
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        scores = [score(text, gold, rule) for text, gold in zip(texts, ground_truth, strict=True)]
+        scores = [
+            score(text, gold, rule, pattern) for text, gold in zip(texts, ground_truth, strict=True)
+        ]
         lengths = [len(ids) for ids in completion_ids]
         self._num_answers += len(texts)
         self._num_tokens += sum(lengths)

@@ -14,7 +14,6 @@ from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 from megadapo.observe.rollouts.token_pieces import Decode, decoder_of, token_pieces
-from megadapo.rewards.dapo_math import score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,4 +153,4 @@ def _rule_correct(group: Group, i: int, config: RunConfig) -> bool:
     if not config.reward.uses_rule(group.prompt.data_source):
         return group.scores[i].correct
     text, gold = group.responses[i].text, group.prompt.ground_truth
-    return score(text, gold, config.reward.rule).correct
+    return config.reward.score(text, gold).correct

@@ -1,0 +1,103 @@
+"""The rules of `reward.rule`, which compare a response with its gold answer as strings.
+
+No rule evaluates anything, and the time of each is linear in the length of the response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Literal, get_args
+
+from megadapo.data.group import NO_ANSWER, Score
+from megadapo.data.patterns import last_match
+from megadapo.errors import DataError
+from megadapo.rewards import dapo_math
+
+Rule = Literal["answer", "boxed", "answer_or_boxed", "last_number", "exact_text", "pattern"]
+"""Place of the answer, and the comparison.
+
+answer, boxed, answer_or_boxed: the rules of `dapo_math`.
+last_number: the last number of the response, compared as a number.
+exact_text: the last lines of the response, as many as the gold answer has, compared verbatim.
+pattern: the match of `reward.pattern`, compared as a number or verbatim.
+"""
+MATHEMATICAL: tuple[str, ...] = get_args(dapo_math.Rule)
+"""Rules whose answers the symbolic comparison finds too."""
+MAX_ANSWER = 300
+"""Characters of an answer that a score keeps."""
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]])[-\u2212])?"  # a sign, unless it subtracts
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?"
+)
+
+
+def score(response: str, ground_truth: str, rule: Rule, pattern: str | None = None) -> Score:
+    """Score a response against its gold answer: +1 if it is correct, else -1.
+
+    `pattern`: `reward.pattern`, for that rule.
+    """
+    if rule == "answer" or rule == "boxed" or rule == "answer_or_boxed":
+        return dapo_math.score(response, ground_truth, rule)
+    expected, answer = ground_truth.strip(), _answer(response, ground_truth, rule, pattern)
+    if answer is None:
+        return Score(-1.0, False, NO_ANSWER)
+    correct = answer == expected
+    if rule != "exact_text" and not correct:
+        number = as_number(answer)
+        correct = number is not None and number == as_number(expected)
+    return Score(1.0 if correct else -1.0, correct, answer[:MAX_ANSWER])
+
+
+def validate_ground_truth(gold: object, rule: Rule, pattern: str | None = None) -> str:
+    """Return a gold answer that the rule can score, unchanged.
+
+    Raises:
+        DataError: no response would match this gold; the error says why.
+    """
+    if rule == "answer" or rule == "boxed" or rule == "answer_or_boxed":
+        return dapo_math.validate_ground_truth(gold, rule)
+    if not isinstance(gold, str):
+        kind = type(gold).__name__
+        raise DataError(f"the gold answer is neither a text nor a number but {kind} {gold!r:.80}")
+    problem = None
+    if not gold.strip():
+        problem = "it is empty"
+    elif len(gold) > dapo_math.MAX_GROUND_TRUTH:
+        problem = f"it has more than {dapo_math.MAX_GROUND_TRUTH} characters"
+    elif rule == "last_number" and as_number(gold) is None:
+        problem = (
+            "it is no number, as rule 'last_number' needs; data.columns.ground_truth_pattern can "
+            "find the number in it"
+        )
+    elif rule == "pattern" and "\n" in gold.strip():
+        problem = "it has several lines, and rule 'pattern' looks at one"
+    if problem is not None:
+        raise DataError(f"the gold answer {gold!r:.80} cannot be scored: {problem}")
+    return gold
+
+
+def as_number(text: str) -> str | None:
+    """Return the one spelling of a text that is a number, None for another text."""
+    text = text.strip()
+    if _NUMBER.fullmatch(text) is None:
+        return None
+    sign = "-" if text[0] in "-\u2212" else ""
+    whole, _, decimals = text.lstrip("-\u2212").replace(",", "").partition(".")
+    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
+    spelling = f"{whole}.{decimals}" if decimals else whole
+    return spelling if spelling == "0" else sign + spelling
+
+
+def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -> str | None:
+    """Return the answer that a rule compares, None without one."""
+    if rule == "last_number":
+        last = deque(_NUMBER.finditer(response), maxlen=1)
+        return last[0][0] if last else None
+    if rule == "exact_text":
+        num_lines = ground_truth.strip().count("\n") + 1
+        return "\n".join(response.strip().rsplit("\n", num_lines)[-num_lines:]).strip() or None
+    assert pattern is not None, "reward.pattern"
+    found = last_match(pattern, response)
+    return None if found is None else found.strip()
