@@ -8,19 +8,9 @@ FOLDER = Path(__file__).parent
 HELD_OUT_EVERY = 8
 
 
-def row(index: int, question: str, answer: str) -> dict[str, object]:
-    """Return one problem in the format that megadapo reads."""
-    return {
-        "data_source": "own_sums",
-        "prompt": [{"role": "user", "content": question}],
-        "reward_model": {"ground_truth": answer},
-        "extra_info": {"index": index},
-    }
-
-
 def main() -> None:
     with (FOLDER / "problems.csv").open(newline="", encoding="utf-8") as file:
-        problems = [row(i, p["question"], p["answer"]) for i, p in enumerate(csv.DictReader(file))]
+        problems = list(csv.DictReader(file))
     parts = {
         "held_out.jsonl": problems[::HELD_OUT_EVERY],
         "train.jsonl": [p for i, p in enumerate(problems) if i % HELD_OUT_EVERY],

@@ -285,9 +285,7 @@ class RewardConfig(Section, title="reward"):
             elif one.function == PYTHON_TESTS:
                 read_tests(gold)
         if not isinstance(gold, str):
-            raise DataError(
-                f"the gold answer is neither a text nor a number but {type(gold).__name__}"
-            )
+            raise DataError(f"the gold answer is not a string but {type(gold).__name__}")
         return gold
 
     def score(self, response: str, gold: str, rule: Rule | None = None) -> Score:

@@ -135,9 +135,7 @@ def validate_ground_truth(ground_truth: object, rule: Rule = "answer") -> str:
     """
     if not isinstance(ground_truth, str):
         kind = type(ground_truth).__name__
-        raise DataError(
-            f"the gold answer is neither a text nor a number but {kind} {ground_truth!r:.80}"
-        )
+        raise DataError(f"the gold answer is not a string but {kind} {ground_truth!r:.80}")
     if problem := _ground_truth_problem(ground_truth, rule):
         raise DataError(f"the gold answer {ground_truth!r:.80} cannot be scored: {problem}")
     return ground_truth

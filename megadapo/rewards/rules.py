@@ -60,7 +60,7 @@ def validate_ground_truth(gold: object, rule: Rule, pattern: str | None = None) 
         return dapo_math.validate_ground_truth(gold, rule)
     if not isinstance(gold, str):
         kind = type(gold).__name__
-        raise DataError(f"the gold answer is neither a text nor a number but {kind} {gold!r:.80}")
+        raise DataError(f"the gold answer is not a string but {kind} {gold!r:.80}")
     problem = None
     if not gold.strip():
         problem = "it is empty"

@@ -21,7 +21,7 @@ def test_own_data_is_prepared_and_accepted(tmp_path):
     subprocess.run([sys.executable, folder / "prepare.py"], check=True)
     parts = {name: (folder / f"{name}.jsonl").read_text() for name in ("train", "held_out")}
     rows = [json.loads(line) for text in parts.values() for line in text.splitlines()]
-    questions = [row["prompt"][0]["content"] for row in rows]
+    questions = [row["question"] for row in rows]
     assert len(set(questions)) == len(questions) == 256
     overrides = [f"data.{name}={folder / name}.jsonl" for name in parts]
     config = load_config(EXAMPLES / "own_data" / "recipe.toml", overrides)

@@ -134,7 +134,7 @@ def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
         read(str(tmp_path / "a.parquet"))
     text = str(error.value)
     assert "a.parquet, row 2: the gold answer 'units' cannot be scored" in text
-    assert "row 4: the gold answer is neither a text nor a number but NoneType None" in text
+    assert "row 4: the gold answer is not a string but NoneType None" in text
     assert "and 3 more" in text and "row 1:" not in text
 
 
@@ -143,7 +143,7 @@ def test_gold_that_is_a_number_is_accepted(tmp_path) -> None:
     assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 0.5)]))[0].ground_truth == "0.5"
     assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0].ground_truth == "-7"
     for gold in (math.nan, True, ["7"], {}):
-        with pytest.raises(DataError, match="line 1: the gold answer is neither a text nor a number"):
+        with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
             read(write_jsonl(tmp_path / "a.jsonl", [row("a", gold)]))
 
 

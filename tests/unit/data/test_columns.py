@@ -1,0 +1,173 @@
+"""Columns of any file: a guess that is wrong, or texts around a prompt that are lost."""
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megadapo.config import load_config
+from megadapo.data.answered import read_answered_rows
+from megadapo.data.arithmetic import generate
+from megadapo.data.config import DataColumns
+from megadapo.data.overlap import warn_of_overlap
+from megadapo.data.prompts import Prompt, load_prompts, warn_of_contradictions
+from megadapo.errors import ConfigError, DataError
+from tests.support import REPOSITORY
+
+QUICKSTART = REPOSITORY / "configs" / "quickstart.toml"
+
+
+def jsonl(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(source: str, *, with_extra_info: bool = False, **columns: str) -> list[Prompt]:
+    return load_prompts(
+        source,
+        check_gold=lambda gold, _: str(gold),
+        columns=DataColumns(**columns),
+        with_extra_info=with_extra_info,
+    )
+
+
+def asked(*texts: str) -> list[tuple]:
+    return [(("user", text),) for text in texts]
+
+
+def test_question_and_answer_load_with_one_changed_key(tmp_path):
+    source = jsonl(tmp_path / "sums.jsonl", {"question": "1+2?", "answer": 3})
+    config = load_config(QUICKSTART, [f"data.train={source}"])
+    (found,) = load_prompts(
+        config.data.train, check_gold=config.reward.check_gold, columns=config.data.columns
+    )
+    assert (found.messages, found.ground_truth) == (asked("1+2?")[0], "3")
+    assert found.data_source == "sums"
+
+
+def test_gsm8k_loads_with_one_changed_key(tmp_path):
+    answers = ["She has 3 + 4 = 7.\n#### 7", "First #### none\n#### 1,000 "]
+    table = pa.table({"question": ["a?", "b?"], "answer": answers})
+    pq.write_table(table, tmp_path / "train.parquet")
+    config = load_config(QUICKSTART, [f"data.train={tmp_path}/train.parquet"])
+    found = load_prompts(
+        config.data.train, check_gold=config.reward.check_gold, columns=config.data.columns
+    )
+    assert [p.messages for p in found] == asked("a?", "b?")
+    assert [p.ground_truth for p in found] == ["7", "1,000"]
+
+
+def test_marks_count_only_if_every_gold_has_one(tmp_path, caplog):
+    rows = [{"question": "a", "answer": "x\n#### 7"}, {"question": "b", "answer": "8"}]
+    source = jsonl(tmp_path / "a.jsonl", *rows)
+    with caplog.at_level(logging.WARNING):
+        assert [p.ground_truth for p in read(source)] == ["x\n#### 7", "8"]
+    assert "line 2: answer has no line that begins with '#### '" in caplog.text
+    whole = jsonl(tmp_path / "b.jsonl", rows[0])
+    assert read(whole, ground_truth_pattern="")[0].ground_truth == "x\n#### 7"
+    nested = jsonl(
+        tmp_path / "c.jsonl", {"prompt": "a", "reward_model": {"ground_truth": rows[0]["answer"]}}
+    )
+    assert read(nested)[0].ground_truth == "x\n#### 7"
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "gold"),
+    [
+        ({"problem": "p", "solution": "long", "answer": "5"}, "p", "5"),
+        ({"prompt": None, "question": "q", "ground_truth": "1", "answer": "2"}, "q", "1"),
+        ({"messages": [{"role": "user", "content": "m"}], "solution": "4"}, "m", "4"),
+        ({"prompt": "p", "answer": "2", "reward_model": {"ground_truth": "1"}}, "p", "1"),
+    ],
+)
+def test_usual_columns_are_found(tmp_path, row, prompt, gold):
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    for source in (jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
+        (found,) = read(source)
+        assert (found.messages[0][1], found.ground_truth) == (prompt, gold)
+
+
+def test_named_columns_win(tmp_path):
+    row = {"question": "q", "answer": "1", "task": {"text": "t", "gold": "x = 2"}, "kind": "k"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    names = {"prompt": "task.text", "ground_truth": "task.gold", "data_source": "kind"}
+    for source in (jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
+        (found,) = read(source, **names, ground_truth_pattern="= (.*)")
+        assert found.messages == asked("t")[0]
+        assert (found.ground_truth, found.data_source) == ("2", "k")
+
+
+def test_texts_are_put_around_a_prompt(tmp_path):
+    examples = jsonl(
+        tmp_path / "few.jsonl",
+        {"question": "1?", "answer": "one"},
+        {"messages": [{"role": "user", "content": "2!"}, {"role": "assistant", "content": "two"}]},
+    )
+    texts = {"system": "S", "template": "Q: {prompt}\nA:", "examples": examples}
+    chat = (
+        *(("system", "S"), ("user", "Q: 1?\nA:"), ("assistant", "one")),
+        *(("user", "2!"), ("assistant", "two"), ("user", "Q: 3?\nA:")),
+    )
+    source = jsonl(tmp_path / "a.jsonl", {"question": "3?", "answer": "three"})
+    assert [prompt.messages for prompt in read(source, **texts)] == [chat]
+    (row,) = read_answered_rows(source, DataColumns(**texts))
+    assert row.conversation == (*chat, ("assistant", "three"))
+    (problem,) = read("arithmetic:train:1", **texts, prompt="none-such")
+    assert problem.messages[0] == ("system", "S") and len(problem.messages) == 6
+    twice = jsonl(
+        tmp_path / "b.jsonl", {"prompt": [{"role": "system", "content": "T"}], "answer": "3"}
+    )
+    with pytest.raises(DataError, match=r"line 1: the prompt has a system message; leave out data"):
+        read(twice, system="S")
+
+
+def test_wrong_keys_are_refused():
+    for wrong, said in (
+        ({"template": "no mark"}, "has no {prompt}"),
+        ({"ground_truth_pattern": "(a"}, "no regular expression of RE2"),
+        ({"ground_truth_pattern": "a*"}, "matches an empty line"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            DataColumns(**wrong)
+
+
+def test_hidden_state_makes_prompts_different(tmp_path, caplog):
+    """Environments ask the same question about different secrets."""
+    rows = [
+        {
+            "question": "Guess.",
+            "answer": gold,
+            "data_source": "guess",
+            "extra_info": {"secret": secret, "index": index},
+        }
+        for index, (gold, secret) in enumerate([("a", 1), ("b", 2), ("a", 1), ("c", 3), ("d", 3)])
+    ]
+    source = jsonl(tmp_path / "a.jsonl", *rows, {"question": "Other?", "answer": "e"})
+    found = read(source, with_extra_info=True)
+    assert [p.ground_truth for p in found] == ["a", "b", "e"]
+    assert "prompts with two gold answers dropped:\n" in caplog.text
+    reordered = jsonl(tmp_path / "b.jsonl", *rows[::-1])
+    again = read(reordered, with_extra_info=True)
+    ids = [prompt.id for prompt in found]
+    assert len({*ids}) == 3 and {prompt.id for prompt in again} == {*ids[:2]}
+    # without a reader of extra_info, the same question with two golds is a contradiction
+    assert [p.ground_truth for p in read(source)] == ["e"]
+    caplog.clear()
+    warn_of_contradictions(found)
+    warn_of_overlap(found, found[:2])
+    assert caplog.text == ""
+    warn_of_overlap(found, found[2:])
+    assert "1 of 1 held-out problems" in caplog.text
+
+
+def test_ids_of_verl_rows_stay(tmp_path):
+    """Checkpoints and journals name prompts by these ids; repeated rows differ in their index."""
+    rows = [problem.row() for problem in generate("train", 2, seed=0)]
+    repeated = [{**row, "extra_info": {"index": i, "split": "t"}} for i, row in enumerate(rows * 3)]
+    source = jsonl(tmp_path / "a.jsonl", *repeated)
+    recorded = ["1b153c64cf889dc9", "2b44a99bcd7a5c41"]
+    assert [prompt.id for prompt in read(source)] == recorded
+    assert [prompt.id for prompt in read(source, with_extra_info=True)] == recorded
