@@ -1,4 +1,4 @@
-"""What a dry run says about data, before any process starts."""
+"""Messages of a dry run about data, before any process starts."""
 
 import json
 
