@@ -41,7 +41,8 @@ def test_baseline_gets_the_recipes_step(tmp_path):
     stream = PromptStream(PROMPTS, config.run.seed)
     used = [stream.at(index) for index in range(5 * 32)]
     assert settings["prompts"] == [(p.messages, p.ground_truth) for p in used]
-    assert settings["reward"] == {"rule": "answer", "max_length": 48, "buffer": 16, "factor": 1.0}
+    rule = {"rule": "answer", "pattern": None}
+    assert settings["reward"] == {**rule, "max_length": 48, "buffer": 16, "factor": 1.0}
     grpo = settings["grpo"]
     assert settings["updates_per_step"] == grpo["steps_per_generation"] == 4
     assert (grpo["per_device_train_batch_size"], grpo["max_steps"]) == (64, 20)
