@@ -20,9 +20,8 @@ from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.config.teacher import check_teacher_folder, check_teacher_server
-from megadapo.data.arithmetic import is_built_in
 from megadapo.data.rows import Row
-from megadapo.data.sources import TEXT_SUFFIXES, read_rows, read_text_rows
+from megadapo.data.sources import TEXT_SUFFIXES, is_built_in, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config

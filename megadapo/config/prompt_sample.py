@@ -9,10 +9,9 @@ from typing import cast
 
 from megadapo.config import RunConfig
 from megadapo.config.preflight import is_hub_dataset, model_folder
-from megadapo.data.arithmetic import is_built_in
 from megadapo.data.prompts import Prompt, read_tokenizer, render
 from megadapo.data.rows import Row
-from megadapo.data.sources import read_rows
+from megadapo.data.sources import is_built_in, read_rows
 from megadapo.errors import DataError
 
 MAX_IDS = 512

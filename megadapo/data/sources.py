@@ -1,4 +1,4 @@
-"""Raw rows of prompts and texts, from files, the Hub and the built-in tasks.
+"""Raw rows of prompts and texts, from files, the Hub, built-in tasks and reasoning-gym.
 
 A row knows its file and line, so that errors can name them.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megadapo.data import arithmetic
+from megadapo.data import arithmetic, reasoning_gym
 from megadapo.data.config import DataColumns
 from megadapo.data.rows import (
     ANSWERS,
@@ -46,10 +46,15 @@ GSM8K_MARK = "#### "
 GSM8K_PATTERN = f"^{GSM8K_MARK}(.+)"
 
 
+def is_built_in(source: str) -> bool:
+    """Return whether a source names a built-in task or items of reasoning-gym, and no file."""
+    return arithmetic.is_built_in(source) or reasoning_gym.is_source(source)
+
+
 def read_rows(
     source: str, columns: DataColumns | None = None, *, with_extra_info: bool = False
 ) -> Iterator[Row]:
-    """Yield the rows of a file, a folder of files, a Hub dataset or a built-in task, in order.
+    """Yield the rows of a file, a folder, a Hub dataset, a built-in task or reasoning-gym, in order.
 
     Args:
         columns: names of the columns, which are found without them, and texts around each prompt.
@@ -60,12 +65,12 @@ def read_rows(
         InfraError: the Hub does not answer.
     """
     names = _names(source, columns or DataColumns())
-    if arithmetic.is_built_in(source):
+    if is_built_in(source):
         # its columns have the names that Names has by default
         texts = DataColumns(template=names.config.template, system=names.config.system)
         names = replace(names, config=texts)
-        for number, problem in enumerate(arithmetic.from_source(source)):
-            yield Row(f"{source}, row {number}", problem.row(), names)
+        for number, columns in enumerate(_built_in_rows(source)):
+            yield Row(f"{source}, row {number}", columns, names)
         return
     for file in _files(source, SUFFIXES):
         yield from _prompt_rows(file, names, with_extra_info=with_extra_info)
@@ -123,6 +128,12 @@ def read_answered_rows(source: str, columns: DataColumns | None = None) -> Itera
     for file in _files(source, SUFFIXES):
         for row in _rows(file, optional):
             yield Row(row.place, row.columns, names)
+
+
+def _built_in_rows(source: str) -> Iterator[dict[str, object]]:
+    if reasoning_gym.is_source(source):
+        return reasoning_gym.rows(source)
+    return (problem.row() for problem in arithmetic.from_source(source))
 
 
 def _names(source: str, columns: DataColumns) -> Names:
