@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
 
 from megadapo.data.group import Score
 from megadapo.data.patterns import check_pattern
+from megadapo.data.reasoning_gym import NAME as GYM_SOURCE
 from megadapo.errors import DataError
 from megadapo.rewards.builtin import STEP_SEPARATORS
 from megadapo.rewards.rules import MATHEMATICAL, Rule, score, validate_ground_truth
@@ -42,9 +43,16 @@ IN_WORKERS = {
 """MODULE:FUNCTION of built-in functions that run like a user's, by their name in a config."""
 PYTHON_TESTS = "python_tests"
 """Name of the function that runs unit tests of a response's program in a sandbox."""
+REASONING_GYM = "reasoning_gym"
+"""Name of the function that asks the scorers of the package reasoning-gym in a sandbox."""
+SANDBOX_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+    PYTHON_TESTS: {"partial": (bool,), "seconds_per_test": (int, float)},
+    REASONING_GYM: {"partial": (bool,)},
+}
+"""Types of the options of the functions that run in a sandbox."""
 SCORES_STEPS = {"arithmetic_steps": STEP_SEPARATORS}
 """Separators of the built-in functions that score steps."""
-BUILT_IN = (*IN_PROCESS, *IN_WORKERS, PYTHON_TESTS)
+BUILT_IN = (*IN_PROCESS, *IN_WORKERS, *SANDBOX_OPTIONS)
 WITH_NETWORK = ("judge", "reward_model")
 """Built-in functions that ask a server."""
 LOADING_TIMEOUT_S = 60.0
@@ -78,7 +86,7 @@ class RewardFunction(Section, title="reward.functions"):
     on_failure: OnFailure | None = None
     """Reaction to a failure on a response. exclude: leave the response out of its group. retry: as
     exclude, but wait through an outage for every response. score: give failure_score. stop: stop
-    the run. none: exclude with network, for python_tests and after an outage, else score."""
+    the run. none: exclude with network, in a sandbox and after an outage, else score."""
     failure_score: float = 0.0
     """Score of a response on which it failed, with "score"; such a response is not correct."""
     step_separators: tuple[str, ...] = ()
@@ -126,7 +134,7 @@ class RewardFunction(Section, title="reward.functions"):
         """Return the reaction to a failure; an outage is no fault of the response."""
         if self.on_failure is not None:
             return self.on_failure
-        runs_elsewhere = self.may_use_network or self.function == PYTHON_TESTS
+        runs_elsewhere = self.may_use_network or self.function in SANDBOX_OPTIONS
         return "exclude" if runs_elsewhere or is_outage else "score"
 
     @property
@@ -194,16 +202,15 @@ class RewardFunction(Section, title="reward.functions"):
                 f"reward.functions.timeout_s = {self.timeout_s:g} ends the first call of "
                 f'"{LOCAL_MODEL}", which loads the model: set it to {LOADING_TIMEOUT_S:g} or more'
             )
-        elif self.function == PYTHON_TESTS:
-            yield from self._wrong_test_options()
+        elif self.function in SANDBOX_OPTIONS:
+            yield from self._wrong_sandbox_options(SANDBOX_OPTIONS[self.function])
         elif self.function in ("format", "hierarchical") and isinstance(pattern, str):
             try:
                 re.compile(pattern)
             except re.error as error:
                 yield f"reward.functions.options.pattern is no regular expression: {error}"
 
-    def _wrong_test_options(self) -> Iterator[str]:
-        kinds = {"partial": (bool,), "seconds_per_test": (int, float)}
+    def _wrong_sandbox_options(self, kinds: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
         for key, value in self.options.items():
             kind = kinds.get(key)
             if kind is None:
@@ -284,6 +291,11 @@ class RewardConfig(Section, title="reward"):
                 gold = validate_ground_truth(gold, rule, self.pattern)
             elif one.function == PYTHON_TESTS:
                 read_tests(gold)
+            elif one.function == REASONING_GYM and data_source != GYM_SOURCE:
+                raise DataError(
+                    f'"{REASONING_GYM}" scores prompts of sources {GYM_SOURCE}:... only; set '
+                    f'data_sources = ["{GYM_SOURCE}"] in its entry of reward.functions'
+                )
         if not isinstance(gold, str):
             raise DataError(f"the gold answer is not a string but {type(gold).__name__}")
         return gold

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError, InfraError
+from megadapo.data.reasoning_gym import Item
+from megadapo.errors import ConfigError, DataError, InfraError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.config import PYTHON_TESTS, Isolation, RewardFunction
+from megadapo.rewards.config import PYTHON_TESTS, REASONING_GYM, Isolation, RewardFunction
+from megadapo.rewards.rules import marked_answer
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers import cgroup
@@ -24,6 +27,8 @@ COROUTINE_GRACE_S = 1.0
 SECONDS_PER_TEST = 2.0
 SANDBOX_GRACE_S = 2.0
 """Time that a sandbox may take beyond the time of its runs."""
+ITEM_S = 60.0
+"""Time that a sandbox may take to make an item of reasoning-gym again; most take a millisecond."""
 KILLED = ("signal SIGKILL", f"exit code {-signal.SIGKILL & 0xFF}")
 """Ends of a process that another one kills, as the kernel does if the host is short of memory. A
 process whose sandbox is killed ends with the exit code."""
@@ -44,6 +49,8 @@ def start_runner(
     try:
         if config.function == PYTHON_TESTS:
             return PythonTestsRunner(config, isolation)
+        if config.function == REASONING_GYM:
+            return ReasoningGymRunner(config, isolation)
         return FunctionRunner(config, decode)
     except InfraError as error:
         raise ConfigError(str(error)) from error
@@ -154,6 +161,18 @@ def _program(config: RewardFunction) -> Program:
     )
 
 
+def _sandbox(module: str, config: RewardFunction, isolation: Isolation, *, fresh: bool) -> Program:
+    return Program(
+        module=f"megadapo.rewards.workers.{module}",
+        what=f'reward.functions.function = "{config.function}"',
+        memory_bytes=config.memory_mib << 20,
+        output_bytes=config.output_kib << 10,
+        fresh=fresh,
+        group=cgroup.find_parent(),
+        arguments={"isolation": isolation},
+    )
+
+
 class PythonTestsRunner(Runner):
     """Unit tests of the programs that responses contain, each program in its own sandbox.
 
@@ -167,15 +186,7 @@ class PythonTestsRunner(Runner):
 
     def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
         super().__init__(config)
-        program = Program(
-            module="megadapo.rewards.workers.sandbox_worker",
-            what=f'reward.functions.function = "{config.function}"',
-            memory_bytes=config.memory_mib << 20,
-            output_bytes=config.output_kib << 10,
-            fresh=True,
-            group=cgroup.find_parent(),
-            arguments={"isolation": isolation},
-        )
+        program = _sandbox("sandbox_worker", config, isolation, fresh=True)
         self._pool = ProcessPool(program, config.num_workers)
         self._partial: bool = config.options.get("partial", False)
         self._seconds_per_test = config.options.get("seconds_per_test", SECONDS_PER_TEST)
@@ -225,6 +236,61 @@ class PythonTestsRunner(Runner):
         correct = share == 1.0
         return {
             "score": share if self._partial else float(correct),
+            "correct": correct,
+            "parts": parts,
+        }
+
+
+class ReasoningGymRunner(Runner):
+    """The scorers of reasoning-gym in sandboxes, because some evaluate the answer.
+
+    A response is right if its score is 1. An answer on which the scorer raises, or takes too long,
+    scores 0. A sandbox that ends is a failure of the function.
+
+    Raises:
+        InfraError: reasoning-gym is not installed, or this system does not isolate processes.
+    """
+
+    def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
+        super().__init__(config)
+        program = _sandbox("reasoning_gym_worker", config, isolation, fresh=False)
+        self._pool = ProcessPool(program, config.num_workers)
+        self._partial: bool = config.options.get("partial", False)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _results(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Reply]:
+        try:
+            item = Item.of(prompt.extra_info)
+        except DataError as error:
+            raise RewardError(f'"{REASONING_GYM}", prompt {prompt.id}: {error}') from error
+        answers = [marked_answer(text, prompt.ground_truth) for text in texts]
+        # the same answer is scored once
+        given = list(dict.fromkeys(filter(None, answers)))
+        asked = {"item": asdict(item), "prompt": prompt.messages[-1][1]}
+        requests = [{**asked, "answer": one, "seconds": self.config.timeout_s} for one in given]
+        limit_s = self.config.timeout_s + SANDBOX_GRACE_S + ITEM_S
+        replies = dict(zip(given, self._pool.run(requests, limit_s), strict=True))
+        return [self._result(replies.get(answer)) for answer in answers]
+
+    def _result(self, reply: Reply | Lost | None) -> Reply:
+        if isinstance(reply, Lost):
+            return {"error": f"its sandbox ended: {reply.detail or reply.kind}", "outage": True}
+        if reply is not None and "error" in reply:
+            return reply
+        ending, score = ("no_answer", 0.0) if reply is None else (reply["ending"], reply["score"])
+        correct = score >= 1.0
+        parts = {
+            "partial": score,
+            "no_answer": float(ending == "no_answer"),
+            "errors": float(ending == "error"),
+            "timeouts": float(ending == "timeout"),
+        }
+        return {
+            "score": score if self._partial else float(correct),
             "correct": correct,
             "parts": parts,
         }

@@ -31,6 +31,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-\u2212])?"  # a sign, unless it subtracts
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?"
 )
+_ANSWER = re.compile(r"(?i)\bAnswer\s{0,8}:")
 
 
 def score(response: str, ground_truth: str, rule: Rule, pattern: str | None = None) -> Score:
@@ -88,6 +89,26 @@ def as_number(text: str) -> str | None:
     whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
     spelling = f"{whole}.{decimals}" if decimals else whole
     return spelling if spelling == "0" else sign + spelling
+
+
+def marked_answer(response: str, ground_truth: str) -> str:
+    """Return the answer that a response marks, or else the end that looks like the gold answer.
+
+    It is the text of the last `<answer>` ... `</answer>`; else the text behind the last `Answer:`,
+    up to the end of its line, or of the response if nothing else is on its line; else, if the gold
+    answer is a number, the last number; else the last lines, as many as the gold answer has.
+    """
+    before, end, _ = response.rpartition("</answer>")
+    _, start, inside = before.rpartition("<answer>")
+    if start and end:
+        return inside.strip()
+    last = deque(_ANSWER.finditer(response), maxlen=1)
+    if last:
+        rest = response[last[0].end() :]
+        line, _, further = rest.partition("\n")
+        return line.strip(" \t*") or further.strip()
+    is_number = as_number(ground_truth) is not None
+    return _answer(response, ground_truth, "last_number" if is_number else "exact_text", None) or ""
 
 
 def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -> str | None:

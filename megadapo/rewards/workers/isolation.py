@@ -69,8 +69,10 @@ def refusal() -> str:
     return f"user {os.geteuid()}: {os.strerror(number)}" if number else ""
 
 
-def enter() -> int:
+def enter(*, writable: bool = True) -> int:
     """Continue as the first process of new namespaces; the caller's process waits for its end.
+
+    `writable`: whether files may be written, which are in memory.
 
     Returns:
         The user id for `drop_privileges`.
@@ -88,7 +90,7 @@ def enter() -> int:
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     # the first process of a namespace gets only the signals that it handles
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _enter_own_files()
+    _enter_own_files(writable=writable)
     return user
 
 
@@ -164,7 +166,7 @@ def _unshare(namespaces: int) -> int:
     return _INNER_USER
 
 
-def _enter_own_files() -> None:
+def _enter_own_files(*, writable: bool = True) -> None:
     """Replace all file systems with one in memory."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     sources = list(_sources())
@@ -183,6 +185,8 @@ def _enter_own_files() -> None:
     os.chdir(root)
     _check(_libc.pivot_root(b".", b"."))
     _check(_libc.umount2(b".", MNT_DETACH))
+    if not writable:
+        _mount("none", "/", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/tmp")
 
 

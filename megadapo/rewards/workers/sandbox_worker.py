@@ -17,7 +17,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from megadapo.rewards.workers.worker import (
 
 Ending = Literal["done", "error", "timeout"]
 
+MAX_RESULT_BYTES = 4096
 PROBE_S = 30.0
 """Limit of the empty program that each sandbox runs first."""
 
@@ -50,15 +52,7 @@ def main() -> None:
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    refused = isolation.refusal()
-    if refused and settings["isolation"] == "require":
-        raise CannotStart(REQUIRED.format(refused))
-    if refused and landlock.version() < landlock.MIN_VERSION:
-        raise CannotStart(
-            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2), and "
-            "generated code never runs unisolated: allow user namespaces, or use another machine"
-        )
-    user = None if refused else isolation.enter()
+    user = enter(settings)
     run = partial(_run, user=user, output_bytes=settings["output_bytes"])
     # otherwise a restriction that the kernel refuses would fail every program
     if run("", None, "", PROBE_S)["ending"] != "done":
@@ -85,15 +79,50 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     return handle
 
 
-def _run(
-    code: str, tests: str | None, text: str, seconds: float, *, user: int | None, output_bytes: int
-) -> Mapping[str, Any]:
-    """Run a program with a text on stdin, followed by tests, in a child process."""
-    token = secrets.token_hex(16)
-    files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "token")]
-    stdin, stdout, _, token_file = files
+def enter(settings: Mapping[str, Any], *, writable: bool = True) -> int | None:
+    """Isolate this process, which starts the runs; return the user of a run.
+
+    `writable`: whether runs may write files, which are in memory. With Landlock they never may.
+
+    Raises:
+        CannotStart: the system allows no isolation, or not the kind that the settings ask for.
+    """
+    refused = isolation.refusal()
+    if refused and settings["isolation"] == "require":
+        raise CannotStart(REQUIRED.format(refused))
+    if refused and landlock.version() < landlock.MIN_VERSION:
+        raise CannotStart(
+            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2), and "
+            "generated code never runs unisolated: allow user namespaces, or use another machine"
+        )
+    return None if refused else isolation.enter(writable=writable)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    in_time: bool
+    output: bytes
+    """What it printed to stdout."""
+    result: bytes
+    """What it wrote to file 3 as its result."""
+
+
+def run_child(
+    work: Callable[[], None],
+    stdin_bytes: bytes,
+    seconds: float,
+    *,
+    user: int | None,
+    output_bytes: int,
+    max_processes: int = isolation.MAX_PROCESSES,
+) -> Run:
+    """Run a function in a child process without privileges, which exits after it."""
+    files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
+    stdin, stdout, _, result = files
     with os.fdopen(os.dup(stdin), "wb") as whole:
-        whole.write(text.encode(errors="replace"))
+        whole.write(stdin_bytes)
     os.lseek(stdin, 0, os.SEEK_SET)
     child = os.fork()
     if child == 0:
@@ -101,26 +130,21 @@ def _run(
             os.dup2(file, number)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         limit_written(output_bytes)
-        _work(code, tests, token, seconds, user)
+        _work(work, seconds, user, max_processes)
     in_time = _wait(child, seconds)
-    done = os.pread(token_file, len(token) + 1, 0).decode(errors="replace") == token
-    result = {
-        "ending": "done" if done else "error" if in_time else "timeout",
-        "output": os.pread(stdout, output_bytes, 0).decode(errors="replace"),
-    }
+    run = Run(in_time, os.pread(stdout, output_bytes, 0), os.pread(result, MAX_RESULT_BYTES, 0))
     for file in files:
         os.close(file)
-    return result
+    return run
 
 
-def _work(code: str, tests: str | None, token: str, seconds: float, user: int | None) -> None:
-    """Run the program in this process and exit; writing the token proves that it completed."""
-    status = 1
-    try:
-        cpu_s = math.ceil(seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-        isolation.drop_privileges(user)
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+def _run(
+    code: str, tests: str | None, text: str, seconds: float, *, user: int | None, output_bytes: int
+) -> Mapping[str, Any]:
+    """Run a program with a text on stdin, followed by tests; its result proves that it is done."""
+    token = secrets.token_hex(16)
+
+    def work() -> None:
         names = {"__name__": "__main__"}
         with contextlib.suppress(SystemExit) if tests is None else contextlib.nullcontext():
             exec(compile(code, "<response>", "exec"), names)
@@ -128,6 +152,25 @@ def _work(code: str, tests: str | None, token: str, seconds: float, user: int | 
             exec(compile(tests, "<tests>", "exec"), names)
         sys.stdout.flush()
         os.write(3, token.encode())
+
+    run = run_child(
+        work, text.encode(errors="replace"), seconds, user=user, output_bytes=output_bytes
+    )
+    done = run.result == token.encode()
+    return {
+        "ending": "done" if done else "error" if run.in_time else "timeout",
+        "output": run.output.decode(errors="replace"),
+    }
+
+
+def _work(work: Callable[[], None], seconds: float, user: int | None, max_processes: int) -> None:
+    status = 1
+    try:
+        cpu_s = math.ceil(seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        isolation.drop_privileges(user, max_processes=max_processes)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        work()
         status = 0
     except BaseException:
         # generated code may raise any exception, and none may reach the caller

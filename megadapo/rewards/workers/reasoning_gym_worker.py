@@ -1,0 +1,99 @@
+"""The program of a sandbox that asks scorers of reasoning-gym, some of which evaluate answers.
+
+The package is imported once, so a sandbox works on many answers. Each is scored in a child process
+of its own, which can start no process and write no file, so no answer meets another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from megadapo.data.reasoning_gym import Item, create
+from megadapo.errors import DataError
+from megadapo.rewards.workers.sandbox_worker import PROBE_S, enter, run_child
+from megadapo.rewards.workers.worker import CannotStart, Handler, serve
+
+MAX_DATASETS = 128
+MAX_ENTRIES = 64
+PROBE = Item("chain_sum", {}, 0, 1, 0)
+"""Item whose own answer is scored at the start."""
+
+
+def main() -> None:
+    """Serve scores of an answer.
+
+    `{"item", "prompt", "answer", "seconds"}` to `{"ending", "score"}`, where the score counts if
+    the ending is "done", or to `{"error"}` if the item cannot be made or is not in the prompt.
+    """
+    # the limit on files is that of a child, which has its output in files
+    serve(_prepare, limits_written=False)
+
+
+def _prepare(settings: Mapping[str, Any]) -> Handler:
+    try:
+        _make(PROBE)
+    except DataError as error:
+        raise CannotStart(str(error)) from error
+    user = enter(settings, writable=False)
+    made = lru_cache(MAX_ENTRIES)(lambda text: _make(Item.of(json.loads(text))))
+
+    def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            dataset, entry = made(json.dumps(request["item"]))
+        except DataError as error:
+            return {"error": str(error)}
+        if entry["question"] not in request["prompt"]:
+            return {"error": "reasoning-gym makes another item now than for the prompt"}
+
+        def work() -> None:
+            score = float(dataset.score_answer(request["answer"], entry))
+            os.write(3, json.dumps(score).encode())
+
+        run = run_child(
+            work,
+            b"",
+            request["seconds"],
+            user=user,
+            output_bytes=settings["output_bytes"],
+            max_processes=0,
+        )
+        if not run.in_time:
+            return {"ending": "timeout", "score": 0.0}
+        score = _score(run.result)
+        return {"ending": "error" if score is None else "done", "score": score or 0.0}
+
+    question, gold = (made(json.dumps(vars(PROBE)))[1][key] for key in ("question", "answer"))
+    probe = {"item": vars(PROBE), "prompt": question, "answer": gold, "seconds": PROBE_S}
+    # otherwise a restriction that the kernel refuses would make every answer wrong
+    if handle(probe) != {"ending": "done", "score": 1.0}:
+        raise CannotStart("not even a correct answer can be scored in the sandbox on this system")
+    return handle
+
+
+def _make(item: Item) -> tuple[Any, Mapping[str, Any]]:
+    """Return the dataset of an item, and the item."""
+    key = json.dumps(item.config, sort_keys=True)
+    dataset = _dataset(item.name, key, item.seed, item.size)
+    return dataset, dataset[item.index]
+
+
+@lru_cache(MAX_DATASETS)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    return create(name, json.loads(config), seed=seed, size=size)
+
+
+def _score(result: bytes) -> float | None:
+    """Return the score that a child wrote; None without one from 0 to 1."""
+    try:
+        score = json.loads(result)
+    except ValueError:
+        return None
+    return score if isinstance(score, float) and 0.0 <= score <= 1.0 else None
+
+
+if __name__ == "__main__":
+    main()
