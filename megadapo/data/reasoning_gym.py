@@ -27,7 +27,7 @@ from megadapo.errors import DataError
 
 NAME = "reasoning-gym"
 """Beginning of a source, and data_source of its prompts."""
-INSTALL = "pip install 'megadapo[reasoning-gym]'"
+INSTALL = "pip install -e '.[reasoning-gym]' in the folder of megadapo"
 # item i of a dataset depends on the sum of its seed and i, which must stay below 2**32
 MAX_ITEMS = 1 << 20
 MAX_SEED = (1 << 11) - 1

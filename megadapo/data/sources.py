@@ -54,7 +54,7 @@ def is_built_in(source: str) -> bool:
 def read_rows(
     source: str, columns: DataColumns | None = None, *, with_extra_info: bool = False
 ) -> Iterator[Row]:
-    """Yield the rows of a file, a folder, a Hub dataset, a built-in task or reasoning-gym, in order.
+    """Yield the rows of a file, a folder, a Hub dataset or a built-in source, in order.
 
     Args:
         columns: names of the columns, which are found without them, and texts around each prompt.

@@ -92,23 +92,23 @@ def as_number(text: str) -> str | None:
 
 
 def marked_answer(response: str, ground_truth: str) -> str:
-    """Return the answer that a response marks, or else the end that looks like the gold answer.
+    """Return the answer that a response marks, or else its end; it may be empty.
 
-    It is the text of the last `<answer>` ... `</answer>`; else the text behind the last `Answer:`,
-    up to the end of its line, or of the response if nothing else is on its line; else, if the gold
-    answer is a number, the last number; else the last lines, as many as the gold answer has.
+    The text of the last `<answer>` ... `</answer>` is marked; else the text after the last
+    `Answer:`, up to the end of its line, or of the response if that line has no other text. If the
+    gold answer is a number, the last number of the marked text, or of the response, is the answer.
+    Without a mark it is the last lines, as many as the gold answer has.
     """
     before, end, _ = response.rpartition("</answer>")
-    _, start, inside = before.rpartition("<answer>")
-    if start and end:
-        return inside.strip()
-    last = deque(_ANSWER.finditer(response), maxlen=1)
-    if last:
-        rest = response[last[0].end() :]
-        line, _, further = rest.partition("\n")
-        return line.strip(" \t*") or further.strip()
-    is_number = as_number(ground_truth) is not None
-    return _answer(response, ground_truth, "last_number" if is_number else "exact_text", None) or ""
+    _, start, marked = before.rpartition("<answer>")
+    if not (start and end):
+        last = deque(_ANSWER.finditer(response), maxlen=1)
+        line, _, further = response[last[0].end() :].partition("\n") if last else ("", "", "")
+        marked = line.strip(" \t*") or further
+    marked = marked.strip()
+    if as_number(ground_truth) is not None:
+        return _answer(marked or response, ground_truth, "last_number", None) or marked
+    return marked or _answer(response, ground_truth, "exact_text", None) or ""
 
 
 def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -> str | None:

@@ -7,7 +7,6 @@ of its own, which can start no process and write no file, so no answer meets ano
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -49,9 +48,8 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         if entry["question"] not in request["prompt"]:
             return {"error": "reasoning-gym makes another item now than for the prompt"}
 
-        def work() -> None:
-            score = float(dataset.score_answer(request["answer"], entry))
-            os.write(3, json.dumps(score).encode())
+        def work() -> bytes:
+            return json.dumps(float(dataset.score_answer(request["answer"], entry))).encode()
 
         run = run_child(
             work,
@@ -86,12 +84,9 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
     return create(name, json.loads(config), seed=seed, size=size)
 
 
-def _score(result: bytes) -> float | None:
-    """Return the score that a child wrote; None without one from 0 to 1."""
-    try:
-        score = json.loads(result)
-    except ValueError:
-        return None
+def _score(result: bytes | None) -> float | None:
+    """Return the score that a child returned; None without one from 0 to 1."""
+    score = json.loads(result or b"null")
     return score if isinstance(score, float) and 0.0 <= score <= 1.0 else None
 
 

@@ -105,12 +105,12 @@ class Run:
     in_time: bool
     output: bytes
     """What it printed to stdout."""
-    result: bytes
-    """What it wrote to file 3 as its result."""
+    result: bytes | None
+    """What the function returned; None if it did not return."""
 
 
 def run_child(
-    work: Callable[[], None],
+    work: Callable[[], bytes],
     stdin_bytes: bytes,
     seconds: float,
     *,
@@ -119,6 +119,8 @@ def run_child(
     max_processes: int = isolation.MAX_PROCESSES,
 ) -> Run:
     """Run a function in a child process without privileges, which exits after it."""
+    # without it, generated code could write a result and exit
+    token = secrets.token_hex(16).encode()
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
     stdin, stdout, _, result = files
     with os.fdopen(os.dup(stdin), "wb") as whole:
@@ -130,47 +132,51 @@ def run_child(
             os.dup2(file, number)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         limit_written(output_bytes)
-        _work(work, seconds, user, max_processes)
+        _work(work, token, seconds, user, max_processes)
     in_time = _wait(child, seconds)
-    run = Run(in_time, os.pread(stdout, output_bytes, 0), os.pread(result, MAX_RESULT_BYTES, 0))
+    output, written = os.pread(stdout, output_bytes, 0), os.pread(result, MAX_RESULT_BYTES, 0)
     for file in files:
         os.close(file)
-    return run
+    returned = written.startswith(token)
+    return Run(in_time, output, written.removeprefix(token) if returned else None)
 
 
 def _run(
     code: str, tests: str | None, text: str, seconds: float, *, user: int | None, output_bytes: int
 ) -> Mapping[str, Any]:
-    """Run a program with a text on stdin, followed by tests; its result proves that it is done."""
-    token = secrets.token_hex(16)
+    """Run a program with a text on stdin, followed by tests."""
 
-    def work() -> None:
+    def work() -> bytes:
         names = {"__name__": "__main__"}
         with contextlib.suppress(SystemExit) if tests is None else contextlib.nullcontext():
             exec(compile(code, "<response>", "exec"), names)
         if tests is not None:
             exec(compile(tests, "<tests>", "exec"), names)
-        sys.stdout.flush()
-        os.write(3, token.encode())
+        return b""
 
     run = run_child(
         work, text.encode(errors="replace"), seconds, user=user, output_bytes=output_bytes
     )
-    done = run.result == token.encode()
+    done = run.result is not None
     return {
         "ending": "done" if done else "error" if run.in_time else "timeout",
         "output": run.output.decode(errors="replace"),
     }
 
 
-def _work(work: Callable[[], None], seconds: float, user: int | None, max_processes: int) -> None:
+def _work(
+    work: Callable[[], bytes], token: bytes, seconds: float, user: int | None, max_processes: int
+) -> None:
+    """Run the function in this process and exit; its result follows the token in file 3."""
     status = 1
     try:
         cpu_s = math.ceil(seconds) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         isolation.drop_privileges(user, max_processes=max_processes)
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-        work()
+        result = work()
+        sys.stdout.flush()
+        os.write(3, token + result)
         status = 0
     except BaseException:
         # generated code may raise any exception, and none may reach the caller
