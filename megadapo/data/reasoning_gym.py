@@ -41,7 +41,7 @@ REFUSED = {
 }
 """Datasets that cannot be used, with the reasons."""
 TASK_KEYS = ("dataset", "weight", "config")
-_SOURCE = re.compile(rf"{NAME}:(.+):(\w+):([0-9]{{1,9}})(?::([0-9]{{1,9}}))?")
+_SOURCE = re.compile(rf"{NAME}:(.+):([a-z_]+):([0-9]{{1,9}})(?::([0-9]{{1,9}}))?")
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,14 @@ def create(name: str, config: Mapping[str, Any], *, seed: int, size: int) -> Any
         raise DataError(f"reasoning-gym's {name} refuses {dict(config)}: {shown}") from error
 
 
+def item_at(dataset: Any, index: int) -> Mapping[str, Any]:
+    """Return an item of a dataset, the same one in any order."""
+    # list_functions draws from Python's own generator
+    random.seed(dataset.seed + index)
+    item: Mapping[str, Any] = dataset[index]
+    return item
+
+
 def main() -> None:
     """Write the items of the request in the first argument to stdout, one line of JSON each."""
     lines, request = sys.stdout, json.loads(sys.argv[1])
@@ -196,7 +204,7 @@ def _make(tasks: Sequence[Task], seed: int, size: int) -> Iterator[dict[str, Any
     for number in rng.choices(range(len(tasks)), weights, k=size):
         task, index = tasks[number], num_made[number]
         num_made[number] += 1
-        entry = datasets[number][index]
+        entry = item_at(datasets[number], index)
         # without an answer the scorer needs the item alone
         answer = "" if entry["answer"] is None else entry["answer"]
         item = Item(task.name, task.config, seed, size, index)

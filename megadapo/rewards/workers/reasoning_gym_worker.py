@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megadapo.data.reasoning_gym import Item, create
+from megadapo.data.reasoning_gym import Item, create, item_at
 from megadapo.errors import DataError
 from megadapo.rewards.workers.sandbox_worker import PROBE_S, enter, run_child
 from megadapo.rewards.workers.worker import CannotStart, Handler, serve
@@ -76,7 +76,7 @@ def _make(item: Item) -> tuple[Any, Mapping[str, Any]]:
     """Return the dataset of an item, and the item."""
     key = json.dumps(item.config, sort_keys=True)
     dataset = _dataset(item.name, key, item.seed, item.size)
-    return dataset, dataset[item.index]
+    return dataset, item_at(dataset, item.index)
 
 
 @lru_cache(MAX_DATASETS)
