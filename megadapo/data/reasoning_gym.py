@@ -70,7 +70,7 @@ class Item:
         """Return the item of a prompt.
 
         Raises:
-            DataError: the extra_info is not that of such a prompt.
+            DataError: the extra_info does not name an item.
         """
         try:
             return cls(**{field.name: extra_info[field.name] for field in dataclasses.fields(cls)})

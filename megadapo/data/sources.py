@@ -69,8 +69,8 @@ def read_rows(
         # its columns have the names that Names has by default
         texts = DataColumns(template=names.config.template, system=names.config.system)
         names = replace(names, config=texts)
-        for number, columns in enumerate(_built_in_rows(source)):
-            yield Row(f"{source}, row {number}", columns, names)
+        for number, row in enumerate(_built_in_rows(source)):
+            yield Row(f"{source}, row {number}", row, names)
         return
     for file in _files(source, SUFFIXES):
         yield from _prompt_rows(file, names, with_extra_info=with_extra_info)

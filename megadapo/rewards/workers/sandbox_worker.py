@@ -104,9 +104,9 @@ class Run:
 
     in_time: bool
     output: bytes
-    """What it printed to stdout."""
+    """The text printed to stdout."""
     result: bytes | None
-    """What the function returned; None if it did not return."""
+    """Bytes that the function returned; None if it did not return."""
 
 
 def run_child(

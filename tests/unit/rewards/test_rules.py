@@ -7,7 +7,7 @@ import pytest
 from megadapo.data.patterns import last_match
 from megadapo.errors import ConfigError, DataError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.rules import as_number, score, validate_ground_truth
+from megadapo.rewards.rules import as_number, marked_answer, score, validate_ground_truth
 from megadapo.rewards.scorer import Scorer
 
 
@@ -40,6 +40,31 @@ def test_no_number_is_no_answer():
 )
 def test_exact_text_compares_the_last_lines(response, gold, correct):
     assert score(response, gold, "exact_text").correct is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "answer"),
+    [
+        *[
+            ("<answer>\nA 1\n</answer> 2", "B", "A 1"),
+            ("<answer>a</answer>, <answer>b</answer>", "", "b"),
+        ],
+        *[("<answer>a\nanswer: b", "B", "b"), ("</answer>a", "B", "</answer>a")],
+        *[
+            ("Answer: a\n**Answer:** *b*\nc", "B", "b"),
+            ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
+        ],
+        *[("a\nb\nc", "1 2\n3 4", "b\nc"), ("a\nb", "", "b"), (" \n", "", "")],
+        *[
+            ("It is 7.", "8", "7"),
+            ("Answer: 7.\n8", "8", "7"),
+            ("<answer>6 or 7</answer>8", "8", "7"),
+        ],
+        *[("many", "8", ""), ("Answer: many", "8", "many")],
+    ],
+)
+def test_marked_answer_is_found(response, gold, answer):
+    assert marked_answer(response, gold) == answer
 
 
 def test_pattern_takes_the_first_group_in_the_last_line_that_it_matches():
@@ -95,11 +120,12 @@ def test_scorer_uses_the_pattern_and_starts_no_symbolic_comparison():
         assert scorer.drain_warnings() == []
 
 
-@pytest.mark.parametrize("text", ["a", "1,", "111,", "-", "1.", "a\n", "\n"])
+@pytest.mark.parametrize("text", ["a", "1,", "111,", "-", "1.", "a\n", "\n", "Answer ", "<answer>"])
 def test_time_is_linear_in_the_response(text):
     """Python's own matching of this pattern doubles its time with each further letter."""
     start = time.process_time()
     response = text * (200_000 // len(text)) + "b"
     for rule in ("last_number", "exact_text", "pattern"):
         score(response, "7", rule, r"(a|aa)+(1|1,)+$")
+    marked_answer(response, "a")
     assert time.process_time() - start < 5.0
