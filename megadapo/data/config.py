@@ -81,6 +81,9 @@ class DataConfig(Section, title="data"):
     """Evaluation prompts, named in the same ways; none means that the run is not evaluated. A table
     of names has several sets, each with its own accuracy; the run's accuracy is their mean, with
     the same weight for each set."""
+    overlap: Literal["warn", "drop"] = "warn"
+    """Whether training prompts that are also held-out problems are reported, or left out of
+    training and counted."""
     columns: DataColumns = DataColumns()
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens after the chat template."""

@@ -106,9 +106,7 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
 
 def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name: str = "") -> None:
     """Log a warning if held-out problems, of the set `name`, are among the training prompts."""
-    num_states = Counter(prompt.messages for prompt in held_out)
-    # problems with the same text and another hidden state are different problems
-    found = [p for p in overlapping(training, held_out) if num_states[p.messages] == 1]
+    found = _without_hidden_states(overlapping(training, held_out), held_out)
     if not found:
         return
     listed = ", ".join(f"{prompt.messages[-1][1]!r:.60}" for prompt in found[:MAX_LISTED])
@@ -118,6 +116,22 @@ def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name
         "about other problems: %s%s",
         *(len(found), len(held_out), f" of {name}" if name else "", listed, more),
     )
+
+
+def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """Return the training prompts that are not among the held-out problems."""
+    found = _without_hidden_states(overlapping(held_out, training), training)
+    copies = {prompt.id for prompt in found}
+    return [prompt for prompt in training if prompt.id not in copies]
+
+
+def _without_hidden_states(found: Sequence[Prompt], prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return those found whose text only one of the prompts has.
+
+    Problems with the same text and another hidden state are different problems.
+    """
+    num_states = Counter(prompt.messages for prompt in prompts)
+    return [prompt for prompt in found if num_states[prompt.messages] == 1]
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:

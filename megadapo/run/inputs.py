@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.data.order import Share
-from megadapo.data.overlap import warn_of_overlap
+from megadapo.data.overlap import warn_of_overlap, without_overlap
 from megadapo.data.pretraining import PretrainingStream, read_texts
 from megadapo.data.prompts import (
     Prompt,
@@ -26,6 +27,7 @@ from megadapo.data.prompts import (
     read_tokenizer,
     warn_of_contradictions,
 )
+from megadapo.errors import DataError
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
@@ -34,6 +36,8 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.scoring import SupportsGenerate
 from megadapo.rollout.types import SamplingSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Phases(Protocol):
@@ -70,9 +74,17 @@ class SamplingInputs:
         with phases.phase("load prompts"):
             tokenizer = load_tokenizer(config)
             load = partial(_load_prompts, config, tokenizer=tokenizer)
-            prompts, shares = config.data.load_train(load)
-            warn_of_contradictions(prompts)
             held_out = config.data.load_held_out(load)
+            all_held_out = [problem for one in held_out.values() for problem in one]
+
+            def load_train(source: str) -> list[Prompt]:
+                loaded = load(source)
+                if config.data.overlap == "warn":
+                    return loaded
+                return _drop(all_held_out, loaded, source)
+
+            prompts, shares = config.data.load_train(load_train)
+            warn_of_contradictions(prompts)
             for name, problems in held_out.items():
                 warn_of_overlap(prompts, problems, name)
         with phases.phase("start verifier"):
@@ -223,3 +235,18 @@ def _load_prompts(
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,
     )
+
+
+def _drop(problems: Sequence[Prompt], loaded: Sequence[Prompt], source: str) -> list[Prompt]:
+    """Return the loaded training prompts without held-out problems, and log their number."""
+    kept = without_overlap(loaded, problems)
+    if not kept:
+        raise DataError(
+            f'{source}: every prompt is also a held-out problem, and data.overlap = "drop" leaves '
+            "these out; take other prompts, or more"
+        )
+    num_dropped = len(loaded) - len(kept)
+    message = "%s: %d of %d prompts are held-out problems and left out of training"
+    if num_dropped:
+        logger.info(message, source, num_dropped, len(loaded))
+    return kept

@@ -5,7 +5,14 @@ import logging
 import pytest
 
 from megadapo.data.arithmetic import generate
-from megadapo.data.overlap import LINE, normalised, overlapping, warn_of_overlap, without_template
+from megadapo.data.overlap import (
+    LINE,
+    normalised,
+    overlapping,
+    warn_of_overlap,
+    without_overlap,
+    without_template,
+)
 from megadapo.data.prompts import Prompt
 
 
@@ -53,6 +60,21 @@ def test_warning_lists_the_overlap(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     warn_of_overlap(training, held_out[:1])
     assert not caplog.records
+
+
+def test_training_prompts_that_are_held_out_are_dropped() -> None:
+    """Problems with one text and several hidden states are different problems, and stay."""
+    states = [
+        Prompt(f"{n}", (("user", "Guess."),), "1", "games", {"secret": n, "index": n})
+        for n in range(2)
+    ]
+    training = [*prompts("1 + 2 =", "3 + 4 =", "1  + 2 =?", "5 + 6 ="), *states]
+    assert without_overlap(training, [*prompts("1 + 2 =", "7 + 8 ="), states[0]]) == [
+        *prompts("3 + 4 ="),
+        *prompts("5 + 6 ="),
+        *states,
+    ]
+    assert without_overlap(training, []) == training
 
 
 DICE = "Two fair dice are thrown. What is the probability of a sum of seven?"
