@@ -1,4 +1,5 @@
 # make quickstart   a small model learns to reason on two CPU cores
+# make real         a pretrained model learns sums; REAL="--run.num_steps=5" sets keys of its recipe
 # make test         the test suite, two parts at once, each shown when it is done; make test-all adds
 #                   tests that take minutes; both test the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
@@ -16,6 +17,8 @@ TORCH_INDEX ?=
 NEWER_MEGATRON ?= 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REAL ?=
+REAL_STAMP := $(VENV)/.installed-real
 # The report's page is tested in Chromium where there is one.
 BROWSER := $(if $(shell command -v chromium),,and not browser)
 TENSORS := tests/unit/kernels tests/unit/weights
@@ -23,10 +26,18 @@ RUNS := tests/unit/cluster tests/unit/rewards tests/unit/rollout tests/unit/run
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
+.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
+
+real: install $(REAL_STAMP)
+	$(BIN)/python tools/real.py $(REAL)
+
+# the packages of two extras, which change no package of the lock
+$(REAL_STAMP): requirements/real.lock $(STAMP)
+	$(BIN)/pip install --quiet --no-deps -r requirements/real.lock
+	@touch $@
 
 # two parts at a time, long ones first: one computes while another waits for processes that start
 test: install

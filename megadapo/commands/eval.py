@@ -73,7 +73,8 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     for name, own in record.sets.items():
         console.print(
             f"{name}: {own['accuracy']:.4f} ± {own['standard_error']:.4f} on "
-            f"{own['num_problems']:.0f} problems",
+            f"{own['num_problems']:.0f} problems, "
+            f"pass@{record.samples_per_problem} {own['best_of_all']:.4f}",
             highlight=False,
         )
     return record

@@ -199,6 +199,7 @@ class Evaluations:
                     "standard_error": one.standard_error,
                     "num_problems": one.num_problems,
                     "response_length": one.response_length_mean,
+                    "best_of_all": one.pass_at[one.samples_per_problem],
                 }
                 for name, one in result.sets.items()
             },

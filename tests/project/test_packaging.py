@@ -61,6 +61,19 @@ def test_the_lock_has_what_was_asked_for_once_for_every_python(python, metadata)
         assert one.specifier.contains(pinned[one.name], prereleases=True), one
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_make_real_adds_the_extras_and_changes_no_locked_package(python, metadata):
+    """With --no-deps a second pin would replace the first one without a word."""
+    added = {pin.name: pin for pin in applying(requirements("real.lock"), python)}
+    assert not {one.replace("_", "-") for one in added} & pins(python).keys()
+    lines = map(Requirement, metadata.get_all("Requires-Dist"))
+    extras = [one for one in lines if one.marker and re.search("gguf|reasoning", str(one.marker))]
+    known = pins(python) | {name: next(iter(pin.specifier)).version for name, pin in added.items()}
+    assert {"accelerate", "gguf", "reasoning-gym"} <= {one.name for one in extras} & added.keys()
+    for one in extras:
+        assert one.specifier.contains(known[one.name]), one
+
+
 def test_package_and_pages_name_the_same_pythons(metadata):
     known = [f"3.{minor}" for minor in range(30)]
     assert [one for one in known if one in SpecifierSet(metadata["Requires-Python"])] == [*PYTHONS]

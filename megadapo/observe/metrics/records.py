@@ -52,7 +52,8 @@ class EvaluationRecord:
     """cons@k: share of problems whose most frequent answer is right; None without answers."""
 
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Values of each named held-out set, by the names above; those are the means over the sets."""
+    """Values of each named held-out set, by the names above; those are the means over the sets.
+    `best_of_all` is pass@k of all samples."""
 
     @property
     def best_of_all(self) -> float | None:
