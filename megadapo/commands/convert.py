@@ -30,6 +30,10 @@ def add(commands: Commands) -> None:
     to_hf.add_argument(
         "--quantize", choices=["fp8"], help="quantise with nvidia-modelopt, for vLLM"
     )
+    from_gguf = conversions.add_parser(
+        "gguf-to-hf", help="write a GGUF file as a Hugging Face folder in fp32 (extra gguf)"
+    )
+    _add_folders(from_gguf, source="GGUF file to read")
     inspect = conversions.add_parser("inspect", help="print and check a model folder")
     inspect.add_argument("path", type=Path, help="model folder of either kind")
     verify = conversions.add_parser("verify", help="compare two model folders bit by bit")
@@ -38,8 +42,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megadapo.models.folder import no_folder
     from megadapo.weights.disk import conversion
 
+    if arguments.conversion != "gguf-to-hf" and vars(arguments).get("source", Path()).is_file():
+        raise no_folder("SRC", str(arguments.source))
     if arguments.conversion == "hf-to-megatron":
         conversion.hf_to_megatron(
             arguments.source,
@@ -55,6 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.source, arguments.destination, quantize=arguments.quantize
         )
         print(f"{arguments.destination}: written")
+    elif arguments.conversion == "gguf-to-hf":
+        from megadapo.weights.disk.gguf import gguf_to_hf
+
+        gguf_to_hf(arguments.source, arguments.destination)
+        print(conversion.inspect(arguments.destination))
     elif arguments.conversion == "inspect":
         print(conversion.inspect(arguments.path))
     else:
@@ -62,6 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_folders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder to read")
+def _add_folders(parser: argparse.ArgumentParser, source: str = "folder to read") -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help=source)
     parser.add_argument("destination", type=Path, metavar="DST", help="folder to create")

@@ -24,7 +24,7 @@ from megadapo.data.rows import Row
 from megadapo.data.sources import TEXT_SUFFIXES, is_built_in, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
-from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
+from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
 from megadapo.observe.machine import attention_problem, inspect_machine
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
@@ -238,7 +238,7 @@ def _local_folder(key: str, path: str) -> Path | None:
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_name(path):
-        raise DataError(f"{key} = {path}: no such folder")
+        raise no_folder(key, path)
     return cached_hub_folder(path)
 
 

@@ -81,6 +81,16 @@ def is_hub_name(text: str) -> bool:
     return HUB_NAME.fullmatch(text) is not None and not Path(text).parent.is_dir()
 
 
+def no_folder(key: str, path: str) -> DataError:
+    """Return the error of a model's path that is no folder."""
+    if Path(path).is_file() and path.lower().endswith(".gguf"):
+        return DataError(
+            f"{key} = {path} is a GGUF file: make a folder of it with "
+            f"megadapo convert gguf-to-hf {path} DST, and name that"
+        )
+    return DataError(f"{key} = {path!r}: there is no such folder")
+
+
 def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:
     """Return the model's folder on this machine; download a Hub name into the Hub's cache.
 
@@ -90,7 +100,7 @@ def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.pat
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_name(path):
-        raise DataError(f"{key} = {path!r}: there is no such folder")
+        raise no_folder(key, path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from megadapo.errors import ConfigError, DataError
-from megadapo.weights.disk.export import new_folder
+from megadapo.weights.disk.export import check_new, new_folder
 
 EXTRA = ("accelerate", "gguf")
 """Packages that transformers needs to read a GGUF file, in megadapo's extra `gguf`."""
+UNREADABLE = (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, struct.error)
+"""Errors of transformers on files that are damaged, or of an unknown architecture."""
 SPLIT_KEY = "tokenizer.ggml.pre"
 """Name of the rule by which a byte-level tokenizer splits text before it merges."""
 COMMON_SPLITS = ("default", "gpt-2")
@@ -37,7 +40,7 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    partial = new_folder(destination)
+    check_new(destination)
     folder, file = source.absolute().parent, source.name
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -47,10 +50,11 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{source}: transformers cannot read this GGUF file: {error}") from error
     set_split(tokenizer, _metadata(source, SPLIT_KEY), source)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    partial = new_folder(destination)
     # the name of the training run, which transformers would write as the model's path
     model.config.__dict__.pop("_model_name_or_path", None)
     model.save_pretrained(partial)

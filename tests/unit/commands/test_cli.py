@@ -136,6 +136,7 @@ def test_unknown_argument_or_useless_command_is_refused(recipe, fails, argv, cod
         ("model.path=./a/b", 3, "no such folder"),
         # a typing error where the folder `models` exists, not a Hub name
         ("model.path=models/bse", 3, "no such folder"),
+        ("model.path=models/m.gguf", 3, "megadapo convert gguf-to-hf models/m.gguf DST"),
         ("data.train=nowhere.parquet", 3, "data.train"),
         ("data.train=./none/at/all", 3, "data.train"),
         ("data.train=arithmetic:train:0", 3, "data.train"),
@@ -151,6 +152,7 @@ def test_unknown_argument_or_useless_command_is_refused(recipe, fails, argv, cod
 def test_dry_run_checks_files(recipe, tmp_path, fails, monkeypatch, override, code, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.gguf").touch()
     assert said in fails(code, "train", str(recipe), "--dry-run", f"--{override}")
 
 
