@@ -25,6 +25,8 @@ MEASURED = (
 )
 MOST_OVER_PRODUCTS = 1.12
 LEAST_OVER_VERL = 2.0
+SHOWN = ("plan", "profile", "tests", "real", "real beside TRL")
+"""Parts whose last lines are in the report."""
 LOG_LINES = 40
 """Lines of a failed part's log in the report."""
 
@@ -109,7 +111,7 @@ def _details(one: Outcome, setting: Setting) -> Iterator[str]:
         yield from ("", "```", *text[-LOG_LINES:], "```")
     if one.part.name.startswith("head "):
         yield from _head(one, log)
-    elif one.part.name in ("plan", "profile", "tests") and one.result == "passed":
+    elif one.part.name in SHOWN and one.result == "passed":
         text = log.read_text(encoding="utf-8", errors="replace").splitlines()
         yield from ("", "```", *text[-60:], "```")
     if one.part.run is not None:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megadapo.lab.plan.ranks import engine_bytes
 from megadapo.observe.machine import GIB, Machine
 
 RECIPE = "configs/quickstart.toml"
+REAL_RECIPE = "configs/smollm2-135m.toml"
 MEGADAPO = (sys.executable, "-m", "megadapo.cli")
 KILL_AND_RESUME = "kill-and-resume"
 HEAD_SHAPES = {
@@ -90,6 +92,8 @@ class Setting:
     folder: Path
     machine: Machine
     rehearses: bool
+    trl_python: str | None = None
+    """Python of an environment with TRL and vLLM."""
 
     @property
     def card(self) -> Card:
@@ -127,6 +131,7 @@ def all_parts(setting: Setting) -> list[Part]:
         _kill_and_resume(setting, bf16),
         _train(setting, "delta", 150, delta),
         _train(setting, "fp8", 150, fp8, skipped=no_gpu),
+        *_real(setting),
         _train(setting, "offload", 150, [*bf16, EVERYTHING]),
         _profile(setting, small),
         *_largest(setting),
@@ -244,6 +249,41 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
     part = _train(setting, "kill and resume", 240, overrides)
     command = (sys.executable, "tools/first_gpu/runner.py", KILL_AND_RESUME, *part.command)
     return replace(part, command=command, is_tight=not setting.rehearses)
+
+
+def _real(setting: Setting) -> list[Part]:
+    """Return the recipe of make real, and a comparison of its steps with TRL's."""
+    words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3"]
+    model, skipped = str(cached_model()), None
+    if setting.rehearses:
+        model = "configs/quickstart-base"
+        words += ["--data.train=arithmetic:train:64", "--data.held_out=arithmetic:held_out:8"]
+        words += ["--run.num_steps=2", "--evaluation.every=2", "--sampling.selection=all"]
+    elif not Path(model).is_dir():
+        skipped = f"{model} is missing: tools/fetch_smollm2.py makes it"
+    elif find_spec("reasoning_gym") is None:
+        skipped = "pip install --no-deps -r requirements/real.lock before"
+    run = f"--run.folder={setting.folder / 'real'}"
+    command = (sys.executable, "tools/real.py", "--config", REAL_RECIPE, "--model", model)
+    real = Part(name="real", limit_s=420, command=(*command, run, *words), skipped=skipped)
+    steps = "2" if setting.rehearses else "8"
+    vllm = ("use_vllm=true", "vllm_mode=colocate", "vllm_gpu_memory_utilization=0.2")
+    options = ["--steps", steps, "--warmup", "2", "--trl-python", str(setting.trl_python)]
+    options += [] if setting.rehearses else [f"--trl={one}" for one in vllm]
+    options += [f"--model.path={model}", *words]
+    options.append(f"--json={setting.folder}/results/real-beside-trl.json")
+    beside = _command("real beside TRL", 300, "bench", "step", REAL_RECIPE, *options)
+    if setting.trl_python is None:
+        skipped = "no environment with TRL was named: --trl-python"
+    return [real, replace(beside, skipped=skipped)]
+
+
+def cached_model() -> Path:
+    """Return the folder in which tools/fetch_smollm2.py puts its model."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from fetch_smollm2 import default_folder
+
+    return default_folder()
 
 
 def _profile(setting: Setting, model: Path) -> Part:

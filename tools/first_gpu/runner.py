@@ -51,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/first_gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="small versions of all parts")
     parser.add_argument("--only", action="append", metavar="NAME", help="only parts named so")
+    parser.add_argument("--trl-python", metavar="PATH", help="Python of an environment with TRL")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("first-gpu"))
     arguments = parser.parse_args()
     if arguments.folder.exists():
@@ -59,7 +60,10 @@ def main() -> int:
     if not (arguments.rehearse or machine.uses_cuda):
         parser.error("no GPU, or a torch without CUDA: megadapo doctor says more; try --rehearse")
     setting = Setting(
-        folder=arguments.folder.absolute(), machine=machine, rehearses=arguments.rehearse
+        folder=arguments.folder.absolute(),
+        machine=machine,
+        rehearses=arguments.rehearse,
+        trl_python=arguments.trl_python,
     )
     results = setting.folder / "results"
     for folder in (results, setting.folder / "logs"):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -39,9 +40,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def parts_on_gpu(tool: SimpleNamespace, folder: Path, memory_gib: float) -> dict:
+def parts_on_gpu(tool: SimpleNamespace, folder: Path, memory_gib: float, **more: str) -> dict:
     machine = replace(inspect_machine(), gpus=(H100,), memory_gib=memory_gib)
-    setting = tool.parts.Setting(folder=folder, machine=machine, rehearses=False)
+    setting = tool.parts.Setting(folder=folder, machine=machine, rehearses=False, **more)
     return {part.name: part for part in tool.parts.all_parts(setting)}
 
 
@@ -78,6 +79,21 @@ def test_first_save_does_not_fit_beside_a_waking_engine(tool, tmp_path):
     free = card.memory_bytes - totals["rollout"]
     assert 0.3 * optimizer < free < 0.7 * optimizer
     assert max(totals.values()) < card.memory_bytes
+
+
+def test_real_recipe_needs_its_model_and_trl_an_environment(tool, tmp_path, monkeypatch):
+    """Without a network the part would use up its time on retries of a download."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parts = parts_on_gpu(tool, tmp_path / "without", 512)
+    assert "fetch_smollm2.py" in parts["real"].skipped
+    assert "--trl-python" in parts["real beside TRL"].skipped
+    tool.parts.cached_model().mkdir(parents=True)
+    monkeypatch.setattr(tool.parts, "find_spec", lambda name: object())
+    parts = parts_on_gpu(tool, tmp_path / "with", 512, trl_python="/trl/bin/python")
+    assert parts["real"].skipped is parts["real beside TRL"].skipped is None
+    # the recipe's own keys, so that a renamed one is noticed
+    words = [word for word in parts["real"].command if re.match("--[a-z]+[.]", word)]
+    tool.parts.load_config(tool.parts.REAL_RECIPE, [word[2:] for word in words])
 
 
 @pytest.mark.parametrize(
@@ -130,6 +146,7 @@ def test_parts_pass_without_a_gpu(tmp_path):
     result = run("--rehearse", str(tmp_path / "all"))
     report = (tmp_path / "all" / "results" / "report.md").read_text()
     assert result.returncode == 0, report
-    assert report.count("| passed |") == 12
+    assert report.count("| passed |") == 13
     assert report.count("needs a GPU") == 1
+    assert "export in transformers" in report and "--trl-python" in report
     assert "policy/ratio_first_max_error" in report and "did not run" in report
