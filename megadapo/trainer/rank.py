@@ -51,7 +51,7 @@ from megadapo.trainer.types import (
 )
 from megadapo.trainer.update.clip_bounds import BoundSearch
 from megadapo.trainer.update.likelihood import fit
-from megadapo.trainer.update.measure import UpdateRecorder, probe_shape
+from megadapo.trainer.update.measure import Probe, UpdateRecorder, probe_shape
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
 from megadapo.trainer.update.optimizer import (
     gather_weights_now,
@@ -111,6 +111,7 @@ class TrainerRank(TrainedModel):
         self.writer = CheckpointWriter(torch.distributed.get_rank())
         self.head = PolicyHead(
             objective=algorithm.objective,
+            importance=algorithm.importance,
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
@@ -129,7 +130,7 @@ class TrainerRank(TrainedModel):
         """Train on all mini-batches of one rollout step; return the same metrics on every rank.
 
         Old log-probs of the whole batch are computed before the first update, in the same
-        micro-batches as the updates.
+        micro-batches as the updates, or by the first update if it is the only one.
         """
         if request.loss == "likelihood":
             return fit(self, request)
@@ -145,8 +146,11 @@ class TrainerRank(TrainedModel):
         gaps = version_gaps(batch, version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         split = self.splitter.split(batch, predicted=predicted, policy_version=version)
-        split, seconds = self._with_old_policy(split)
-        probed = probe_shape(
+        seconds: list[float] = []
+        if not self.first_pass_is_old_policy(len(split)):
+            split, spent = self._with_old_policy(split)
+            seconds.append(spent)
+        probe = probe_shape(
             split, self.splitter, request, predicted=predicted, score=self.logprobs_of
         )
         if self.reference is not None:
@@ -157,7 +161,7 @@ class TrainerRank(TrainedModel):
             split = critic.split
         search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
         sums, grad_norms, num_left_out = self.apply_updates(
-            request, split, probed=probed, critic=critic, search=search, recorder=recorder
+            request, split, probe=probe, critic=critic, search=search, recorder=recorder
         )
         metrics = summarize(
             sums,
@@ -176,9 +180,23 @@ class TrainerRank(TrainedModel):
             metrics=metrics | of_critic | self.experts.result(),
             num_dropped_tokens=num_dropped,
             rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
-            rank_seconds=(seconds,),
+            rank_seconds=tuple(seconds),
             recorded=recorder.tokens() if batch.recorded and self.has_results else None,
         )
+
+    def first_pass_is_old_policy(self, num_mini_batches: int) -> bool:
+        """Return whether the update's own forward pass gives the old log-probs.
+
+        With one mini-batch, both are of the same weights. A GPU repeats the pass all the same: the
+        first ratio then shows whether its kernels repeat their bits.
+        """
+        is_read_before = (
+            self.reference is not None
+            or self.critic is not None
+            or self.settings.algorithm.objective.gate == "bapo"
+            or self.config.num_moe_experts is not None
+        )
+        return num_mini_batches == 1 and self.device.type == "cpu" and not is_read_before
 
     def _with_old_policy(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
         """Return the mini-batches with their old policy, and the time of the passes for it."""
@@ -210,12 +228,16 @@ class TrainerRank(TrainedModel):
         request: UpdateRequest,
         split: Sequence[MiniBatch],
         *,
-        probed: MiniBatchSums,
+        probe: Probe,
         critic: CriticStep | None,
         search: BoundSearch,
         recorder: UpdateRecorder,
     ) -> tuple[list[MiniBatchSums], list[float], int | None]:
         """Apply the updates of all passes; a divergence ends the policy's, and not the critic's.
+
+        Args:
+            split: mini-batches with their old policy, or one whose first update computes it.
+            probe: compares the first mini-batch with its old policy.
 
         Returns:
             The sums of each measured update over all ranks, the gradient norms of applied updates,
@@ -228,7 +250,7 @@ class TrainerRank(TrainedModel):
         pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
-        lengths = np.diff(request.batch.cu_seqlens)
+        split, lengths = list(split), np.diff(request.batch.cu_seqlens)
         reduced: list[MiniBatchSums] = []
         grad_norms: list[float] = []
         num_left_out, lr = 0, self.settings.lr_at(request.step)
@@ -236,11 +258,12 @@ class TrainerRank(TrainedModel):
         for update, number in enumerate(order):
             if num_left_out == 0:
                 self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
-                sums, logprobs = self._gradients(split[number], pretraining[update], search)
+                sums, logprobs, known = self._gradients(split[number], pretraining[update], search)
+                split[number] = split[number].with_policy(known)
                 if update < len(split):
                     recorder.add_update(split[number], logprobs)
                 if update == 0:
-                    sums = MiniBatchSums.merged([sums, probed])
+                    sums = MiniBatchSums.merged([sums, probe(split[0])])
                 sums = sums.reduced(contributes=self.has_results, device=self.device)
                 reduced.append(sums)
                 if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
@@ -263,12 +286,12 @@ class TrainerRank(TrainedModel):
         mini_batch: MiniBatch,
         pretraining: Sequence[MicroBatch],
         search: BoundSearch,
-    ) -> tuple[MiniBatchSums, list[Tensor]]:
+    ) -> tuple[MiniBatchSums, list[Tensor], list[MicroBatch]]:
         """Search for the update's bounds, and leave its gradients in the buffers."""
         head = replace(self.head, objective=search.objective(self.head.objective, mini_batch))
-        sums, logprobs = compute_gradients(self.chunks, head, mini_batch, pretraining)
-        search.observe(mini_batch, logprobs)
-        return sums, logprobs
+        sums, logprobs, known = compute_gradients(self.chunks, head, mini_batch, pretraining)
+        search.observe(known, logprobs)
+        return sums, logprobs, known
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.

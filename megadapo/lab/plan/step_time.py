@@ -77,12 +77,17 @@ def mean_context(config: RunConfig) -> float:
     return PROMPT_TOKENS + mean_response(config) / 2
 
 
-def update_flops(model: ModelDescription, lengths: Sequence[int]) -> float:
+def update_flops(
+    model: ModelDescription, lengths: Sequence[int], *, with_logprobs: bool = True
+) -> float:
     """Return the FLOPs of old log-probs and one update of these sequences, without recomputation.
 
     The model FLOPs utilization counts the same.
+
+    Args:
+        with_logprobs: whether the old log-probs take a pass of their own.
     """
-    passes = 2 + BACKWARD_PASSES
+    passes = 1 + with_logprobs + BACKWARD_PASSES
     return sum(passes * length * _forward_flops(model, length) for length in lengths)
 
 

@@ -169,7 +169,9 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
         f"{name} {ms / num_steps:.1f}" for name, ms in phase_table(profile, "megadapo::").items()
     )
     num_tokens = len(batch.tokens)
-    flops = update_flops(rank.model, np.diff(batch.cu_seqlens).tolist())
+    lengths = np.diff(batch.cu_seqlens).tolist()
+    shares = rank.first_pass_is_old_policy(num_mini_batches=1)
+    flops = update_flops(rank.model, lengths, with_logprobs=not shares)
     rate = flops / seconds / config.trainer.num_ranks
     card = card_of(torch.cuda.get_device_name()) if rank.device.type == "cuda" else None
     share = f" (MFU {rate / card.flops:.1%} of {card.name})" if card else ""

@@ -24,7 +24,8 @@ METRICS = {
     "time/engine_max_s": "Busy seconds of the engine that was busy for the longest time.",
     "time/rank_logprobs_min_s": "Seconds of the fastest rank for the old log-probs; no "
     "data-parallel rank waits for another in that pass.",
-    "time/rank_logprobs_max_s": "Seconds of the slowest rank for the old log-probs.",
+    "time/rank_logprobs_max_s": "Seconds of the slowest rank for the old log-probs; null if the "
+    "update computes them.",
     "train/slowest_rank": "Trainer rank, counted from 0, that was slowest for the old log-probs.",
     "tokens_per_s": "Tokens generated per second of the step.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
@@ -88,7 +89,8 @@ METRICS = {
     "policy/left_out_updates": "Updates left out because policy/approx_kl of one was above "
     "algorithm.max_kl.",
     "policy/ratio_first_max_error": "Largest |ratio - 1| in the step's first mini-batch; exactly "
-    "0.0 unless old and new log-probs differ for the same weights.",
+    "0.0 unless old and new log-probs differ for the same weights. On a CPU with one mini-batch "
+    "a step, both are of one pass through the layers.",
     "policy/clip_low_fraction": "Share of tokens clipped at the lower bound.",
     "policy/clip_high_fraction": "Share of tokens clipped at the upper bound.",
     "policy/clip_high_probability": "Mean probability of the tokens clipped at the upper bound"

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megadapo.algorithm.importance import sequence_log_ratios
+from megadapo.algorithm.importance import ImportanceConfig, sequence_log_ratios
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import (
     HeadOptions,
@@ -18,7 +18,7 @@ from megadapo.kernels.policy_head import (
     policy_head_loss,
     token_logprobs,
 )
-from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.model.parallel import add_up_over_context
 
 
@@ -37,6 +37,8 @@ class PolicyHead:
     temperature: float
     vocab_size: int
     """Number of rows of the output weight that are tokens; the rest is padding."""
+    importance: ImportanceConfig = ImportanceConfig()
+    """Weights of the tokens of a micro-batch that comes without its old policy."""
     wait_for_weight: Callable[[Tensor], None]
     """Function to call before the output weight is read, as the output layer is not called."""
 
@@ -49,14 +51,21 @@ class PolicyHead:
         context: MicroBatch,
         **model_inputs: Any,
     ) -> PolicyHeadOutput:
-        """Return the loss with its statistics; the micro-batch has old log-probs."""
-        assert context.logprobs_old is not None, "computed before the first update"
+        """Return the loss with its statistics.
+
+        A micro-batch without old log-probs gets those of a pass over the same hidden states.
+        """
         hidden, weight, common = self._operands(hidden_states, output_layer, output_weight, context)
-        logprobs_old = context.logprobs_old
-        if self.objective.ratio == "sequence":
+        has_old_policy = context.logprobs_old is not None
+        if self.objective.ratio == "sequence" or not has_old_policy:
             # the same rows and blocks as below, so these are the loss's own log-probs
             with torch.no_grad():
                 logprobs, _ = token_logprobs(hidden, weight, context.targets, **common)
+            if not has_old_policy:
+                context = old_policy(context, logprobs, self.importance)
+        logprobs_old = context.logprobs_old
+        assert logprobs_old is not None, "set above"
+        if self.objective.ratio == "sequence":
             logprobs_old = sequence_ratios(context, logprobs)
         # computed advantages may be NaN: the loss is then NaN too, which is handled later
         common["check_inputs"] = not context.has_computed_advantages

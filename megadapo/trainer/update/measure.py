@@ -63,6 +63,10 @@ class UpdateRecorder:
         return RecordedTokens(old=self._old, update=self._update, advantages=self._advantages)
 
 
+Probe = Callable[[Sequence[MicroBatch]], MiniBatchSums]
+"""A comparison of the first mini-batch's old log-probs with those in another micro-batch."""
+
+
 def probe_shape(
     split: Sequence[MiniBatch],
     splitter: MicroBatchSplitter,
@@ -70,8 +74,8 @@ def probe_shape(
     *,
     predicted: np.ndarray,
     score: Callable[[Sequence[MicroBatch]], list[Tensor]],
-) -> MiniBatchSums:
-    """Score some sequences of the first mini-batch again, in their own micro-batch; collective.
+) -> Probe:
+    """Score some sequences of the first mini-batch in their own micro-batch; collective.
 
     Matrix products round differently at different shapes, so the trainer itself gives a token
     another log-prob in another micro-batch. That part of the trainer/engine gap is measured here.
@@ -80,6 +84,9 @@ def probe_shape(
         split: the rank's part of each mini-batch; the weights still are those of its old policy.
         predicted: [tokens of the batch] bool, tokens that the head predicts.
         score: computes log-probs [T] of micro-batches; an empty list on ranks that have none.
+
+    Returns:
+        A comparison with the first mini-batch, which has its old policy by then.
     """
 
     def build(members: np.ndarray) -> MicroBatch:
@@ -91,14 +98,28 @@ def probe_shape(
     place, members = _chosen(split[0] if split else [], PROBED_SHARE * num_tokens)
     probed = build(members)
     padding = [build(_NO_MEMBERS) for _ in range(splitter.multiple_of - 1)]
-    scored, sums = score([probed, *padding]), MiniBatchSums()
-    if not scored or not len(probed.source):
-        return sums
-    original = split[0][place]
+    scored = score([probed, *padding])
+
+    def compare(first: Sequence[MicroBatch]) -> MiniBatchSums:
+        if not scored or not len(probed.source):
+            return MiniBatchSums()
+        return _shape_sums(first[place], probed, scored[0])
+
+    return compare
+
+
+def no_probe(first: Sequence[MicroBatch]) -> MiniBatchSums:
+    """Compare nothing, for a loss without an old policy."""
+    return MiniBatchSums()
+
+
+def _shape_sums(original: MicroBatch, probed: MicroBatch, scored: Tensor) -> MiniBatchSums:
+    """Return the differences between the old log-probs of the same tokens in two micro-batches."""
+    sums = MiniBatchSums()
     again = torch.from_numpy(np.isin(original.source, probed.source)).to(probed.rows.device)
-    assert original.proximal is not None, "computed before the first update"
+    assert original.proximal is not None, "the first update sets it at the latest"
     first = original.proximal[original.rows[again]]
-    second = scored[0][probed.rows]
+    second = scored[probed.rows]
     shape = (first - second).abs()
     sums.num_probed = len(shape)
     sums.shape_difference = shape.sum(dtype=torch.float64).item()

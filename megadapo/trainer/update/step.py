@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from megadapo.algorithm.objective import LIKELIHOOD
 from megadapo.cluster.watch.heartbeat import report_progress
-from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.update.metrics import MiniBatchSums
 
@@ -51,16 +51,17 @@ def compute_gradients(
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     pretraining: Sequence[MicroBatch] = (),
-) -> tuple[MiniBatchSums, list[Tensor]]:
+) -> tuple[MiniBatchSums, list[Tensor], list[MicroBatch]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
-        micro_batches: on the last pipeline stage with their old policy.
+        micro_batches: on the last pipeline stage with their old policy, or all without it if it
+            is the policy before this update.
         pretraining: further micro-batches, with the loss of a language model.
 
     Returns:
-        This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
-        on the last pipeline stage.
+        This rank's sums, and the log-probs [T] and the old policy of each micro-batch; zeros and
+        empty lists except on the last pipeline stage.
     """
     work: list[Work] = [(micro_batch, head) for micro_batch in micro_batches]
     likelihood = replace(head, objective=LIKELIHOOD, temperature=1.0)
@@ -68,15 +69,18 @@ def compute_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     outputs = run_schedule(chunks, work, forward_only=False)
-    sums = MiniBatchSums()
+    sums, known = MiniBatchSums(), []
     for (micro_batch, used), output in zip(work, outputs, strict=False):
         if used is head:
+            if micro_batch.logprobs_old is None:
+                micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
+            known.append(micro_batch)
             sums.add(micro_batch, output, head.objective)
         else:
             logprobs = output.logprobs[micro_batch.rows]
             sums.num_pretraining_tokens += len(logprobs)
             sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
-    return sums, [output.logprobs for output in outputs[: len(micro_batches)]]
+    return sums, [output.logprobs for output in outputs[: len(micro_batches)]], known
 
 
 def _for_likelihood(micro_batch: MicroBatch) -> MicroBatch:

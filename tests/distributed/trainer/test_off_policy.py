@@ -12,7 +12,13 @@ from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
-from tests.support.trainer.probes import Gradients, gradients_by_case, logprobs, train
+from tests.support.trainer.probes import (
+    Gradients,
+    gradients_by_case,
+    logprobs,
+    train,
+    train_with_separate_pass,
+)
 from tests.support.trainer.ranks import Ranks
 
 PRESENT = 7
@@ -137,3 +143,19 @@ def test_gap_to_the_engine_is_split_by_cause(ranks, dtype):
     # a sequence that is alone in its micro-batch has no other shape
     causes = step(ranks, random_batch([30], policy_version=PRESENT), dtype=dtype)
     assert causes["parity/batch_shape_abs_max"] is causes["parity/engine_abs_max"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("all", {}), ("sequence-mask", LAYOUTS["cp2-pp2"]), ("rollout", {})]
+)
+def test_shared_pass_changes_no_bit(ranks, name, layout):
+    """The update's own pass would be wrong if weights, probe or ratios read other log-probs."""
+    batch = stale_batch(RAGGED, present=PRESENT)
+    settings = {"importance": CASES[name], "passes": 2, "tokens_per_micro_batch": 64, **layout}
+    runs = [
+        ranks.on("qwen2-tied", partial(run, policy_version=PRESENT), batch, 1, **settings)[0]
+        for run in (train, train_with_separate_pass)
+    ]
+    (shared, weights), (separate, expected) = runs
+    assert shared == separate
+    assert all((weights[key] == value).all() for key, value in expected.items())

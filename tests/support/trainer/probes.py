@@ -231,6 +231,16 @@ def train(
     return results, gathered(rank)
 
 
+def train_with_separate_pass(rendezvous, settings, batch, num_steps, **how):
+    """Train as `train` does, with a pass for the old log-probs before the first update."""
+    from unittest.mock import patch
+
+    from megadapo.trainer.rank import TrainerRank
+
+    with patch.object(TrainerRank, "first_pass_is_old_policy", return_value=False):
+        return train(rendezvous, settings, batch, num_steps, **how)
+
+
 def save_at(
     rank: TrainerRank, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
 ) -> Files:
@@ -311,7 +321,7 @@ def traffic(rendezvous, settings, batch) -> tuple[int, int, bool]:
     rank.config.finalize_model_grads_func = look_and_finalize
     split, *_ = split_of(rank, batch)
     for _ in range(2):
-        sums, _ = compute_gradients(rank.chunks, rank.head, with_old_policy(rank, split))
+        sums, *_ = compute_gradients(rank.chunks, rank.head, with_old_policy(rank, split))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)

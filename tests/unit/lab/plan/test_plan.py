@@ -312,3 +312,5 @@ def test_flops_of_an_update_are_two_per_weight_and_token_for_each_pass():
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
     expected = 4 * (2 * weights * sum(lengths) + attention)
     assert update_flops(model, lengths) == pytest.approx(expected, rel=1e-4)
+    shared = update_flops(model, lengths, with_logprobs=False)
+    assert shared == pytest.approx(expected * 3 / 4, rel=1e-4)
