@@ -163,7 +163,7 @@ def _replace_expert_functions() -> None:
 
 def _replace_coalesced_gathers() -> None:
     """Use plain gathers: Gloo's coalesced gather (torch 2.13) corrupts memory once in some thousand
-    calls, which ends the process at any later time."""
+    calls, which ends the process at any later time. One rank alone needs no communication."""
     from megatron.core.distributed import param_and_grad_buffer
     from torch.distributed.distributed_c10d import _coalescing_manager, _world
 
@@ -174,6 +174,9 @@ def _replace_coalesced_gathers() -> None:
         with _coalescing_manager(group, async_ops=async_ops) as works:
             yield works
             noted = _world.pg_coalesce_state[group]
+            if group.size() == 1:
+                # Gloo would copy all gradients and weights onto themselves, through buffers
+                noted.clear()
             gathers = [op for op in noted if op.dst_tensor is not None and op.redop is None]
             if gathers:
                 noted.clear()
