@@ -45,5 +45,7 @@ RUN git clone https://github.com/NVIDIA/apex /tmp/apex \
 
 COPY . .
 RUN pip install --no-deps --no-build-isolation -e . && megadapo --version
+# The packages and the model of make real, so that tools/first_gpu.sh runs its recipe without a network.
+RUN pip install --no-deps -r requirements/real.lock && python tools/fetch_smollm2.py
 
 CMD ["megadapo", "doctor"]
