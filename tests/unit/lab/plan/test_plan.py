@@ -32,6 +32,7 @@ SIZES = {
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-30B-A3B-Base": 30_532_122_624,
+    "SmolLM2-135M-Instruct": 134_515_008,
 }
 """Number of parameters on the models' pages."""
 UNSPLIT = "trainer.sequence_parallel=false"
