@@ -151,7 +151,7 @@ def table(
     spent = ("with starts and evaluations", f"{minutes:.1f} minutes")
     used = ("peak memory of all processes", f"{peak / GIB:.1f} GiB")
     rows += [(name, "", value, "") for name, value in (time_row, spent, used, ratio, gap)]
-    head = ("", "before", f"after {after.step} steps", "export in transformers")
+    head = ("", "before", f"after step {after.step}", "export in transformers")
     return TextTable(title=str(config.run.folder), head=head, rows=rows)
 
 
