@@ -1,5 +1,5 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make real         a pretrained model learns sums; REAL="--run.num_steps=5" sets keys of its recipe
+# make real         a pretrained model learns arithmetic; REAL="--run.num_steps=5" sets keys of its recipe
 # make test         the test suite, two parts at once, each shown when it is done; make test-all adds
 #                   tests that take minutes; both test the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
