@@ -22,7 +22,7 @@ from plain_accuracy import plain_accuracy
 
 from megadapo.cluster.processes import descendants
 from megadapo.config import RunConfig, load_config
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.errors import ConfigError, InfraError, MegadapoError
 from megadapo.observe.machine import GIB
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 from megadapo.observe.summary import costs, read_steps
@@ -65,21 +65,23 @@ def fetched() -> str:
 
 def real(config: RunConfig, train: list[str]) -> int:
     """Run the commands and print the table; return the exit code."""
+    if config.evaluation.every == 0 or config.data.held_out is None:
+        raise ConfigError("nothing to compare: set evaluation.every and data.held_out")
     run = config.run.folder
     started = time.monotonic()
     peak = megadapo(*train)
     minutes = (time.monotonic() - started) / 60.0
-    export = run / "export"
+    evaluations = read_evaluations(run)
+    before, after = evaluations[0], evaluations[-1]
+    export = run / f"export-step-{after.step}"
     if not export.exists():
-        megadapo("export", str(run), str(export))
+        megadapo("export", str(run), str(export), "--step", str(after.step))
     megadapo("report", str(run))
     print("measuring the export in plain transformers", flush=True)
     plain = plain_accuracy(config, export)
-    evaluations = read_evaluations(run)
-    found = table(config, evaluations[0], evaluations[-1], plain, minutes=minutes, peak=peak)
+    found = table(config, before, after, plain, minutes=minutes, peak=peak)
     (run / "real.md").write_text(found.markdown() + "\n", encoding="utf-8")
     print(found.text())
-    after = evaluations[-1]
     error = math.hypot(after.standard_error, plain.standard_error)
     if abs(after.accuracy - plain.accuracy) > MOST_ERRORS * error:
         print("the export has another accuracy than the trained model", file=sys.stderr)
@@ -105,6 +107,9 @@ def megadapo(*words: str) -> int:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        # the command has the signal too, and saves
         code = process.wait()
     finally:
         ended.set()

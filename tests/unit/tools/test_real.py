@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megadapo.errors import InfraError
+from megadapo.config import load_config
+from megadapo.errors import ConfigError, InfraError
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support import REPOSITORY
 from tests.support.models.tiny_models import make_text_model
@@ -83,6 +84,13 @@ def test_failed_command_ends_the_sequence(tools, capfd):
     with pytest.raises(InfraError, match="train ended with exit code"):
         tools.real.megadapo("train", "nowhere.toml")
     assert "nowhere.toml" in capfd.readouterr().err
+
+
+def test_recipe_without_evaluations_is_refused_at_once(tools):
+    """It would fail an hour later, when the table has nothing to show."""
+    config = load_config(REPOSITORY / "configs" / "smollm2-135m.toml", ["evaluation.every=0"])
+    with pytest.raises(ConfigError, match=r"evaluation\.every"):
+        tools.real.real(config, ["nowhere"])
 
 
 def test_memory_is_that_of_all_descendants(tools):
