@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from megadapo.config import RunConfig, load_config
 from megadapo.data.group import Response
-from megadapo.data.prompts import read_tokenizer
 from megadapo.errors import MegadapoError
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rollout.engine.activity import EngineActivity
@@ -31,6 +30,7 @@ from megadapo.rollout.sampling.accuracy import Evaluation
 from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.types import OpenGroup, StopReport
 from megadapo.run.inputs import SamplingInputs
+from megadapo.tokens.tokenizer import read_tokenizer
 
 ROWS_AT_ONCE = 64
 """Responses that are generated together."""

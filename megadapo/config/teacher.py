@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megadapo.config.run_config import RunConfig
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from megadapo.rewards.teacher import TeacherServer
+from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.model.model_layout import validate_teacher
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PATH_KEY = "algorithm.reference.path"
 RETRIES = 3
@@ -37,7 +34,7 @@ def check_teacher_folder(config: RunConfig, folder: Path, policy: Path) -> None:
             f"max_position_embeddings = {teacher.max_positions} of {PATH_KEY}"
         )
     own, other = (
-        _tokenizer(key, path).get_vocab()
+        read_tokenizer(str(path), key=key).get_vocab()
         for key, path in (("model.path", policy), (PATH_KEY, folder))
     )
     for token in sorted(own.keys() | other.keys()):
@@ -57,7 +54,7 @@ def check_teacher_server(config: RunConfig, url: str, policy: Path) -> None:
         DataError: the policy has no tokenizer.
         InfraError: it does not answer.
     """
-    tokenizer = _tokenizer("model.path", policy)
+    tokenizer = read_tokenizer(str(policy))
     TeacherServer(url, retries=RETRIES).check(
         lambda ids: str(tokenizer.decode(ids)),
         sorted(tokenizer.get_vocab().values()),
@@ -67,12 +64,3 @@ def check_teacher_server(config: RunConfig, url: str, policy: Path) -> None:
 
 def _longest_sequence(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def _tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key} = {folder} has no usable tokenizer: {error}") from error

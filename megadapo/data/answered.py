@@ -1,8 +1,8 @@
 """Answered conversations: the tokens that supervised fine-tuning predicts, and rows to write.
 
 Prompts and responses have the tokens of a run with rollouts. The chat template renders the messages
-before an answer as it renders a prompt, and the answer ends with the tokenizer's end-of-sequence
-token, at which sampling stops.
+before an answer as it renders a prompt, and the answer ends with a token at which sampling stops:
+the end of a turn in the template, or else the tokenizer's end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megadapo.data.prompts import Prompt, render, some
 from megadapo.data.rows import Messages, Row
 from megadapo.data.sources import read_answered_rows
 from megadapo.errors import DataError
+from megadapo.tokens.chat import ASSISTANT, answer_ids
+from megadapo.tokens.stops import stop_ids, without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSISTANT = "assistant"
-"""Role of the messages that are predicted."""
 logger = logging.getLogger(__name__)
 
 
@@ -46,22 +46,34 @@ class AnswerEncoder:
         """The limits hold for each answer and the messages before it.
 
         Raises:
-            DataError: the tokenizer has no end-of-sequence token.
+            DataError: no token ends a response.
         """
-        if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer of model.path has no end-of-sequence token")
+        self._stops = stop_ids(tokenizer)
+        if not self._stops:
+            raise DataError(
+                "model.path has no token that ends a response: set eos_token in its "
+                "tokenizer_config.json"
+            )
         self._tokenizer = tokenizer
-        self._end: int = tokenizer.eos_token_id
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
 
     def response_ids(self, text: str) -> list[int]:
-        """Return the tokens of a response, with the end-of-sequence token."""
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self._end]
+        """Return the tokens of a response, with the one that ends it."""
+        for name in self._tokenizer.convert_ids_to_tokens(list(self._stops)):
+            # the answers of some files have the end already
+            if text.endswith(name):
+                text = text.removesuffix(name)
+                break
+        return [*answer_ids(text, self._tokenizer), self._stops[0]]
 
     def text_of(self, response_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
-        text = self._tokenizer.decode(list(response_ids), skip_special_tokens=True)
+        text = self._tokenizer.decode(
+            without_end(list(response_ids), self._stops),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
         assert isinstance(text, str)
         return text
 
@@ -208,7 +220,7 @@ class CorrectRows:
             if not score.correct:
                 continue
             if response.truncated:
-                # an end-of-sequence token behind it would be invented
+                # a token that ends it would be invented
                 self.num_truncated += 1
             elif text in texts:
                 self.num_repeated += 1

@@ -11,6 +11,7 @@ from pydantic import PositiveInt
 from megadapo.data.order import Share
 from megadapo.data.patterns import check_pattern
 from megadapo.section import Section
+from megadapo.tokens.tokenizer import TemplateValue
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -85,6 +86,9 @@ class DataConfig(Section, title="data"):
     """Whether training prompts that are also held-out problems are reported, or left out of
     training and counted."""
     columns: DataColumns = DataColumns()
+    chat_template_kwargs: dict[str, TemplateValue] = {}
+    """Variables that the model's chat template reads, such as {enable_thinking = false} for Qwen3
+    or {date_string = "26 Jul 2024"} for Llama 3."""
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens after the chat template."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -95,6 +99,9 @@ class DataConfig(Section, title="data"):
     def conflicts(self) -> Iterator[str]:
         yield from _bad_names("data.train", self.train)
         yield from _bad_names("data.held_out", self.held_out)
+        for name in self.chat_template_kwargs:
+            if not name.isidentifier():
+                yield f"data.chat_template_kwargs: {name!r} is no name of a variable"
         for key, source in self.train_sources.items():
             if not source.source.strip():
                 yield f"{key} is empty; name a file, a Hub dataset or arithmetic:..."

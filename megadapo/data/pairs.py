@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import numpy as np
@@ -18,6 +18,7 @@ from megadapo.data.group import NO_VERSION, Group
 from megadapo.data.rows import Messages
 from megadapo.data.sources import read_pair_rows
 from megadapo.errors import DataError
+from megadapo.tokens.chat import chat_ids, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,16 +76,16 @@ def conversation_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) 
         DataError: the conversation has no tokens, or does not fit the chat template.
     """
     if tokenizer.chat_template:
-        chat = [{"role": role, "content": content} for role, content in messages]
         try:
-            # a single chat without return_dict gives a list of ids
-            ids = cast(list[int], tokenizer.apply_chat_template(chat, return_dict=False))
+            ids = chat_ids(messages, tokenizer, add_generation_prompt=False)
         except jinja2.TemplateError as error:
             raise DataError(f"{messages!r:.80} does not fit the chat template: {error}") from error
     else:
-        ids = tokenizer.encode("".join(content for _, content in messages))
+        text = "".join(content for _, content in messages)
+        # the texts of some files have the end already
+        ids = prompt_ids(text.removesuffix(str(tokenizer.eos_token)), tokenizer)
         end = tokenizer.eos_token_id
-        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        ids = ids if end is None else [*ids, end]
     if not ids:
         raise DataError(f"{messages!r:.80} has no tokens")
     return ids

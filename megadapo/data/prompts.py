@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jinja2
 
@@ -17,6 +17,7 @@ from megadapo.data.order import Share, WeightedOrder
 from megadapo.data.rows import Messages, Row
 from megadapo.data.sources import read_rows
 from megadapo.errors import DataError
+from megadapo.tokens.chat import chat_ids, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,13 +123,15 @@ def render(
 ) -> list[int]:
     """Return the token ids of a prompt: by the chat template, or its plain contents without one.
 
+    Names of control tokens in the messages are plain text, as `tokens/chat.py:chat_ids` explains.
+
     Raises:
         DataError: the prompt is too long, has no tokens, or does not fit the chat template.
     """
     if tokenizer.chat_template:
-        ids = _apply_chat_template(prompt, tokenizer)
+        ids = _by_template(prompt, tokenizer)
     else:
-        ids = tokenizer.encode("".join(content for _, content in prompt.messages))
+        ids = prompt_ids("".join(content for _, content in prompt.messages), tokenizer)
     if not ids:
         raise DataError(f"{_describe(prompt)} has no tokens")
     if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
@@ -264,30 +267,13 @@ def _prompt_id(prompt: Prompt, *, has_state: bool) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder or Hub name.
-
-    Raises:
-        DataError: it has no usable tokenizer.
-    """
-    from transformers import AutoTokenizer
-
+def _by_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path = {path} has no usable tokenizer: {error}") from error
-
-
-def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    chat = [{"role": role, "content": content} for role, content in prompt.messages]
-    try:
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return chat_ids(prompt.messages, tokenizer)
     except jinja2.TemplateError as error:
         raise DataError(
             f"{_describe(prompt)} does not fit the tokenizer's chat template: {error}"
         ) from error
-    # a single chat without return_dict gives a list of ids
-    return cast(list[int], ids)
 
 
 def _fitting(

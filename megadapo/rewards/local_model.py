@@ -42,10 +42,12 @@ def local_reward_model_reward(
 @lru_cache(maxsize=1)
 def _load(path: str) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
+
+    from megadapo.tokens.tokenizer import read_tokenizer
 
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer = read_tokenizer(path, key="local_reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=False
     )

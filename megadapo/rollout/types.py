@@ -28,6 +28,8 @@ class SamplingSettings:
     """Longest response in tokens, including tool output."""
     tools: ToolsConfig = ToolsConfig()
     branching: BranchingConfig = BranchingConfig()
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside those that the engine finds in the model's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

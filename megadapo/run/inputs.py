@@ -24,7 +24,6 @@ from megadapo.data.prompts import (
     Prompt,
     PromptStream,
     load_prompts,
-    read_tokenizer,
     warn_of_contradictions,
 )
 from megadapo.errors import DataError
@@ -36,6 +35,8 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.scoring import SupportsGenerate
 from megadapo.rollout.types import SamplingSettings
+from megadapo.tokens.stops import stop_ids
+from megadapo.tokens.tokenizer import read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class SamplingInputs:
                 max_tokens=config.rollout.max_response_tokens,
                 tools=config.rollout.tools,
                 branching=config.sampling.branching,
+                stop_ids=stop_ids(self.tokenizer),
             ),
             tokenizer=self.tokenizer,
             seed=config.run.seed,
@@ -183,8 +185,9 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
     Raises:
         DataError: it has no usable tokenizer.
+        ConfigError: it changes texts, or data.chat_template_kwargs do not fit its chat template.
     """
-    return read_tokenizer(config.model.path)
+    return read_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
 
 
 def load_pretraining_data(

@@ -22,6 +22,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
 from megadapo.rollout.tools import TOOLS, Tool, ToolsConfig
 from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
+from megadapo.tokens.stops import without_end
 
 POLL_S = 0.05
 """Pause between two checks of how many responses have ended."""
@@ -205,7 +206,11 @@ class Generation:
         drafts = [[one.response() for one in group.responses] for group in groups]
         texts = iter(
             self._tokenizer.batch_decode(
-                [response.token_ids.tolist() for draft in drafts for response in draft],
+                [
+                    without_end(response.token_ids.tolist(), group.request.settings.stop_ids)
+                    for group, draft in zip(groups, drafts, strict=True)
+                    for response in draft
+                ],
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
             )

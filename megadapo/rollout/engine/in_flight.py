@@ -24,6 +24,7 @@ from megadapo.errors import InfraError
 from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
 from megadapo.rollout.tools import Tool
 from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
+from megadapo.tokens.chat import output_ids
 
 TOP_LOGPROBS = 10
 """Most probable tokens of a position over which its entropy is summed."""
@@ -253,8 +254,7 @@ class InFlightResponse:
         )
         found = tool.step(cast(str, text))
         if found is not None:
-            # a tool's text must not become a special token, such as the end of the sequence
-            ids = group.tokenizer.encode(found, add_special_tokens=False, split_special_tokens=True)
+            ids = output_ids(found, tools.output, group.tokenizer)
             ids = ids[: min(tools.max_output_tokens, num_left)]
             self._segments.append(_Segment(ids, None, NO_VERSION))
             self._calls.append(ToolCall(end=len(token_ids) + len(ids)))
@@ -298,6 +298,7 @@ class InFlightResponse:
             flat_logprobs=True,
             detokenize=may_call,
             stop=list(tool.stop_strings) if tool is not None and may_call else None,
+            stop_token_ids=list(settings.stop_ids),
             output_kind=RequestOutputKind.FINAL_ONLY,
             # no other request uses this object, so vLLM need not copy it
             skip_clone=True,

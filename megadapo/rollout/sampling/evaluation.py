@@ -21,6 +21,7 @@ from megadapo.rollout.sampling.accuracy import Evaluation, consensus, mean_of_se
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
+from megadapo.tokens.stops import stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,7 @@ class HeldOutRequests:
             top_p=config.top_p,
             max_tokens=max_response_tokens,
             tools=tools or ToolsConfig(),
+            stop_ids=stop_ids(tokenizer),
         )
         requests = tuple(
             OpenGroup(

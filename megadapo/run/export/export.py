@@ -18,6 +18,8 @@ from megadapo.models.folder import resolve_model_folder
 from megadapo.run.export.model_card import CARD_FILE, Kind, model_card
 from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
+from megadapo.tokens.stops import stop_ids
+from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.conversion import quantize_folder
@@ -27,7 +29,8 @@ from megadapo.weights.disk.torch_checkpoint import METADATA_FILE
 from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_END = "eos_token_id"
+_SPECIAL_TOKENS = ("bos_token_id", _END, "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _write_model(
         text = json.dumps(critic_config(read_json(folder / "config.json")), indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
     else:
-        _complete_generation_config(folder)
+        _complete_generation_config(folder, base)
 
 
 def _trained_model(source: ExportSource, config: dict[str, Any], kind: Kind) -> str:
@@ -193,11 +196,29 @@ def _base_folder(name: str) -> Path:
         ) from error
 
 
-def _complete_generation_config(folder: Path) -> None:
-    """Write a generation config with the special tokens unless the base model has one."""
+def _complete_generation_config(folder: Path, base: Path) -> None:
+    """Have other programs stop at the tokens at which the run stopped.
+
+    A base model without a generation config gets one with its special tokens.
+    """
     path = folder / GENERATION_CONFIG
     if path.exists():
-        return
-    config = read_json(folder / "config.json")
-    tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
-    path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
+        tokens = read_json(path)
+    else:
+        config = read_json(folder / "config.json")
+        tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
+    known = tokens.get(_END, [])
+    ends = known if isinstance(known, list) else [known]
+    missing = [end for end in _stop_ids(base) if end not in ends]
+    if missing:
+        ends = [*ends, *missing]
+        tokens[_END] = ends[0] if len(ends) == 1 else ends
+    if missing or not path.exists():
+        path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
+
+
+def _stop_ids(base: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response; none for a folder without a tokenizer."""
+    if not any(base.glob("tokenizer*")):
+        return ()
+    return stop_ids(read_tokenizer(str(base)))

@@ -165,6 +165,22 @@ def test_end_token_only_with_finish_reason_stop(engines, model):
     assert reasons == {"stop", "length"}
 
 
+def test_stop_tokens_end_responses_as_the_end_token_does(engines, model):
+    """The end of a turn in a chat template, which vLLM does not know, is such a token."""
+    stop = 7
+    answers = ask(engines, make_requests(40, 4), stop_ids=(stop,))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    last = set()
+    for response in (r for group in answers.values() for r in group):
+        ids = response.token_ids.tolist()
+        last.add(ids[-1])
+        assert not {stop, EOS} & set(ids[:-1])
+        assert (ids[-1] in (stop, EOS)) == (response.finish_reason == "stop")
+        shown = ids[:-1] if ids[-1] == stop else ids
+        assert response.text == tokenizer.decode(shown, skip_special_tokens=True)
+    assert {stop, EOS} < last
+
+
 def test_response_depends_on_the_seed_only(engines):
     seeds = response_seeds(6, "seeds")
     groups = [group_request(key, (5, 6, 7), seeds) for key in (0, 1)]

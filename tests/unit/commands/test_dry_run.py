@@ -76,5 +76,6 @@ def test_first_prompt_is_shown_as_the_model_reads_it(dry_run):
         "the prompt has 11 tokens, without a chat template:",
         "12+34+56=?!",
         "token ids: 17 18 11 19",
+        "a response ends at <|endoftext|> (0)",
     ):
         assert said in message

@@ -82,6 +82,28 @@ def test_missing_generation_config_is_written(finished, tiny_model, tmp_path):
     assert written == {"eos_token_id": 1, "pad_token_id": 0}
 
 
+@pytest.mark.parametrize(
+    ("known", "expected"), [(1, [1, "turn"]), ([1, 5], [1, 5, "turn"]), (None, ["turn", 1])]
+)
+def test_exported_model_stops_at_the_end_of_a_turn(finished, tiny_model, tmp_path, known, expected):
+    """Plain transformers and vLLM read the stop tokens of generation_config.json alone."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    template = "{% for m in messages %}{{ m.content + '<turn>' }}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(base)
+    end = tokenizer.convert_tokens_to_ids("<turn>")
+    config = {"do_sample": True} if known is None else {"do_sample": True, "eos_token_id": known}
+    (base / "generation_config.json").write_text(json.dumps(config))
+    export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
+    written = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert written.eos_token_id == [end if one == "turn" else one for one in expected]
+    assert written.do_sample
+
+
 def test_card_has_origin_and_accuracy(finished, tmp_path):
     export_checkpoint(find_source(finished, 2), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,130 @@
+"""Tokens of prompts, answers and outputs of tools, with control tokens by the template alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from megadapo.tokens.encoder import TextEncoder, encoder_of, unused_marks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[tuple[str, str]]
+"""(role, content) of each chat message."""
+ASSISTANT = "assistant"
+_WITH_MARKUP = (ASSISTANT, "system")
+"""Roles whose texts may have control tokens that are not special, such as <think>."""
+
+
+def chat_ids(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+) -> list[int]:
+    """Return the tokens of a chat by the chat template.
+
+    Names of control tokens in the messages are plain text. In messages of the assistant and the
+    system only those of special tokens are, so that an earlier thought keeps its <think>.
+
+    Raises:
+        DataError: the template damages a message with the name of a control token.
+        jinja2.TemplateError: the messages do not fit the template.
+    """
+    encoder = encoder_of(tokenizer)
+    if encoder is None or not any(_has_controls(encoder, one) for one in messages):
+        # a single chat without return_dict gives a list of ids
+        return cast(
+            list[int],
+            tokenizer.apply_chat_template(
+                _chat(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+            ),
+        )
+    contents = [content for _, content in messages]
+    [mark] = unused_marks(1, *contents, str(tokenizer.chat_template))
+    hidden = [
+        (role, encoder.hide(content, mark, special_only=role in _WITH_MARKUP))
+        for role, content in messages
+    ]
+    text = chat_text(hidden, tokenizer, add_generation_prompt=add_generation_prompt)
+    return encoder.encode(text, mark)
+
+
+def chat_text(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+) -> str:
+    """Return the text of a chat by the chat template."""
+    text = tokenizer.apply_chat_template(
+        _chat(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    return cast(str, text)
+
+
+def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a prompt without a chat template.
+
+    They begin with one beginning-of-sequence token if the tokenizer adds it, also if the text
+    begins with its name. No token that the tokenizer adds follows the text.
+    """
+    encoder = encoder_of(tokenizer)
+    if encoder is None:
+        return cast(list[int], tokenizer.encode(text))
+    head = _added_before(tokenizer)
+    bos = tokenizer.bos_token
+    if bos and head[-1:] == [tokenizer.bos_token_id]:
+        text = text.removeprefix(cast(str, bos))
+    if not encoder.has_controls(text):
+        return head + _encoded(text, tokenizer)
+    [mark] = unused_marks(1, text)
+    return head + encoder.encode(encoder.hide(text, mark), mark)
+
+
+def output_ids(text: str, frame: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a tool's output, in which names of control tokens are plain text.
+
+    Args:
+        frame: text in which {} stands for a result. If the output has it, only the names of special
+            tokens are plain text in the frame, so that <tool_response> around a result is a token.
+    """
+    encoder = encoder_of(tokenizer)
+    if encoder is None or not encoder.has_controls(text):
+        return _encoded(text, tokenizer)
+    [mark] = unused_marks(1, text)
+    before, _, after = frame.partition("{}")
+    result = text.removeprefix(before).removesuffix(after)
+    if before + result + after != text:
+        return encoder.encode(encoder.hide(text, mark), mark)
+    parts = (encoder.hide(part, mark, special_only=True) for part in (before, after))
+    return encoder.encode(encoder.hide(result, mark).join(parts), mark)
+
+
+def answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of an answer, the inverse of decoding without special tokens.
+
+    Names of special tokens in it are plain text; other control tokens, such as <think>, are tokens.
+    """
+    encoder = encoder_of(tokenizer)
+    if encoder is None or not encoder.has_controls(text, special_only=True):
+        return _encoded(text, tokenizer)
+    [mark] = unused_marks(1, text)
+    return encoder.encode(encoder.hide(text, mark, special_only=True), mark)
+
+
+def _has_controls(encoder: TextEncoder, message: tuple[str, str]) -> bool:
+    role, content = message
+    return encoder.has_controls(content, special_only=role in _WITH_MARKUP)
+
+
+def _chat(messages: Messages) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
+
+
+def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer adds before a text."""
+    whole = cast(list[int], tokenizer.encode("0"))
+    bare = _encoded("0", tokenizer)
+    starts = range(len(whole) - len(bare) + 1)
+    start = next(start for start in starts if whole[start : start + len(bare)] == bare)
+    return whole[:start]
