@@ -7,9 +7,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from megadapo.data.answered import AnswerEncoder
+from megadapo.data.rows import Row
 from megadapo.errors import DataError
+from megadapo.rollout.sampling.evaluation import HeldOutRequests
+from megadapo.run.inputs import SamplingInputs
 from megadapo.tokens.stops import stop_ids, turn_end, without_end
 from megadapo.tokens.tokenizer import read_tokenizer
+from tests.support.rollout.scripted_engines import RightAtLeast, ScriptedEngines, make_prompts
+from tests.support.runs import runs_alone
 from tests.support.tokenizers.small import KINDS, write_tokenizer
 
 ENDS = {
@@ -42,6 +47,53 @@ def test_base_model_stops_at_the_end_of_a_turn(tmp_path):
     assert names(tokenizer) == ["<|im_end|>", "<|endoftext|>"]
     encoder = AnswerEncoder(tokenizer, max_prompt_tokens=9, max_response_tokens=9)
     assert encoder.response_ids("3")[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+class Asked(ScriptedEngines):
+    """Engines that record at which tokens responses are to end."""
+
+    def submit(self, groups):
+        self.stops = {group.settings.stop_ids for group in groups}
+        super().submit(groups)
+
+
+def test_training_and_evaluation_stop_alike(tmp_path):
+    """Else accuracy would be of other responses than those that are trained on."""
+    changes = {
+        "sampling": {"prompts_per_step": 4, "responses_per_prompt": 4, "selection": "all"},
+        "rollout.max_response_tokens": 20,
+        "algorithm": {"overlong_buffer": 0, "responses_per_mini_batch": 16},
+    }
+    config = runs_alone.config_of(tmp_path, changes)
+    folder = write_tokenizer("qwen3", tmp_path / "a", eos_token="<|endoftext|>")
+    inputs = SamplingInputs(
+        tokenizer=read_tokenizer(str(folder)),
+        prompts=make_prompts(9),
+        held_out={"": make_prompts(3)},
+        scorer=RightAtLeast(40),
+    )
+    engines = Asked()
+    inputs.sampler(config, engines).next_batch()
+    asked = HeldOutRequests.create(
+        inputs.held_out,
+        config.evaluation,
+        tokenizer=inputs.tokenizer,
+        max_response_tokens=9,
+        seed=0,
+    )
+    stops = {stop_ids(inputs.tokenizer)}
+    assert engines.stops == {request.settings.stop_ids for request in asked.requests} == stops
+
+
+def test_answers_of_a_chat_of_a_base_model_share_a_sequence(tmp_path):
+    """The template closes earlier answers with the token that ends the trained ones."""
+    folder = write_tokenizer("qwen3", tmp_path / "a", eos_token="<|endoftext|>")
+    tokenizer = read_tokenizer(str(folder))
+    encoder = AnswerEncoder(tokenizer, max_prompt_tokens=99, max_response_tokens=9)
+    chat = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    columns = {"messages": [{"role": role, "content": text} for role, text in chat]}
+    [(tokens, wanted)] = encoder.encode(Row("line 1", columns))
+    assert tokenizer.decode(tokens[wanted]) == "2<|im_end|>4<|im_end|>"
 
 
 @pytest.mark.parametrize(

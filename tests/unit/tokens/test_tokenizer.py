@@ -47,6 +47,15 @@ def test_small_vocabulary_of_a_toy_task_is_allowed(tmp_path):
         read_tokenizer(str(tmp_path / "no-such-folder"), key="algorithm.reference.path")
 
 
+def test_tokenizer_that_cannot_split_names_is_refused(tmp_path):
+    """Only those of the library tokenizers tell which texts are control tokens."""
+    settings = {"tokenizer_class": "ByT5Tokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ConfigError, match="ByT5Tokenizer, which is not a fast one"):
+        read_tokenizer(str(tmp_path))
+
+
 def test_template_gets_its_variables(tmp_path):
     folder = str(write_tokenizer("qwen3", tmp_path / "a"))
     asked = [("user", "1+2=?")]
