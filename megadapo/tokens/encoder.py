@@ -1,8 +1,9 @@
 """Encoding of texts that must not become control tokens, such as those of users and tools.
 
-Tokenizers turn the text `<|im_end|>` into the token that ends a turn, whoever wrote it. Here only a
-chat template may write control tokens: the encoder works with a copy of the tokenizer in which each
-control token has a mark before its name, and puts the mark before those of the template alone.
+Tokenizers turn every text `<|im_end|>` into the token that ends a turn, also in a user's message.
+Here only a chat template may write control tokens. The encoder uses a copy of the tokenizer in
+which each control token has a mark before its name, and puts the mark before the template's names
+alone.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MERGES = [("a", "n"), ("d", "e"), ("t", "h"), ("th", "i"), ("i", "n"), ("o", "l"
 
 @dataclass(frozen=True)
 class Kind:
-    """How one model's tokenizer is built."""
+    """Steps and tokens of one model's tokenizer."""
 
     model_type: str
     eos: str
@@ -112,7 +112,7 @@ KINDS = {
 
 
 def write_tokenizer(name: str, folder: Path, **changes: object) -> Path:
-    """Write a small tokenizer as a model's folder has it; `changes`: of tokenizer_config.json."""
+    """Write the files of a small tokenizer; `changes`: of tokenizer_config.json."""
     kind = KINDS[name]
     tokenizer = _gemma(kind) if name == "gemma3" else _byte_level(kind)
     tokenizer.add_special_tokens([AddedToken(one, normalized=False) for one in kind.special])

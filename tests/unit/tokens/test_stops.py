@@ -58,7 +58,7 @@ class Asked(ScriptedEngines):
 
 
 def test_training_and_evaluation_stop_alike(tmp_path):
-    """Else accuracy would be of other responses than those that are trained on."""
+    """Else evaluation would measure responses of another distribution."""
     changes = {
         "sampling": {"prompts_per_step": 4, "responses_per_prompt": 4, "selection": "all"},
         "rollout.max_response_tokens": 20,
