@@ -13,6 +13,7 @@ from megadapo.data.prompts import Prompt, render
 from megadapo.data.rows import Row
 from megadapo.data.sources import is_built_in, read_rows
 from megadapo.errors import DataError
+from megadapo.tokens.chat import control_name
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
 
@@ -56,6 +57,8 @@ def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iter
     yield text
     more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
     yield f"token ids: {' '.join(map(str, ids[:MAX_IDS]))}{more}"
+    if name := control_name(prompt.messages, tokenizer):
+        yield f"{name} in the prompt is plain text; only a chat template writes control tokens"
     ends = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in stop_ids(tokenizer)]
     yield f"a response ends at {', '.join(ends) or 'rollout.max_response_tokens alone'}"
 

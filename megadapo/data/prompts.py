@@ -17,7 +17,7 @@ from megadapo.data.order import Share, WeightedOrder
 from megadapo.data.rows import Messages, Row
 from megadapo.data.sources import read_rows
 from megadapo.errors import DataError
-from megadapo.tokens.chat import chat_ids, prompt_ids
+from megadapo.tokens.chat import chat_ids, control_name, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,6 +91,8 @@ def load_prompts(
     prompts = agreed
     if tokenizer is not None and max_prompt_tokens is not None:
         prompts = _fitting(agreed, tokenizer, max_prompt_tokens, overlong_prompts)
+    if tokenizer is not None:
+        _warn_of_controls(source, prompts, tokenizer)
     if not prompts:
         raise DataError(f"{source} has no usable prompt; {found.num_rows} rows were read")
     logger.info(
@@ -115,6 +117,19 @@ def warn_of_contradictions(prompts: Sequence[Prompt]) -> None:
         listed = "\n".join(some([_describe(prompt) for prompt in found]))
         logger.warning(
             "data.train: prompts with another gold answer in another source:\n%s", listed
+        )
+
+
+def _warn_of_controls(
+    source: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log a warning if prompts have names of control tokens, as chats in one text have."""
+    names = [name for prompt in prompts if (name := control_name(prompt.messages, tokenizer))]
+    if names:
+        logger.warning(
+            "%s: %d prompts have names of control tokens such as %s; these are plain text, and "
+            "only a chat template makes tokens of them: give chats as lists of messages",
+            *(source, len(names), names[0]),
         )
 
 

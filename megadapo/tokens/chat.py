@@ -96,6 +96,15 @@ def output_ids(text: str, frame: str, tokenizer: PreTrainedTokenizerBase) -> lis
     return encoder.encode(encoder.hide(result, mark).join(parts), mark)
 
 
+def control_name(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the first name of a control token in messages that is plain text to `chat_ids`."""
+    encoder = encoder_of(tokenizer)
+    if encoder is None:
+        return None
+    found = (encoder.find(text, special_only=role in _WITH_MARKUP) for role, text in messages)
+    return next((name for name in found if name is not None), None)
+
+
 def answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of an answer, the inverse of decoding without special tokens.
 

@@ -56,25 +56,25 @@ class TextEncoder:
 
     def has_controls(self, text: str, *, special_only: bool = False) -> bool:
         """Return whether the tokenizer could make control tokens of a text."""
-        pattern = self.any_special if special_only else self.any_control
-        if pattern.search(text) is not None:
-            return True
-        normalizer = self._backend.normalizer
-        # some names are looked for in the normalised text, for example with wide characters
-        return normalizer is not None and bool(pattern.search(normalizer.normalize_str(text)))
+        return self.find(text, special_only=special_only) is not None
+
+    def find(self, text: str, *, special_only: bool = False) -> str | None:
+        """Return the first name of a control token in a text, None if it has none."""
+        pattern, normalizer = self._pattern(special_only), self._backend.normalizer
+        found = pattern.search(text)
+        if found is None and normalizer is not None:
+            # some names are looked for in the normalised text, for example with wide characters
+            found = pattern.search(normalizer.normalize_str(text))
+        return None if found is None else found[0]
 
     @cached_property
     def any_control(self) -> re.Pattern[str]:
-        """A pattern of the names of control tokens, the longest first as in tokenizers."""
+        """A pattern of the names of control tokens; like tokenizers it takes the longest."""
         return _any_of(self.controls)
-
-    @cached_property
-    def any_special(self) -> re.Pattern[str]:
-        return _any_of(self.special)
 
     def hide(self, text: str, mark: str, *, special_only: bool = False) -> str:
         """Return a text with stand-ins for the names in it, which `encode` restores."""
-        pattern = self.any_special if special_only else self.any_control
+        pattern = self._pattern(special_only)
         return pattern.sub(lambda found: f"{mark}{self._names.index(found[0])}{mark}", text)
 
     def encode(self, text: str, hidden: str) -> list[int]:
@@ -96,6 +96,13 @@ class TextEncoder:
             self._marked = (mark, *self._with_mark(mark))
         _, copy, ids = self._marked
         return [ids.get(one, one) for one in copy.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str]:
+        return _any_of(self.special)
+
+    def _pattern(self, special_only: bool) -> re.Pattern[str]:
+        return self._any_special if special_only else self.any_control
 
     def _with_mark(self, mark: str) -> tuple[Tokenizer, dict[int, int]]:
         """Return the copy whose control tokens have a mark, and the ids of its added tokens."""

@@ -12,13 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megadapo.data.arithmetic import generate
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts, render
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from tests.support.parquet import write_parquet
+from tests.support.tokenizers.small import write_tokenizer as write_small_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
@@ -189,6 +190,17 @@ def test_render_without_template(tokenizer) -> None:
         render(prompt, tokenizer, max_prompt_tokens=8)
     with pytest.raises(DataError, match="has no tokens"):
         render(Prompt("id", (("user", ""),), "3", "test"), tokenizer)
+
+
+def test_prompt_that_is_a_rendered_chat_is_named(tmp_path, caplog) -> None:
+    """Its names of control tokens are plain text, and no model has learned that."""
+    folder = write_small_tokenizer("qwen3", tmp_path / "qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [row("1"), row("<|im_start|>user\n2<|im_end|>"), row("about <think>")]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    read(source, tokenizer=tokenizer, max_prompt_tokens=99)
+    [said] = [text for text in caplog.messages if "control tokens" in text]
+    assert "2 prompts have names of control tokens such as <|im_start|>" in said
 
 
 def test_render_with_template(tokenizer, monkeypatch) -> None:
