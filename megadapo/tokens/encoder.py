@@ -115,11 +115,12 @@ class TextEncoder:
         }
         copy.add_tokens(
             [
+                # found in every text as it is: a mark that is no token's would stay in the text
                 AddedToken(
                     names[number],
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
-                    normalized=token.normalized,
+                    normalized=token.normalized and token.content not in self.controls,
                 )
                 for number, token in self._added.items()
             ]

@@ -205,6 +205,36 @@ def test_text_that_normalises_to_a_name_stays_text(tmp_path):
         assert number not in ids
 
 
+def test_marks_keep_how_names_are_looked_for(tmp_path):
+    """Names may begin alike, and a blank may be put before every piece of a text."""
+    from tokenizers import AddedToken, normalizers
+
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer("gemma3", tmp_path / "a"))
+    blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(blanks)
+    added = ["<turn", "<turn>", "<turn><turn>", "<end>"]
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in added])
+    encoder = encoder_of(tokenizer)
+    for text in ("a <turn> b", "<turn>a<turn", " <turn><turn> a", "a<end>b <turn", "<end> a"):
+        assert encoder.encode(text, "\ue000") == tokenizer.encode(text, add_special_tokens=False)
+        assert not controls_in(output_ids(text, "{}", tokenizer), tokenizer)
+    # looked for in the normalised text, this name is found behind a blank only
+    late = AutoTokenizer.from_pretrained(tmp_path / "a")
+    late.backend_tokenizer.normalizer = tokenizer.backend_tokenizer.normalizer
+    late.add_tokens([AddedToken("<late>", normalized=True)])
+    ids = encoder_of(late).encode("a<late> b", "\ue000")
+    assert late.convert_tokens_to_ids("<late>") in ids and "\ue001" not in late.decode(ids)
+
+
+def test_blanks_and_tags_of_gemma_are_no_control_tokens(tmp_path):
+    """Splitting them would change the tokens of harmless texts."""
+    folder = write_tokenizer("gemma3", tmp_path / "a")
+    controls = encoder_of(AutoTokenizer.from_pretrained(folder)).controls
+    plain = {"\n", "\n\n", "\t", "▁▁", "▁▁▁", "<table>", "</table>", "<h1>"}
+    assert not plain & controls.keys()
+    assert {"<unused0>", "[multimodal]", "<end_of_turn>", "<bos>"} <= controls.keys()
+
+
 def test_damaged_name_is_an_error(tmp_path):
     """A template that cuts or escapes messages could change a text without notice."""
     folder = write_tokenizer(
