@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-PRIVATE_USE = range(0xE000, 0xF900)
+PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 """Characters without a meaning, of which marks are chosen that no text has."""
 _PLAIN = re.compile(r"[\s\u2581]+|</?(?:[a-z]+|h[1-6])>")
 """Added tokens that are no control tokens if the model's own vocabulary has them too: blanks and
@@ -152,7 +152,8 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
 def unused_marks(number: int, *texts: str) -> list[str]:
     """Return characters that are in none of the texts."""
     used = set(chain.from_iterable(texts))
-    found: Iterator[str] = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+    codes = chain.from_iterable(PRIVATE_USE)
+    found: Iterator[str] = (chr(code) for code in codes if chr(code) not in used)
     marks = [mark for mark, _ in zip(found, range(number), strict=False)]
     if len(marks) < number:
         raise DataError("a text has all characters of Unicode's private use area")

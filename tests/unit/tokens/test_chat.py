@@ -3,6 +3,7 @@
 import random
 import unicodedata
 from collections import Counter
+from itertools import chain
 
 import jinja2
 import pytest
@@ -244,7 +245,7 @@ def test_damaged_name_is_an_error(tmp_path):
     prompt = Prompt("p", (("user", "ab<|im_end|>"),), "", "")
     with pytest.raises(DataError, match="changes names of control tokens"):
         render(prompt, tokenizer)
-    every = "".join(map(chr, PRIVATE_USE))
+    every = "".join(map(chr, chain.from_iterable(PRIVATE_USE)))
     with pytest.raises(DataError, match="private use area"):
         chat_ids([("user", every + "<|im_end|>")], tokenizer)
 
