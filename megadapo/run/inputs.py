@@ -48,8 +48,8 @@ class Phases(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingInputs:
-    """Everything that sampling needs besides engines: prompts, tokenizer and scorer."""
+class RunPrompts:
+    """The prompts of a run, and their tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
@@ -57,6 +57,39 @@ class SamplingInputs:
     """Sources of the prompts, in the prompts' order; empty: they are one source."""
     held_out: Mapping[str, Sequence[Prompt]]
     """Problems of each held-out set by its name, empty for one without a name."""
+
+    @staticmethod
+    def load(config: RunConfig) -> RunPrompts:
+        """Load data.train and data.held_out.
+
+        Raises:
+            DataError: prompts, gold answers or the tokenizer cannot be used.
+        """
+        tokenizer = load_tokenizer(config)
+        load = partial(_load_prompts, config, tokenizer=tokenizer)
+        held_out = config.data.load_held_out(load)
+        all_held_out = [problem for one in held_out.values() for problem in one]
+
+        def load_train(source: str) -> list[Prompt]:
+            loaded = load(source)
+            return loaded if config.data.overlap == "warn" else _drop(all_held_out, loaded, source)
+
+        prompts, shares = config.data.load_train(load_train)
+        warn_of_contradictions(prompts)
+        for name, problems in held_out.items():
+            warn_of_overlap(prompts, problems, name)
+        return RunPrompts(tokenizer=tokenizer, prompts=prompts, shares=shares, held_out=held_out)
+
+    def stream(self, config: RunConfig) -> PromptStream:
+        """Return the training prompts in the run's order."""
+        shuffle = config.data.shuffle
+        return PromptStream(self.prompts, config.run.seed, shuffle=shuffle, shares=self.shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingInputs(RunPrompts):
+    """Everything that sampling needs besides engines: prompts, tokenizer and scorer."""
+
     scorer: Scorer
 
     @property
@@ -73,26 +106,10 @@ class SamplingInputs:
             InfraError: a process of the scorer did not start.
         """
         with phases.phase("load prompts"):
-            tokenizer = load_tokenizer(config)
-            load = partial(_load_prompts, config, tokenizer=tokenizer)
-            held_out = config.data.load_held_out(load)
-            all_held_out = [problem for one in held_out.values() for problem in one]
-
-            def load_train(source: str) -> list[Prompt]:
-                loaded = load(source)
-                if config.data.overlap == "warn":
-                    return loaded
-                return _drop(all_held_out, loaded, source)
-
-            prompts, shares = config.data.load_train(load_train)
-            warn_of_contradictions(prompts)
-            for name, problems in held_out.items():
-                warn_of_overlap(prompts, problems, name)
+            loaded = RunPrompts.load(config)
         with phases.phase("start verifier"):
-            scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
-        return cls(
-            tokenizer=tokenizer, prompts=prompts, shares=shares, held_out=held_out, scorer=scorer
-        )
+            scorer = stack.enter_context(Scorer(config.reward, decoder_of(loaded.tokenizer)))
+        return cls(**vars(loaded), scorer=scorer)
 
     def start_cross_check(self, sampled: SampledBatch) -> None:
         """Start the symbolic comparison of a batch's answers, saved groups first."""
@@ -117,9 +134,7 @@ class SamplingInputs:
         """Return the sampler of a run at its first step."""
         return Sampler(
             engines,
-            PromptStream(
-                self.prompts, config.run.seed, shuffle=config.data.shuffle, shares=self.shares
-            ),
+            self.stream(config),
             self.scorer,
             config.sampling,
             settings=SamplingSettings(
@@ -214,16 +229,6 @@ def load_pretraining_data(
             seed=config.run.seed,
             max_tokens=pretraining.max_text_tokens,
         )
-
-
-def load_training_prompts(config: RunConfig) -> list[Prompt]:
-    """Return the prompts of data.train, as a run loads them.
-
-    Raises:
-        DataError: the prompts or the tokenizer cannot be used.
-    """
-    load = partial(_load_prompts, config, tokenizer=load_tokenizer(config))
-    return config.data.load_train(load)[0]
 
 
 def _load_prompts(

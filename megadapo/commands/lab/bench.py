@@ -146,7 +146,7 @@ def _run_rollout(arguments: argparse.Namespace) -> int:
 
 
 def _add_step(benches: Commands) -> None:
-    summary = "time of whole training steps, alternating with TRL's"
+    summary = "time of whole training steps, and to an accuracy, alternating with TRL's"
     parser = _add_recipe_bench(benches, "step", summary, num_steps=16)
     parser.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="Python of an environment with TRL"
@@ -161,31 +161,50 @@ def _add_step(benches: Commands) -> None:
     parser.add_argument(
         "--warmup", type=int, default=4, help="steps before the measured ones (default 4)"
     )
-    parser.set_defaults(run=_run_step)
+    parser.add_argument(
+        "--accuracy",
+        type=float,
+        metavar="X",
+        help="evaluate as the recipe does, and count the seconds to this held-out accuracy",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="K",
+        help="seeds from run.seed on, with --accuracy (default 1)",
+    )
+    parser.set_defaults(run=_run_step, resume=None)
 
 
 def _run_step(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import step
-    from megadapo.run.inputs import load_training_prompts
+    from megadapo.lab.bench import step, to_accuracy
+    from megadapo.lab.bench.trl_baseline import check_python, parse_arguments
 
-    if arguments.steps < 1 or arguments.warmup < 1:
-        raise ConfigError(
-            "--steps and --warmup must be at least 1: the first step includes the start"
-        )
-    num_steps = arguments.warmup + arguments.steps
-    python = step.check_python(arguments.trl_python)
-    # the last step saves
-    with _training_records(arguments, num_steps + 1, step.OVERRIDES) as (config, records):
-        step.compare(
-            config,
-            records,
-            load_training_prompts(config),
-            trl_python=python,
-            trl_arguments=step.parse_arguments(arguments.trl),
-            warmup=arguments.warmup,
-            num_steps=num_steps,
-            json_file=arguments.json,
-        )
+    accuracy, warmup = arguments.accuracy, arguments.warmup
+    if arguments.steps < 1 or warmup < 1:
+        raise ConfigError("--steps and --warmup must be at least 1: the first step is slower")
+    if accuracy is None and arguments.seeds is not None:
+        raise ConfigError("--seeds is used only with --accuracy")
+    python, config = check_python(arguments.trl_python), load_checked(arguments)[0]
+    overrides = step.OVERRIDES + (step.SPEED_ALONE if accuracy is None else step.WITH_ACCURACY)
+    if accuracy is not None:
+        to_accuracy.check(config, accuracy, arguments.seeds or 1)
+    num_steps = warmup + arguments.steps
+    runs = {}
+    for seed in range(config.run.seed, config.run.seed + (arguments.seeds or 1)):
+        # the last step saves
+        with _training_records(arguments, num_steps + 1, overrides, seed) as (config, records):
+            runs[seed] = step.take_turns(
+                config,
+                records,
+                trl_python=python,
+                trl_arguments=parse_arguments(arguments.trl),
+                num_steps=num_steps,
+            )
+        if accuracy is None:
+            step.report(runs[seed], warmup, arguments.json)
+        else:
+            to_accuracy.report(runs, accuracy, warmup, arguments.json)
     return 0
 
 
@@ -236,7 +255,10 @@ def _run_soak(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _training_records(
-    arguments: argparse.Namespace, num_steps: int, overrides: Iterable[str] = ()
+    arguments: argparse.Namespace,
+    num_steps: int,
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
 ) -> Iterator[tuple[RunConfig, Iterator[MetricRecord]]]:
     """Train a recipe in a folder of its own; yield its configuration, and each step's record."""
     from megadapo.config import load_config
@@ -246,7 +268,8 @@ def _training_records(
 
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
         fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}", *overrides]
-        config = load_config(arguments.config, [*fixed, *arguments.overrides])
+        chosen = [] if seed is None else [f"run.seed={seed}"]
+        config = load_config(arguments.config, [*fixed, *arguments.overrides, *chosen])
 
         def steps() -> Generator[MetricRecord, None, None]:
             with Run.open(config) as run, start_workers(config, run, None) as workers:

@@ -99,7 +99,7 @@ def _measures(result: AblationResult) -> TextTable:
         note += f" Finished seeds of incomplete rows: {'; '.join(short)}."
     measures = _measured(result)
     rows = [
-        [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in measures)]
+        [row.row.name, *(cell(row.spread(one.name), one.form, len(row.runs)) for one in measures)]
         + [row.row.source] * has_source
         for row in result.rows
     ]
@@ -121,7 +121,7 @@ def _differences(result: AblationResult) -> TextTable:
         )
     measures = _measured(result)
     rows = [
-        [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in measures)]
+        [row, *(cell(result.difference(row, other, one), one.form, sign=True) for one in measures)]
         for row, other in result.ablation.rows.comparisons
     ]
     return TextTable(
@@ -152,7 +152,7 @@ def _effects(result: AblationResult) -> TextTable:
             [
                 effect.row,
                 f"{one.label} {effect.expectation.change}",
-                _cell(effect.difference, one, sign=True),
+                cell(effect.difference, one.form, sign=True),
                 interval,
                 effect.verdict,
                 effect.expectation.source,
@@ -162,15 +162,21 @@ def _effects(result: AblationResult) -> TextTable:
     return TextTable(title="Effects", note=note, head=head, rows=rows)
 
 
-def _cell(
-    spread: Spread | None, one: Measure, num_runs: int | None = None, *, sign: bool = False
+def cell(
+    spread: Spread | None, form: str, num_runs: int | None = None, *, sign: bool = False
 ) -> str:
+    """Return a mean with its standard error, and the number of runs if some have no value.
+
+    Args:
+        form: format string of a value.
+        num_runs: number of runs; None: not compared with the number of values.
+        sign: show a plus sign.
+    """
     if spread is None:
         return "-"
-    form = one.form.replace("{:", "{:+") if sign else one.form
-    parts = [form.format(spread.mean)]
+    parts = [(form.replace("{:", "{:+") if sign else form).format(spread.mean)]
     if spread.standard_error is not None:
-        parts += [PLUS_MINUS, one.form.format(spread.standard_error)]
+        parts += [PLUS_MINUS, form.format(spread.standard_error)]
     if num_runs is not None and spread.num < num_runs:
         parts.append(f"({spread.num}/{num_runs})")
     return " ".join(parts)

@@ -1,8 +1,9 @@
 """TRL's side of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step per request.
 
 The process has its own environment with TRL and only this package of ours. Settings come as one
-JSON file (`lab/bench/step.py:trl_settings`); then every line on stdin requests one step, answered
-by one JSON line with the fields of `lab/bench/step.py:StepTime`.
+JSON file (`lab/bench/trl_baseline.py:trl_settings`). Every line on stdin is a request: "step" is
+answered by one JSON line with the fields of `trl_baseline.py:StepTime`, "evaluate" by one with the
+fields of a `ProblemResult` for each held-out problem.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +23,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 from megadapo.algorithm.shaping import overlong_penalty
+from megadapo.data.group import Score
 from megadapo.rewards.rules import score
 
 
@@ -32,6 +35,10 @@ class _Reward:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.start_step()
+
+    def score(self, text: str, gold: str) -> Score:
+        """Return the score of a response by the rule."""
+        return score(text, gold, self._settings["rule"], self._settings["pattern"])
 
     def start_step(self) -> None:
         """Reset the counters."""
@@ -45,28 +52,28 @@ class _Reward:
             "seconds": time.perf_counter() - self._start,
             "rollout_s": self.rollout_s,
             "num_answers": self._num_answers,
+            "num_sampled": self._num_answers,
             "num_tokens": self._num_tokens,
             "accuracy": self._num_correct / self._num_answers,
         }
 
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
+        prompts: Sequence[str],
+        completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         ground_truth: Sequence[str],
         **others: object,
     ) -> list[float]:
-        """Return the rewards of a batch; completions are texts, or chat messages."""
-        rule, pattern, max_length, buffer, factor = (
-            self._settings[name] for name in ("rule", "pattern", "max_length", "buffer", "factor")
+        """Return the rewards of a batch."""
+        max_length, buffer, factor = (
+            self._settings[name] for name in ("max_length", "buffer", "factor")
         )
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
         scores = [
-            score(text, gold, rule, pattern) for text, gold in zip(texts, ground_truth, strict=True)
+            self.score(text, gold) for text, gold in zip(completions, ground_truth, strict=True)
         ]
         lengths = [len(ids) for ids in completion_ids]
-        self._num_answers += len(texts)
+        self._num_answers += len(completions)
         self._num_tokens += sum(lengths)
         self._num_correct += sum(one.correct for one in scores)
         return [
@@ -76,9 +83,69 @@ class _Reward:
 
 
 class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this environment
-    """A GRPOTrainer that measures the time of its rollouts."""
+    """A GRPOTrainer with the recipe's prompts and learning rates; it measures its rollouts.
+
+    A prompt of its dataset is the place of its token ids in the settings.
+    """
 
     step_reward: _Reward
+    settings: dict[str, Any]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Set the learning rate of each step; TRL's own warm-up would begin at 0."""
+        factors, num_updates = self.settings["rate_factors"], self.settings["updates_per_step"]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer,
+            lambda update: factors[min(update // num_updates, len(factors) - 1)],
+        )
+        return self.lr_scheduler
+
+    def evaluate_held_out(self) -> list[dict[str, Any]]:
+        """Return the result of each held-out problem, with the same seed in every evaluation."""
+        held_out, size = self.settings["held_out"], self.settings["held_out"]["num_samples"]
+        problems, results = held_out["prompts"], []
+        at_once = max(1, self.settings["responses_per_step"] // size)
+        with torch.random.fork_rng(devices=[]), self._sampling(held_out):
+            torch.manual_seed(held_out["seed"])
+            for start in range(0, len(problems), at_once):
+                chunk = problems[start : start + at_once]
+                ids = [prompt_ids for prompt_ids, _ in chunk for _ in range(size)]
+                responses, _ = self._generate_single_turn(ids, None, {}, size)
+                results += [
+                    self._result(responses[number * size : (number + 1) * size], gold)
+                    for number, (_, gold) in enumerate(chunk)
+                ]
+        return results
+
+    def _result(self, responses: Sequence[list[int]], gold: str) -> dict[str, Any]:
+        texts = self.processing_class.batch_decode(responses, skip_special_tokens=True)
+        return {
+            "num_correct": sum(self.step_reward.score(text, gold).correct for text in texts),
+            "num_scored": len(texts),
+            "consensus": None,
+            "num_tokens": sum(map(len, responses)),
+            "num_truncated": sum(ids[-1] not in self.eos_token_ids for ids in responses),
+        }
+
+    @contextmanager
+    def _sampling(self, held_out: dict[str, Any]) -> Iterator[None]:
+        """Sample as the held-out evaluation does."""
+        trained = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+        is_greedy = held_out["temperature"] == 0.0
+        self._set_sampling(
+            {"do_sample": False, "temperature": 1.0, "top_p": 1.0}
+            if is_greedy
+            else {name: held_out[name] for name in ("temperature", "top_p")}
+        )
+        yield
+        self._set_sampling(trained)
+
+    def _set_sampling(self, values: dict[str, Any]) -> None:
+        self.generation_config.update(**values)
+        self.generation_kwargs.update(values)
+
+    def _tokenize_prompts(self, prompts: Sequence[str]) -> Any:
+        return [self.settings["prompts"][int(place)][0] for place in prompts], None, {}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         start = time.perf_counter()
@@ -88,56 +155,53 @@ class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this env
 
 
 class _Turns(TrainerCallback):
-    """A callback that waits after every whole step for the next request."""
+    """A callback that answers requests after every whole step, until the next step is requested."""
 
-    def __init__(self, reward: _Reward, updates_per_step: int, replies: TextIO) -> None:
-        self._reward = reward
-        self._updates_per_step = updates_per_step
+    def __init__(self, trainer: _Trainer, replies: TextIO) -> None:
+        self._trainer = trainer
+        self._reward = trainer.step_reward
+        self._updates_per_step = trainer.settings["updates_per_step"]
         self._replies = replies
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: object) -> None:
-        self._wait_for_turn(control, {"ready": trl.__version__})
+        ready = {"version": trl.__version__, "stop_ids": self._trainer.eos_token_ids}
+        self._answer_requests(control, ready)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: object) -> None:
         if state.global_step % self._updates_per_step == 0:
-            self._wait_for_turn(control, self._reward.finish_step())
+            self._answer_requests(control, self._reward.finish_step())
 
-    def _wait_for_turn(self, control: Any, reply: dict[str, Any]) -> None:
-        print(json.dumps(reply), file=self._replies, flush=True)
-        if not sys.stdin.readline():
+    def _answer_requests(self, control: Any, reply: dict[str, Any]) -> None:
+        self._send(reply)
+        while (request := sys.stdin.readline().strip()) == "evaluate":
+            self._send({"results": self._trainer.evaluate_held_out()})
+        if not request:
             control.should_training_stop = True
         self._reward.start_step()
 
+    def _send(self, reply: dict[str, Any]) -> None:
+        print(json.dumps(reply), file=self._replies, flush=True)
+
 
 def main() -> None:
-    """Train one step per line on stdin."""
+    """Train one step, or evaluate, per line on stdin."""
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # output of libraries must not mix with the replies
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(settings["num_threads"])
     reward = _Reward(settings["reward"])
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=False)
-    rows = [
-        {
-            "prompt": (
-                [{"role": role, "content": content} for role, content in messages]
-                if tokenizer.chat_template
-                else "".join(content for _, content in messages)
-            ),
-            "ground_truth": gold,
-        }
-        for messages, gold in settings["prompts"]
-    ]
+    golds = [gold for _, gold in settings["prompts"]]
+    rows = [{"prompt": str(place), "ground_truth": gold} for place, gold in enumerate(golds)]
     trainer = _Trainer(
         model=settings["model"],
         args=trl.GRPOConfig(**settings["grpo"]),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[_Turns(reward, settings["updates_per_step"], replies)],
+        processing_class=AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=False),
     )
-    trainer.step_reward = reward
+    trainer.step_reward, trainer.settings = reward, settings
+    trainer.add_callback(_Turns(trainer, replies))
     trainer.train()
 
 

@@ -95,6 +95,14 @@ class HeldOutRequests:
         """Return the prompt of a request."""
         return self.prompts[-key - 1]
 
+    def evaluation(self, results: Sequence[ProblemResult]) -> Evaluation:
+        """Return the result of a policy from the results of all problems, in their order."""
+        of_sets = defaultdict(list)
+        for name, result in zip(self.set_names, results, strict=True):
+            of_sets[name].append(result)
+        sets = {name: summary(own, self.samples_per_problem) for name, own in of_sets.items()}
+        return sets[""] if "" in sets else mean_of_sets(sets)
+
     def digest(self, key: int) -> str:
         """Return a digest of all that determines a result, except for weights and scoring."""
         request = self.requests[-key - 1]
@@ -189,11 +197,8 @@ class EvaluationInProgress:
         while self._pool.open:
             self._add(self._pool.wait())
         self._generating.clear()
-        asked, of_sets = self._held_out, defaultdict(list)
-        for name, request in zip(asked.set_names, asked.requests, strict=True):
-            of_sets[name].append(self._results[request.key])
-        sets = {name: summary(own, asked.samples_per_problem) for name, own in of_sets.items()}
-        return sets[""] if "" in sets else mean_of_sets(sets)
+        requests = self._held_out.requests
+        return self._held_out.evaluation([self._results[request.key] for request in requests])
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
