@@ -131,13 +131,20 @@ def _our_steps(records: Iterable[MetricRecord], responses_per_prompt: int) -> It
 def _their_steps(
     baseline: TrlBaseline, held_out: HeldOutRequests | None, every: int, found: list[HeldOut]
 ) -> Iterator[StepTime]:
-    """Yield TRL's steps; add its evaluations to `found`."""
-    if held_out is not None:
-        found.append(baseline.evaluate(0, held_out))
+    """Yield TRL's steps, and show them; add its evaluations to `found`."""
+
+    def evaluate(step: int) -> None:
+        if held_out is not None and step % every == 0:
+            one = baseline.evaluate(step, held_out)
+            print(f"TRL evaluation step={step} accuracy={one.accuracy:.4f}", flush=True)
+            found.append(one)
+
+    evaluate(0)
     for step in itertools.count(1):
         done = baseline.step()
-        if held_out is not None and step % every == 0:
-            found.append(baseline.evaluate(step, held_out))
+        times = f"rollout_s={done.rollout_s:.2f} step_s={done.seconds:.2f}"
+        print(f"TRL step={step} accuracy={done.accuracy:.4f} {times}", flush=True)
+        evaluate(step)
         yield done
 
 

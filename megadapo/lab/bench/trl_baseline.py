@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megadapo
+from megadapo.cluster.processes import cpu_environment
 from megadapo.config import RunConfig
 from megadapo.data.prompts import render
 from megadapo.errors import ConfigError, InfraError
@@ -91,9 +92,10 @@ class TrlBaseline:
         # of our environment the process sees only this package
         (folder / "path").mkdir()
         (folder / "path" / "megadapo").symlink_to(Path(megadapo.__file__).parent)
-        environment = os.environ | {
+        # the OpenMP and the allocator's settings of our trainer, which are faster for TRL too
+        environment = os.environ | cpu_environment(settings["num_threads"])
+        environment |= {
             "PYTHONPATH": str(folder / "path"),
-            "OMP_NUM_THREADS": str(settings["num_threads"]),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
