@@ -130,19 +130,16 @@ def seconds_until(side: Side, step: int) -> float:
 def ratio(runs: Mapping[int, Comparison], name: str, accuracy: float, warmup: int) -> Spread | None:
     """Return how many times better our measure is than TRL's, over the seeds.
 
-    None if one side does not reach the accuracy with some seed: the other seeds alone would show
-    the faster runs.
+    None if a side does not reach the accuracy with some seed, or starts with it: the other seeds
+    alone would show the faster runs.
     """
     found = []
     for run in runs.values():
         own, other = (measures(side, accuracy, warmup)[name] for side in run.sides)
-        if own is None or other is None:
+        # an accuracy of the evaluation before training takes no seconds
+        if not own or not other:
             return None
-        # an accuracy of the first evaluation takes no seconds
-        pair = (other, own) if IS_LESS_BETTER[name] else (own, other)
-        if pair[1] == 0.0:
-            return None
-        found.append(pair[0] / pair[1])
+        found.append(other / own if IS_LESS_BETTER[name] else own / other)
     return Spread.of(found)
 
 
