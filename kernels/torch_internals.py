@@ -7,6 +7,7 @@ the callers work without it: slower, never wrong.
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,23 @@ def settle_vector_functions() -> None:
             getattr(torch, name)(one)
 
 
+def use_onednn_products() -> bool:
+    """Let oneDNN multiply fp32 matrices in place of MKL; return whether it does, and exactly.
+
+    torch passes an fp32 product to oneDNN only if that may round its inputs to bf16. In a process
+    with the environment `processes.ONEDNN_WITHOUT_BF16` it has no kernel that rounds.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch swaps the module
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    # a product with the identity adds zeros only; bf16 would keep 8 of 24 bits
+    wide = torch.linspace(-1.0, 1.0, 64 * 64).view(64, 64)
+    is_exact = torch.equal(wide @ torch.eye(64), wide)
+    if not is_exact:
+        matmul.fp32_precision = before
+    return is_exact
+
+
 @dataclass(frozen=True)
 class Brgemm:
     """Addresses of oneDNN's small bf16 product inside torch."""
@@ -66,6 +84,8 @@ def find_brgemm() -> Brgemm | None:
 
 def _has_bf16_instructions() -> bool:
     """Return whether oneDNN and the processor support bf16; False if this torch cannot tell."""
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return False  # the product would end the process
     try:
         is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return bool(is_supported and torch.cpu._is_avx512_bf16_supported())

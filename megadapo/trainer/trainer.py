@@ -15,7 +15,7 @@ import numpy as np
 from megadapo.cluster.calls import Watch, gather
 from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.process_log import trainer_log
-from megadapo.cluster.processes import cpu_environment, full_precision
+from megadapo.cluster.processes import cpu_environment, fp32_products, full_precision
 from megadapo.cluster.watch.diagnostics import (
     HungProcesses,
     ProcessLocation,
@@ -324,7 +324,7 @@ def rank_environment(
     """Return the environment of a rank's process; it must be set before torch is imported."""
     environment = cpu_environment(trainer.num_threads or num_cores)
     if not uses_cuda:
-        return environment | {"CUDA_VISIBLE_DEVICES": ""}
+        return environment | fp32_products(dtype) | {"CUDA_VISIBLE_DEVICES": ""}
     environment |= full_precision(dtype) | CUDA_VARIABLES
     if trainer.deterministic:
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.processes import private_bytes, return_freed_memory
+from megadapo.cluster.processes import ONEDNN_WITHOUT_BF16, private_bytes, return_freed_memory
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.heartbeat import heartbeat_file, start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
@@ -97,10 +97,15 @@ class TrainerWorker:
         if uses_cuda:
             require_cuda(deterministic=settings.trainer.deterministic)
         else:
-            from megadapo.kernels.torch_internals import settle_vector_functions
+            from megadapo.kernels.torch_internals import (
+                settle_vector_functions,
+                use_onednn_products,
+            )
             from megadapo.trainer.model.cpu_platform import install_cpu_platform
 
             settle_vector_functions()
+            if os.environ.items() >= ONEDNN_WITHOUT_BF16.items():
+                use_onednn_products()
             install_cpu_platform()
         if settings.trains == "reward_model":
             from megadapo.trainer.critic.reward_model import RewardModelRank

@@ -4,14 +4,17 @@ import importlib.metadata
 import mmap
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from megadapo.cluster.processes import (
     KEEP_FREED_MEMORY,
     MIB,
+    ONEDNN_WITHOUT_BF16,
     cpu_environment,
     descendants,
+    fp32_products,
     private_bytes,
     return_freed_memory,
 )
@@ -73,6 +76,26 @@ def test_gnu_openmp_threads_spin_briefly_before_sleeping(monkeypatch: pytest.Mon
     assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 0 < int(variables["GOMP_SPINCOUNT"]) <= 20_000
     assert "LD_PRELOAD" not in variables
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype", "preset", "changes"),
+    [
+        ("AuthenticAMD ... avx512_vnni", "float32", {}, True),
+        ("AuthenticAMD ... avx512_vnni", "bfloat16", {}, False),
+        ("AuthenticAMD ... avx512_vnni", "float32", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        ("AuthenticAMD ... avx2", "float32", {}, False),
+        ("GenuineIntel ... avx512_vnni", "float32", {}, False),
+    ],
+)
+def test_onednn_multiplies_where_mkl_is_slow(monkeypatch, processor, dtype, preset, changes):
+    """In bf16 runs it must keep the processor's bf16 instructions, and a user's choice stays."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name, value in preset.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr(Path, "read_text", lambda self: processor)
+    assert fp32_products(dtype) == (ONEDNN_WITHOUT_BF16 if changes else {})
 
 
 @INTEL

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megadapo.cluster.processes import ONEDNN_WITHOUT_BF16
 from megadapo.kernels import torch_internals
 from megadapo.kernels.policy_head import products
 from megadapo.kernels.policy_head.rows_cpu import ROW_GRADS, ROW_STATS
+from tests.support.processes.running import run_python
 from tests.support.trainer.head_cases import make_case
 
 LOST = {
@@ -86,3 +88,26 @@ def test_every_vector_function_is_settled_on_one_thread():
         for name in ("cos", "sin", "exp", "log", "sqrt")
         for dtype in (torch.float32, torch.float64)
     } <= called
+
+
+@pytest.mark.parametrize("variables", [ONEDNN_WITHOUT_BF16, {}])
+def test_products_of_onednn_are_exact(variables):
+    """A kernel that rounds to bf16, for which torch's setting asks, would be off by 1e-2.
+
+    Without the environment, such a kernel exists on processors with bf16 instructions.
+    """
+    program = """
+import torch
+from megadapo.kernels.torch_internals import use_onednn_products
+used = use_onednn_products()
+assert torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if used else "none")
+a, b, out = torch.randn(300, 576), torch.randn(576, 960), torch.empty(300, 2000)
+for left, right in ((a, b), (b.t(), a.t()), (a, b.t().contiguous().t())):
+    view = out[: len(left), 7 : 7 + right.shape[1]].copy_(torch.zeros(()))
+    expected = left.double() @ right.double()
+    assert (torch.mm(left, right) - expected).abs().max() < 1e-3
+    assert (torch.mm(left, right, out=view) - expected).abs().max() < 1e-3
+    assert (torch.addmm(view, left, right, out=view) - 2 * expected).abs().max() < 2e-3
+print(used)
+"""
+    assert run_python(program, **variables).stdout.strip() in ("True", "False")
