@@ -117,7 +117,7 @@ class RolloutConfig(Section, title="rollout"):
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, under its names, such as enforce_eager. Without them,
     enable_prefix_caching is true and max_num_batched_tokens 8192. An engine without a GPU runs
-    without graphs and splits no prompt in any case."""
+    without graphs and splits no prompt in any case; its block_size is 32."""
     tools: ToolsConfig = ToolsConfig()
     """The tool that responses may call while they are written."""
 

@@ -26,6 +26,10 @@ VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """vLLM's names. One scale for a whole matrix would not work: the engine's ranks would have to agree
 on it whenever a layer is complete, and an update completes layers in a different order per rank."""
 
+CPU_DEFAULTS: dict[str, Any] = {"block_size": 32}
+"""Arguments of vLLM's engine on a CPU where rollout.vllm has none. A group shares whole blocks of
+its prompt only, and vLLM's 128 tokens are longer than many prompts."""
+
 WeightDtype = Literal["float32", "bfloat16"]
 """Type of an engine's weights and activations."""
 
@@ -100,6 +104,7 @@ class EngineSpec:
                 "enable_return_routed_experts": self.returns_experts,
                 "quantization": VLLM_QUANTIZATION[config.quantization],
             }
+        given = CPU_DEFAULTS | given
         return given | {
             "worker_extension_cls": CPU_EXTENSION,
             "enforce_eager": True,
