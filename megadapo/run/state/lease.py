@@ -24,6 +24,8 @@ HEARTBEAT_S = 10.0
 STALE_S = 120.0
 """Seconds without a heartbeat after which a driver on another machine counts as dead: twelve
 heartbeats, and longer than a network folder caches file times."""
+MARK_S = 5.0
+"""Seconds after which a driver that began to remove a dead driver's lease counts as killed."""
 UNKNOWN_S = 60.0
 """Seconds that a driver continues without being able to read its lease."""
 _LOGGER = logging.getLogger("megadapo.run")
@@ -155,13 +157,15 @@ def age_s(path: Path) -> float:
     may not write to the folder.
     """
     written = _heartbeat_time(path)
-    if written is None:
-        return float("inf")
+    return float("inf") if written is None else _seconds_since(written, path.parent)
+
+
+def _seconds_since(file_time: float, folder: Path) -> float:
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as fresh:
-            return os.fstat(fresh.fileno()).st_mtime - written
+        with tempfile.TemporaryFile(dir=folder) as fresh:
+            return os.fstat(fresh.fileno()).st_mtime - file_time
     except OSError:
-        return time.time() - written
+        return time.time() - file_time
 
 
 def _claim(path: Path, driver: Driver) -> bool:
@@ -201,16 +205,36 @@ def _remove_stale(path: Path, stale_s: float) -> None:
             f"{path.parent} is driven by {who}: wait for it, stop it, or choose another "
             f"run.folder. If it is dead, {path} expires {stale_s:.0f} s after its last heartbeat"
         )
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    # one name for each dead driver: only one of those that found it dead removes its lease
+    mark = path.with_name(f"{path.name}.{'unreadable' if holder is None else holder.token}.dead")
     try:
-        path.rename(aside)
+        os.link(path, mark)
     except FileNotFoundError:
         return
-    if _read(aside) != holder:
-        # another driver was quicker, and this is its lease
-        aside.rename(path)
+    except FileExistsError:
+        _remove_old_mark(mark)
         return
-    aside.unlink()
+    except OSError as error:
+        raise InfraError(f"{path} cannot be removed: {error.strerror}") from error
+    try:
+        # by now it may be the lease of another driver, which was quicker
+        if _read(mark) == holder and path.samefile(mark):
+            path.unlink()
+    except FileNotFoundError:
+        return
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _remove_old_mark(mark: Path) -> None:
+    """Wait for the driver that removes a lease, or remove the mark of one that was killed."""
+    time.sleep(MARK_S / 100)
+    try:
+        marked = mark.stat().st_ctime
+    except FileNotFoundError:
+        return
+    if _seconds_since(marked, mark.parent) > MARK_S:
+        mark.unlink(missing_ok=True)
 
 
 def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:

@@ -92,7 +92,7 @@ def test_a_critic_that_cannot_read_the_policys_micro_batches(tmp_path, key, valu
 
 def test_a_critic_that_is_not_there():
     config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
-    with pytest.raises(DataError, match="critic.path = /no/such/folder"):
+    with pytest.raises(DataError, match="critic.path = '/no/such/folder': there is no"):
         check_run(config)
 
 
@@ -157,7 +157,7 @@ def test_a_teacher_with_another_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("reference", "kind", "problem"),
     [
-        ("path=/no/such/folder", DataError, "reference.path = /no/such/folder: no such"),
+        ("path=/no/such/folder", DataError, "reference.path = '/no/such/folder': there is no such"),
         ("path=configs", DataError, "configs has no .*safetensors"),
         ("server=http://127.0.0.1:1", InfraError, "reference.server: .*Connection refused"),
     ],

@@ -178,6 +178,38 @@ def test_one_of_many_takes_a_stale_lease(tmp_path):
     assert sorted(answers) == ["refused\n"] * 5 + ["taken\n"]
 
 
+def test_lease_of_a_quicker_driver_is_never_away(tmp_path, monkeypatch):
+    """It was renamed for a moment, in which a third driver took the run too."""
+    path, link, read = tmp_path / LEASE_FILE, os.link, lease_module._read
+    write(tmp_path, of_another_machine(), age_s=1000)
+
+    def another_is_quicker(source: Path, target: Path) -> None:
+        if target.name.endswith(".dead"):
+            path.unlink()
+            write(tmp_path, replace(of_another_machine(), token="quicker"))
+        link(source, target)
+
+    def read_while_it_is_there(file: Path) -> Driver | None:
+        assert path.exists()
+        return read(file)
+
+    monkeypatch.setattr(os, "link", another_is_quicker)
+    monkeypatch.setattr(lease_module, "_read", read_while_it_is_there)
+    monkeypatch.setattr(lease_module, "_is_overdue", lambda path, stale_s: False)
+    with pytest.raises(InfraError, match="is driven by"):
+        Lease.take(tmp_path, stale_s=60)
+    assert json.loads(path.read_text())["token"] == "quicker"
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_killed_remover_does_not_lock_the_run(tmp_path, monkeypatch):
+    write(tmp_path, of_another_machine(), age_s=1000)
+    os.link(tmp_path / LEASE_FILE, tmp_path / f"{LEASE_FILE}.theirs.dead")
+    monkeypatch.setattr(lease_module, "MARK_S", 0.2)
+    Lease.take(tmp_path, stale_s=60).close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_unreadable_lease_is_tolerated_for_a_minute(tmp_path, monkeypatch):
     """A file server that fails over ended the run with a traceback."""
 
