@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megadapo import __version__
+from megadapo.cluster.processes import collect_rarely
 from megadapo.commands import (
     config,
     convert,
@@ -39,6 +40,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; print a MegadapoError as one message on stderr."""
+    collect_rarely()
     try:
         return run_command(argv)
     except MegadapoError as error:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import gc
 import importlib.metadata
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,6 +36,9 @@ With the default of 1024 a process grows by 0.3 GB, and by half as much again in
 
 ONEDNN_WITHOUT_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
 """Environment of a process in which `use_onednn_products` may turn MKL's products off."""
+
+COLLECTOR_THRESHOLD = (50_000, 20, 50)
+"""Python's default of 700 new objects makes its collector a third of the time of large imports."""
 
 SPIN_MILLISECONDS = 2
 """Time that an idle thread spins before it sleeps: longer than the gaps between operations, short
@@ -79,6 +85,21 @@ def fp32_products(dtype: str) -> dict[str, str]:
     text = processor.read_text() if processor.exists() else ""
     is_slow = "AuthenticAMD" in text and "avx512_vnni" in text
     return ONEDNN_WITHOUT_BF16 if is_slow else {}
+
+
+class _Threshold:
+    """An object whose copy in another process is made by setting the threshold there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return gc.set_threshold, COLLECTOR_THRESHOLD
+
+
+def collect_rarely() -> None:
+    """Make Python's collector run rarely, here and in processes that this one spawns."""
+    gc.set_threshold(*COLLECTOR_THRESHOLD)
+    # a spawned process reads this table before it imports anything
+    table: dict[str, object] = getattr(multiprocessing.current_process(), "_config", {})
+    table["megadapo collector"] = _Threshold()
 
 
 def full_precision(dtype: str) -> dict[str, str]:

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.processes import ONEDNN_WITHOUT_BF16, private_bytes, return_freed_memory
+from megadapo.cluster.processes import (
+    ONEDNN_WITHOUT_BF16,
+    collect_rarely,
+    private_bytes,
+    return_freed_memory,
+)
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.heartbeat import heartbeat_file, start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
@@ -68,6 +73,7 @@ class TrainerWorker:
 
     def __init__(self, rank: int, log: Path | None = None) -> None:
         """`log`: receives the output of this process; None does not redirect it."""
+        collect_rarely()
         if log is not None:
             redirect_output(log)
         self.rank = rank

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.processes import descendants, private_bytes
+from megadapo.cluster.processes import collect_rarely, descendants, private_bytes
 from megadapo.cluster.this_node import (
     ClockReading,
     node_address,
@@ -53,6 +53,7 @@ class RolloutEngine:
         self._counter = ActivityCounter(spec.config.max_num_seqs)
         self._llm: AsyncLLM | None = None
         self._generation: Generation | None = None
+        collect_rarely()
         redirect_output(spec.log_file)
         os.environ.update(spec.environment())
         # else each of vLLM's process groups would look the host's name up and listen there

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.cluster.processes import (
+    COLLECTOR_THRESHOLD,
     KEEP_FREED_MEMORY,
     MIB,
     ONEDNN_WITHOUT_BF16,
@@ -96,6 +97,21 @@ def test_onednn_multiplies_where_mkl_is_slow(monkeypatch, processor, dtype, pres
     monkeypatch.setattr(Path, "exists", lambda self: True)
     monkeypatch.setattr(Path, "read_text", lambda self: processor)
     assert fp32_products(dtype) == (ONEDNN_WITHOUT_BF16 if changes else {})
+
+
+def test_spawned_process_collects_rarely_before_its_imports() -> None:
+    """vLLM spawns its core, whose imports take seconds. The private table must still be read."""
+    program = """
+import multiprocessing
+from megadapo.cluster.processes import collect_rarely
+if __name__ == "__main__":
+    collect_rarely()
+    shown = "import gc; print(gc.get_threshold())"
+    child = multiprocessing.get_context("spawn").Process(target=exec, args=(shown,))
+    child.start()
+    child.join()
+"""
+    assert run_python(program).stdout.strip() == str(COLLECTOR_THRESHOLD)
 
 
 @INTEL
