@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megadapo import __version__
-from megadapo.cluster.processes import collect_rarely
 from megadapo.commands import (
     config,
     convert,
@@ -40,7 +39,6 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; print a MegadapoError as one message on stderr."""
-    collect_rarely()
     try:
         return run_command(argv)
     except MegadapoError as error:

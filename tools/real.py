@@ -1,9 +1,9 @@
 """Train a real model on a real task, export it, and measure it again in plain transformers.
 
-    python tools/real.py [--config RECIPE] [--model FOLDER] [--section.key=value ...]
+    python tools/real.py [--config RECIPE] [--section.key=value ...]
 
-It calls megadapo train, export and report, each of which can be called alone. Without --model it
-takes the folder that tools/fetch_smollm2.py makes. A stopped run continues. The last lines are a
+It calls megadapo train, export and report, each of which can be called alone. Without --model.path
+it takes the folder that tools/fetch_smollm2.py makes. A stopped run continues. The last lines are a
 table, which RUN/real.md keeps: held-out accuracy before and after, time, and memory.
 """
 
@@ -43,10 +43,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=RECIPE, help=f"recipe (default: {RECIPE})")
-    parser.add_argument("--model", help="model's folder or Hub name (default: SmolLM2's folder)")
     arguments, overrides = parser.parse_known_args()
     try:
-        overrides.append(f"--model.path={arguments.model or fetched()}")
+        if not any(one.startswith("--model.path=") for one in overrides):
+            overrides.append(f"--model.path={fetched()}")
         config = load_config(arguments.config, [one.removeprefix("--") for one in overrides])
         return real(config, ["train", arguments.config, *overrides])
     except MegadapoError as error:

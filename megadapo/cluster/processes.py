@@ -7,10 +7,9 @@ import ctypes
 import ctypes.util
 import gc
 import importlib.metadata
-import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -38,7 +37,7 @@ ONEDNN_WITHOUT_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
 """Environment of a process in which `use_onednn_products` may turn MKL's products off."""
 
 COLLECTOR_THRESHOLD = (50_000, 20, 50)
-"""Python's default of 700 new objects makes its collector a third of the time of large imports."""
+"""Numbers of new objects between two runs of Python's collector; the first is 700 by default."""
 
 SPIN_MILLISECONDS = 2
 """Time that an idle thread spins before it sleeps: longer than the gaps between operations, short
@@ -76,8 +75,8 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 def fp32_products(dtype: str) -> dict[str, str]:
     """Return the variables of a process that multiplies matrices of torch in "float32" on a CPU.
 
-    MKL uses half of the vector width of AMD's processors with AVX-512: there oneDNN is to multiply,
-    at 2.2 times the rate.
+    MKL runs its AVX2 code on AMD's processors with AVX-512, so oneDNN is to multiply there: at 2.2
+    times the rate on Zen 5; others are not measured.
     """
     if dtype != "float32" or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return {}
@@ -87,19 +86,15 @@ def fp32_products(dtype: str) -> dict[str, str]:
     return ONEDNN_WITHOUT_BF16 if is_slow else {}
 
 
-class _Threshold:
-    """An object whose copy in another process is made by setting the threshold there."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return gc.set_threshold, COLLECTOR_THRESHOLD
-
-
-def collect_rarely() -> None:
-    """Make Python's collector run rarely, here and in processes that this one spawns."""
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Run Python's collector rarely inside, which is a third of the time of large imports."""
+    before = gc.get_threshold()
     gc.set_threshold(*COLLECTOR_THRESHOLD)
-    # a spawned process reads this table before it imports anything
-    table: dict[str, object] = getattr(multiprocessing.current_process(), "_config", {})
-    table["megadapo collector"] = _Threshold()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def full_precision(dtype: str) -> dict[str, str]:

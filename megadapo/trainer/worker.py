@@ -19,7 +19,7 @@ import numpy as np
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.processes import (
     ONEDNN_WITHOUT_BF16,
-    collect_rarely,
+    collecting_rarely,
     private_bytes,
     return_freed_memory,
 )
@@ -73,7 +73,6 @@ class TrainerWorker:
 
     def __init__(self, rank: int, log: Path | None = None) -> None:
         """`log`: receives the output of this process; None does not redirect it."""
-        collect_rarely()
         if log is not None:
             redirect_output(log)
         self.rank = rank
@@ -95,6 +94,7 @@ class TrainerWorker:
         return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
 
     @_named_failures
+    @collecting_rarely()
     def start(self, settings: TrainerSettings, rendezvous: Rendezvous, uses_cuda: bool) -> int:
         """Build this rank's part of the trainer, collectively; return its bytes in a checkpoint."""
         import torch

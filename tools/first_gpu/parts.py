@@ -254,20 +254,22 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
 def _real(setting: Setting) -> list[Part]:
     """Return the recipe of make real, and a comparison of its steps with TRL's."""
     words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3"]
-    model, skipped = str(cached_model()), None
+    model, skipped, short = str(cached_model()), None, []
     if setting.rehearses:
         model = "configs/quickstart-base"
         words += ["--data.train=arithmetic:train:64", "--data.held_out=arithmetic:held_out:8"]
-        words += ["--run.num_steps=2", "--evaluation.every=2", "--sampling.selection=all"]
+        words.append("--sampling.selection=all")
+        short = ["--run.num_steps=2", "--evaluation.every=2"]
     elif not Path(model).is_dir():
         skipped = f"{model} is missing: tools/fetch_smollm2.py makes it"
     elif find_spec("reasoning_gym") is None:
         skipped = "pip install --no-deps -r requirements/real.lock before"
     run = f"--run.folder={setting.folder / 'real'}"
-    command = (sys.executable, "tools/real.py", "--config", REAL_RECIPE, "--model", model)
-    real = Part(name="real", limit_s=420, command=(*command, run, *words), skipped=skipped)
+    command = (sys.executable, "tools/real.py", "--config", REAL_RECIPE, f"--model.path={model}")
+    real = Part(name="real", limit_s=420, command=(*command, run, *words, *short), skipped=skipped)
     steps = "2" if setting.rehearses else "8"
-    vllm = ("use_vllm=true", "vllm_mode=colocate", "vllm_gpu_memory_utilization=0.2")
+    vllm = ["use_cpu=false", "use_vllm=true", "vllm_mode=colocate"]
+    vllm.append("vllm_gpu_memory_utilization=0.2")
     options = ["--steps", steps, "--warmup", "2", "--trl-python", str(setting.trl_python)]
     options += [] if setting.rehearses else [f"--trl={one}" for one in vllm]
     options += [f"--model.path={model}", *words]

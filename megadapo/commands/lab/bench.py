@@ -267,9 +267,10 @@ def _training_records(
     from megadapo.train import training_steps
 
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
-        fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}", *overrides]
-        chosen = [] if seed is None else [f"run.seed={seed}"]
-        config = load_config(arguments.config, [*fixed, *arguments.overrides, *chosen])
+        chosen = [f"run.folder={folder}/run", *overrides, *arguments.overrides]
+        chosen.append(f"run.num_steps={num_steps}")
+        chosen += [] if seed is None else [f"run.seed={seed}"]
+        config = load_config(arguments.config, chosen)
 
         def steps() -> Generator[MetricRecord, None, None]:
             with Run.open(config) as run, start_workers(config, run, None) as workers:

@@ -239,7 +239,7 @@ def trl_settings(
         "responses_per_step": sampling.prompts_per_step * sampling.responses_per_prompt,
         "updates_per_step": _updates_per_step(config),
         "rate_factors": [rate / optimizer.lr if optimizer.lr else 1.0 for rate in rates],
-        "num_threads": os.cpu_count() or 1,
+        "num_threads": len(os.sched_getaffinity(0)),
         "grpo": {**_arguments(config, folder, trl_arguments), **trl_arguments},
     }
 

@@ -141,6 +141,12 @@ class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this env
         self._set_sampling(trained)
 
     def _set_sampling(self, values: dict[str, Any]) -> None:
+        if self.use_vllm:
+            # vLLM is greedy at temperature 0
+            is_drawn = values.get("do_sample", True)
+            self.vllm_generation.temperature = values["temperature"] if is_drawn else 0.0
+            self.vllm_generation.top_p = values["top_p"]
+            return
         self.generation_config.update(**values)
         self.generation_kwargs.update(values)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.processes import collect_rarely, descendants, private_bytes
+from megadapo.cluster.processes import collecting_rarely, descendants, private_bytes
 from megadapo.cluster.this_node import (
     ClockReading,
     node_address,
@@ -53,7 +53,6 @@ class RolloutEngine:
         self._counter = ActivityCounter(spec.config.max_num_seqs)
         self._llm: AsyncLLM | None = None
         self._generation: Generation | None = None
-        collect_rarely()
         redirect_output(spec.log_file)
         os.environ.update(spec.environment())
         # else each of vLLM's process groups would look the host's name up and listen there
@@ -87,7 +86,8 @@ class RolloutEngine:
             InfraError: start-up failed; the message names the cause and what to change.
         """
         try:
-            await self._start_vllm()
+            with collecting_rarely():
+                await self._start_vllm()
             await self._answer_one()
         except InfraError:
             raise

@@ -215,15 +215,21 @@ def _remove_stale(path: Path, stale_s: float) -> None:
         _remove_old_mark(mark)
         return
     except OSError as error:
-        raise InfraError(f"{path} cannot be removed: {error.strerror}") from error
+        raise InfraError(
+            f"{path} of a dead driver cannot be removed: {error.strerror}; delete it by hand"
+        ) from error
     try:
         # by now it may be the lease of another driver, which was quicker
         if _read(mark) == holder and path.samefile(mark):
             path.unlink()
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise InfraError(f"{path} cannot be removed: {error.strerror}") from error
     finally:
-        mark.unlink(missing_ok=True)
+        # a mark that stays is removed after MARK_S
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
 
 
 def _remove_old_mark(mark: Path) -> None:

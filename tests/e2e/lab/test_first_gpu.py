@@ -91,6 +91,8 @@ def test_real_recipe_needs_its_model_and_trl_an_environment(tool, tmp_path, monk
     monkeypatch.setattr(tool.parts, "find_spec", lambda name: object())
     parts = parts_on_gpu(tool, tmp_path / "with", 512, trl_python="/trl/bin/python")
     assert parts["real"].skipped is parts["real beside TRL"].skipped is None
+    # TRL would train on the CPU beside our GPU
+    assert "--trl=use_cpu=false" in parts["real beside TRL"].command
     # the recipe's own keys, so that a renamed one is noticed
     words = [word for word in parts["real"].command if re.match("--[a-z]+[.]", word)]
     tool.parts.load_config(tool.parts.REAL_RECIPE, [word[2:] for word in words])

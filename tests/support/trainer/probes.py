@@ -237,7 +237,13 @@ def train_with_separate_pass(rendezvous, settings, batch, num_steps, **how):
 
     from megadapo.trainer.rank import TrainerRank
 
-    with patch.object(TrainerRank, "first_pass_is_old_policy", return_value=False):
+    shares = TrainerRank.first_pass_is_old_policy
+
+    def separate(rank: TrainerRank, num_mini_batches: int) -> bool:
+        assert shares(rank, num_mini_batches), "the run that this one is compared with"
+        return False
+
+    with patch.object(TrainerRank, "first_pass_is_old_policy", separate):
         return train(rendezvous, settings, batch, num_steps, **how)
 
 

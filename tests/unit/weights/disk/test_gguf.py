@@ -146,7 +146,9 @@ def test_tool_keeps_to_folders_of_its_own(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="SHA256SUMS"):
         tool.is_complete(tmp_path)
     digest = tool.sha256(tmp_path / "model.safetensors")
-    (tmp_path / "SHA256SUMS").write_text(f"{digest}  model.safetensors\n")
+    (tmp_path / "SHA256SUMS-0-older").write_text(f"{digest}  model.safetensors\n")
+    assert not tool.is_complete(tmp_path)
+    (tmp_path / tool.SUMS).write_text(f"{digest}  model.safetensors\n")
     assert tool.is_complete(tmp_path)
     (tmp_path / "model.safetensors").write_text("other weights")
     assert not tool.is_complete(tmp_path)
