@@ -93,9 +93,7 @@ class ProblemIndex:
 
 def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """Return the held-out problems that are among the training prompts, in order."""
-    texts = dict(_texts(held_out))
-    order = list(texts)
-    problems = ProblemIndex([texts[n][0] for n in order], [texts[n][1] for n in order])
+    order, problems = _index(held_out)
     found = {
         order[place]
         for _, (text, bare) in _texts(list(training))
@@ -120,9 +118,18 @@ def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name
 
 def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """Return the training prompts that are not among the held-out problems."""
-    found = _without_hidden_states(overlapping(held_out, training), training)
-    copies = {prompt.id for prompt in found}
-    return [prompt for prompt in training if prompt.id not in copies]
+    problems = _index(held_out)[1]
+    copies = {n for n, (text, bare) in _texts(training) if problems.copies_of(text, bare)}
+    found = _without_hidden_states([training[n] for n in sorted(copies)], training)
+    dropped = {prompt.id for prompt in found}
+    return [prompt for prompt in training if prompt.id not in dropped]
+
+
+def _index(prompts: Sequence[Prompt]) -> tuple[list[int], ProblemIndex]:
+    """Return the prompts' numbers in the order of the index, and the index."""
+    texts = dict(_texts(prompts))
+    index = ProblemIndex([text for text, _ in texts.values()], [bare for _, bare in texts.values()])
+    return list(texts), index
 
 
 def _without_hidden_states(found: Sequence[Prompt], prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jinja2
 
+from megadapo.data import reasoning_gym
 from megadapo.data.config import DataColumns
 from megadapo.data.order import Share, WeightedOrder
 from megadapo.data.rows import Messages, Row
@@ -44,7 +45,12 @@ class Prompt:
 
     @property
     def state(self) -> str:
-        """The extra_info as JSON, without `index`, which often counts repeated rows."""
+        """The extra_info as JSON, without `index`, which often counts repeated rows.
+
+        An item of reasoning-gym has none, because its question says all.
+        """
+        if self.data_source == reasoning_gym.NAME:
+            return ""
         state = {name: value for name, value in self.extra_info.items() if name != "index"}
         return json.dumps(state, sort_keys=True) if state else ""
 

@@ -79,7 +79,13 @@ class Row:
     @property
     def messages(self) -> Messages:
         """Chat messages of the prompt, checked; a text is one message of the user."""
-        return self.names.wrap(self._prompt(self.names.prompt), self.place)
+        prompt = self._prompt(self.names.prompt)
+        if prompt[-1][0] == "assistant":
+            raise DataError(
+                f"{self.place}: {self.names.prompt} ends with a message of the assistant, which "
+                "would show the answer; leave it out"
+            )
+        return self.names.wrap(prompt, self.place)
 
     def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
         """Return the messages of a preference pair's prompt and of one of its answers, checked.

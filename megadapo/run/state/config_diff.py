@@ -15,7 +15,8 @@ from megadapo.errors import ConfigError
 from megadapo.run.state.checkpoint import Checkpoint
 
 RESERVE_KEYS = (
-    *("data.train", "data.columns", "data.max_prompt_tokens", "data.overlong_prompts"),
+    *("data.train", "data.columns", "data.chat_template_kwargs"),
+    *("data.max_prompt_tokens", "data.overlong_prompts"),
     *("reward.rule", "reward.pattern", "reward.decide", "reward.functions"),
     *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
@@ -31,13 +32,14 @@ SAMPLING_KEYS = (
 journal or a checkpoint are used only if none has changed."""
 LEARNING_KEYS = (
     *RESERVE_KEYS,
-    *("run.seed", "data.shuffle", "sampling.mode", "sampling.prompts_per_step"),
+    *("run.seed", "data.shuffle", "data.overlap", "sampling.mode", "sampling.prompts_per_step"),
     *("sampling.max_staleness", "algorithm", "critic.path", "critic.warmup"),
 )
 """Keys and tables that decide what is learned; the others decide where, how fast and what is
 shown."""
 SUPERVISED_KEYS = (
-    *("data.train", "data.columns", "data.max_prompt_tokens", "data.overlong_prompts"),
+    *("data.train", "data.columns", "data.chat_template_kwargs"),
+    *("data.max_prompt_tokens", "data.overlong_prompts"),
     *("rollout.max_response_tokens", "run.seed", "data.shuffle", "supervised"),
 )
 """Keys and tables that decide what is learned from rows of data."""

@@ -163,6 +163,14 @@ def test_hidden_state_makes_prompts_different(tmp_path, caplog):
     assert "1 of 1 held-out problems" in caplog.text
 
 
+def test_chat_that_shows_its_answer_is_refused(tmp_path):
+    """Rows for fine-tuning have this form, and accuracy would begin near 1."""
+    turns = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
+    source = jsonl(tmp_path / "a.jsonl", {"messages": turns, "answer": "3"})
+    with pytest.raises(DataError, match="line 1: messages ends with a message of the assistant"):
+        read(source)
+
+
 def test_ids_of_verl_rows_stay(tmp_path):
     """Checkpoints and journals name prompts by these ids; repeated rows differ in their index."""
     rows = [problem.row() for problem in generate("train", 2, seed=0)]

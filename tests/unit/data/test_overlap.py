@@ -77,6 +77,16 @@ def test_training_prompts_that_are_held_out_are_dropped() -> None:
     assert without_overlap(training, []) == training
 
 
+def test_items_of_reasoning_gym_have_no_hidden_state() -> None:
+    """Two of its tasks that draw one question looked like two problems, and both stayed."""
+    training = [
+        Prompt(name, (("user", "3 + 4 ="),), "7", "reasoning-gym", {"config": name})
+        for name in ("small", "large")
+    ]
+    assert {prompt.state for prompt in training} == {""}
+    assert without_overlap(training[:1], prompts("3 + 4 =")) == []
+
+
 DICE = "Two fair dice are thrown. What is the probability of a sum of seven?"
 CARDS = "Three cards are drawn from a deck. What is the chance of three hearts?"
 CHESS = "In how many ways can eight rooks stand on a board so that none attacks another?"

@@ -88,6 +88,7 @@ def test_listed_names_are_keys_or_tables(tmp_path, name):
         ({"rollout.num_engines": 3, "cluster.placement": "separate"}, True),
         ({"sampling.prompts_per_step": 64, "trainer.optimizer.lr": 1e-5}, True),
         ({"run.seed": 1}, False),
+        ({"data.chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"rollout.temperature": 0.5}, False),
         ({"reward.decide": "symbolic"}, False),
         ({"model.dtype": "float32"}, False),
