@@ -95,7 +95,12 @@ class TextEncoder:
         if self._marked is None or self._marked[0] != mark:
             self._marked = (mark, *self._with_mark(mark))
         _, copy, ids = self._marked
-        return [ids.get(one, one) for one in copy.encode(text, add_special_tokens=False).ids]
+        encoding = copy.encode(text, add_special_tokens=False)
+        return [
+            token
+            for one, name in zip(encoding.ids, encoding.tokens, strict=True)
+            for token in (self._letters(name) if self._made_of(one, name) else [ids.get(one, one)])
+        ]
 
     @cached_property
     def _any_special(self) -> re.Pattern[str]:
@@ -103,6 +108,19 @@ class TextEncoder:
 
     def _pattern(self, special_only: bool) -> re.Pattern[str]:
         return self._any_special if special_only else self.any_control
+
+    def _made_of(self, number: int, name: str) -> bool:
+        """Return whether the model itself made a control token of a text that has its name.
+
+        A model does so whose vocabulary has names as pieces, as with Unigram and WordLevel.
+        """
+        unknown = getattr(self._backend.model, "unk_token", None)
+        return self.controls.get(name) == number and name != unknown
+
+    def _letters(self, piece: str) -> list[int]:
+        """Return the tokens of each letter of a piece."""
+        tokenize = self._backend.model.tokenize
+        return [token.id for letter in piece for token in tokenize(letter)]
 
     def _with_mark(self, mark: str) -> tuple[Tokenizer, dict[int, int]]:
         """Return the copy whose control tokens have a mark, and the ids of its added tokens."""

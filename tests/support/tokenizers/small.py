@@ -1,7 +1,8 @@
 """Small tokenizers built as those of five public models are, for the rules of `megadapo.tokens`.
 
 Each has the steps, control tokens and template of its model, as far as they matter here, and a
-vocabulary of single bytes or characters. `TOKENIZERS` may have the models' own.
+vocabulary of single bytes or characters. One more has a Unigram model.
+`TOKENIZERS` may have the models' own.
 """
 
 import json
@@ -108,13 +109,28 @@ KINDS = {
         bos="<|im_start|>",
         config={"tokenizer_class": "PreTrainedTokenizerFast"},
     ),
+    # its vocabulary has the names of control tokens as pieces, which the model finds in any text
+    "unigram": Kind(
+        "llama",
+        eos="</s>",
+        special=("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"),
+        plain=("[tool]",),
+        bos="<s>",
+        adds_bos=True,
+        stops=("</s>",),
+        normalizer=normalizers.Replace(" ", "▁"),
+        config={"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"},
+    ),
 }
+OWN = tuple(name for name in KINDS if name != "unigram")
+"""Kinds of public models, whose own tokenizers can be tested too."""
 
 
 def write_tokenizer(name: str, folder: Path, **changes: object) -> Path:
     """Write the files of a small tokenizer; `changes`: of tokenizer_config.json."""
     kind = KINDS[name]
-    tokenizer = _gemma(kind) if name == "gemma3" else _byte_level(kind)
+    build = {"gemma3": _gemma, "unigram": _unigram}.get(name, _byte_level)
+    tokenizer = build(kind)
     tokenizer.add_special_tokens([AddedToken(one, normalized=False) for one in kind.special])
     tokenizer.add_tokens([AddedToken(one, normalized=kind.normalized) for one in kind.plain])
     if kind.adds_bos and kind.bos is not None:
@@ -175,6 +191,20 @@ def _gemma(kind: Kind) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = kind.normalizer
     tokenizer.pre_tokenizer = steps.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _unigram(kind: Kind) -> Tokenizer:
+    """Return a tokenizer whose vocabulary has its added tokens, characters and bytes."""
+    names = [*kind.special, *kind.plain]
+    rest = [*(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁", "an"]
+    scores = [*((name, 0.0) for name in names), *((one, -2.0) for one in rest)]
+    unknown = names.index("<unk>")
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=unknown, byte_fallback=True))
+    tokenizer.normalizer = kind.normalizer
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )

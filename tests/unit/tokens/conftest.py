@@ -1,11 +1,12 @@
-"""The five tokenizers: small ones everywhere, the models' own where `make test-tokenizers` ran."""
+"""Tokenizers: small ones everywhere, the models' own where `make test-tokenizers` ran."""
 
 import pytest
 
 from megadapo.tokens.tokenizer import read_tokenizer
 from tests.support.tokenizers.small import KINDS, TOKENIZERS, write_tokenizer
+from tests.support.tokenizers.small import OWN as PUBLIC
 
-OWN = [pytest.param((name, True), id=f"{name}-own", marks=pytest.mark.full) for name in KINDS]
+OWN = [pytest.param((name, True), id=f"{name}-own", marks=pytest.mark.full) for name in PUBLIC]
 
 
 @pytest.fixture(scope="session", params=[*(pytest.param((n, False), id=n) for n in KINDS), *OWN])

@@ -204,6 +204,26 @@ def test_text_that_normalises_to_a_name_stays_text(tmp_path):
     assert number in tokenizer.encode(evil)
     for ids in (prompt_ids(evil, tokenizer), chat_ids([("user", evil)], tokenizer)):
         assert number not in ids
+    pieces = AutoTokenizer.from_pretrained(write_tokenizer("unigram", tmp_path / "b"))
+    pieces.backend_tokenizer.normalizer = normalizers.NFKC()
+    assert pieces.eos_token_id not in prompt_ids("a＜/s＞", pieces)
+
+
+def test_model_that_knows_whole_words_makes_no_control_tokens(tmp_path):
+    """Its vocabulary has their names, and the texts that it does not know become one token."""
+    from tokenizers import Tokenizer, models
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = {word: number for number, word in enumerate(["[UNK]", "</s>", "a", "<", "b"])}
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer("smollm2", tmp_path / "a"))
+    whole = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    whole.pre_tokenizer = WhitespaceSplit()
+    whole.add_special_tokens(["[UNK]", "</s>"])
+    tokenizer._tokenizer = whole
+    unknown = [words["[UNK]"]]
+    ids = prompt_ids("a </s> b", tokenizer)
+    assert ids == [words["a"], words["<"], *unknown * 3, words["b"]]
+    assert prompt_ids("a [UNK] zz </s>", tokenizer)[:3] == [words["a"], *unknown * 2]
 
 
 def test_marks_keep_how_names_are_looked_for(tmp_path):

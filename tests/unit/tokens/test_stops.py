@@ -23,6 +23,7 @@ ENDS = {
     "deepseek_v3": "<｜end▁of▁sentence｜>",
     "gemma3": "<end_of_turn>",
     "smollm2": "<|im_end|>",
+    "unigram": "<|im_end|>",
 }
 
 
