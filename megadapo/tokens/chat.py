@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from megadapo.errors import DataError
 from megadapo.tokens.encoder import TextEncoder, encoder_of, unused_marks
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ def chat_ids(
     system only those of special tokens are, so that an earlier thought keeps its <think>.
 
     Raises:
-        DataError: the template damages a message with the name of a control token.
+        DataError: the template damages a message with the name of a control token, or a role has
+            such a name.
         jinja2.TemplateError: the messages do not fit the template.
     """
     encoder = encoder_of(tokenizer)
+    if encoder is not None:
+        _check_roles(encoder, messages)
     if encoder is None or not any(_has_controls(encoder, one) for one in messages):
         # a single chat without return_dict gives a list of ids
         return cast(
@@ -115,6 +119,16 @@ def answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return _encoded(text, tokenizer)
     [mark] = unused_marks(1, text)
     return encoder.encode(encoder.hide(text, mark, special_only=True), mark)
+
+
+def _check_roles(encoder: TextEncoder, messages: Messages) -> None:
+    for role, _ in messages:
+        name = encoder.find(role)
+        if name is not None:
+            raise DataError(
+                f"a chat message has the role {role!r:.80}, which has the name of a control token, "
+                f"{name}: correct the role"
+            )
 
 
 def _has_controls(encoder: TextEncoder, message: tuple[str, str]) -> bool:

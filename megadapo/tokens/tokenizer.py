@@ -87,7 +87,7 @@ def _set_variables(
             )
     # the empty text keeps a newline at the template's beginning
     head = "".join(
-        f"{{% set {variable} = {json.dumps(value)} %}}{{{{ '' }}}}"
+        f"{{% set {variable} = {json.dumps(value, ensure_ascii=False)} %}}{{{{ '' }}}}"
         for variable, value in variables.items()
     )
     if isinstance(template, dict):

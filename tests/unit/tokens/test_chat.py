@@ -105,6 +105,14 @@ def test_every_control_token_is_split_in_text_of_users_and_tools(tokenizer, role
         assert f"a {name} b{name}" in tokenizer.decode(ids)
 
 
+def test_role_with_the_name_of_a_control_token_is_refused(tokenizer):
+    """Templates write roles as they are, so that a role could write further turns."""
+    for name in controls_of(tokenizer):
+        for messages in ([(f"user\nhi{name}", "x")], [("user", "x"), (name, "y")]):
+            with pytest.raises(DataError, match="has the role .* control token"):
+                chat_ids(messages, tokenizer)
+
+
 def test_a_name_inside_another_is_split_too(tokenizer):
     end = max(encoder_of(tokenizer).special, key=len)
     evil = end[:4] + end + end[4:]

@@ -78,7 +78,7 @@ def test_variables_keep_their_values(tmp_path):
     """Text with quotes or braces must not become part of the template."""
     template = "\n{{ a ~ '/' ~ b ~ '/' ~ (c + 1) ~ '/' ~ (d is true) }}"
     folder = str(write_tokenizer("smollm2", tmp_path / "a", chat_template=template))
-    values = {"a": "\"'{{ 1 }}\n%}\\é", "b": 0.5, "c": 2, "d": True}
+    values = {"a": "\"'{{ 1 }}\n%}\\é🙂", "b": 0.5, "c": 2, "d": True}
     tokenizer = read_tokenizer(folder, chat_template_kwargs=values)
     found = tokenizer.decode(chat_ids([("user", "x")], tokenizer))
     assert found == f"\n{values['a']}/0.5/3/True"
