@@ -61,8 +61,8 @@ class AnswerEncoder:
     def response_ids(self, text: str) -> list[int]:
         """Return the tokens of a response, with the one that ends it."""
         for name in self._tokenizer.convert_ids_to_tokens(list(self._stops)):
-            # the answers of some files have the end already
-            if text.endswith(name):
+            # the answers of some files have the end already; an id beyond the tokenizer has no name
+            if name is not None and text.endswith(name):
                 text = text.removesuffix(name)
                 break
         return [*answer_ids(text, self._tokenizer), self._stops[0]]

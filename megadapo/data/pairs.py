@@ -83,7 +83,7 @@ def conversation_tokens(messages: Messages, tokenizer: PreTrainedTokenizerBase) 
     else:
         text = "".join(content for _, content in messages)
         # the texts of some files have the end already
-        ids = prompt_ids(text.removesuffix(str(tokenizer.eos_token)), tokenizer)
+        ids = prompt_ids(text.removesuffix(str(tokenizer.eos_token or "")), tokenizer)
         end = tokenizer.eos_token_id
         ids = ids if end is None else [*ids, end]
     if not ids:

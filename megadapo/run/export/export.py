@@ -207,8 +207,8 @@ def _complete_generation_config(folder: Path, base: Path) -> None:
     else:
         config = read_json(folder / "config.json")
         tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
-    known = tokens.get(_END, [])
-    ends = known if isinstance(known, list) else [known]
+    known = tokens.get(_END)
+    ends = known if isinstance(known, list) else [known] if known is not None else []
     missing = [end for end in _stop_ids(base) if end not in ends]
     if missing:
         ends = [*ends, *missing]

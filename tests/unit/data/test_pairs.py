@@ -63,6 +63,9 @@ def test_plain_answer_ends_once(tokenizer):
     tokenizer.chat_template = None
     ids = conversation_tokens((("user", "a"), ("assistant", "b<|endoftext|>")), tokenizer)
     assert tokenizer.decode(ids) == "ab<|endoftext|>"
+    tokenizer.eos_token = None
+    ids = conversation_tokens((("user", "a"), ("assistant", " None")), tokenizer)
+    assert tokenizer.decode(ids) == "a None"
 
 
 BAD = {

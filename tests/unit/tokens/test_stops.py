@@ -132,6 +132,15 @@ def test_folder_names_further_ends(tmp_path):
         stop_ids(read_tokenizer(str(folder)))
 
 
+def test_end_beyond_the_tokenizer_has_no_name(tmp_path):
+    """Models with a padded vocabulary may name such tokens, which no text ends with."""
+    folder = write_tokenizer("smollm2", tmp_path / "a")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [99999, 5]}))
+    tokenizer = read_tokenizer(str(folder))
+    encoder = AnswerEncoder(tokenizer, max_prompt_tokens=9, max_response_tokens=9)
+    assert tokenizer.decode(encoder.response_ids("3")) == "3<|im_end|>"
+
+
 def test_model_without_an_end_is_refused_for_training_data(tmp_path):
     folder = write_tokenizer("smollm2", tmp_path / "a", eos_token=None, chat_template=None)
     tokenizer = AutoTokenizer.from_pretrained(folder)

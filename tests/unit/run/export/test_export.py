@@ -83,7 +83,13 @@ def test_missing_generation_config_is_written(finished, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("known", "expected"), [(1, [1, "turn"]), ([1, 5], [1, 5, "turn"]), (None, ["turn", 1])]
+    ("known", "expected"),
+    [
+        ({"eos_token_id": 1}, [1, "turn"]),
+        ({"eos_token_id": [1, 5]}, [1, 5, "turn"]),
+        ({"eos_token_id": None}, ["turn", 1]),
+        ({}, ["turn", 1]),
+    ],
 )
 def test_exported_model_stops_at_the_end_of_a_turn(finished, tiny_model, tmp_path, known, expected):
     """Plain transformers and vLLM read the stop tokens of generation_config.json alone."""
@@ -96,8 +102,7 @@ def test_exported_model_stops_at_the_end_of_a_turn(finished, tiny_model, tmp_pat
     tokenizer.chat_template = template
     tokenizer.save_pretrained(base)
     end = tokenizer.convert_tokens_to_ids("<turn>")
-    config = {"do_sample": True} if known is None else {"do_sample": True, "eos_token_id": known}
-    (base / "generation_config.json").write_text(json.dumps(config))
+    (base / "generation_config.json").write_text(json.dumps({"do_sample": True, **known}))
     export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
     written = GenerationConfig.from_pretrained(tmp_path / "out")
     assert written.eos_token_id == [end if one == "turn" else one for one in expected]
