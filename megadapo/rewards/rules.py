@@ -31,6 +31,8 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-\u2212])?"  # a sign, unless it subtracts
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?"
 )
+# LaTeX has a backslash before the dollar
+_NEGATIVE_AMOUNT = re.compile(r"([-\u2212])\\?[$€£](?=\.?[0-9])")
 _ANSWER = re.compile(r"(?i)\bAnswer\s{0,8}:")
 
 
@@ -114,7 +116,9 @@ def marked_answer(response: str, ground_truth: str) -> str:
 def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -> str | None:
     """Return the answer that a rule compares, None without one."""
     if rule == "last_number":
-        last = deque(_NUMBER.finditer(response), maxlen=1)
+        # the sign of -$5 belongs to its number
+        amounts = _NEGATIVE_AMOUNT.sub(r"\1", response)
+        last = deque(_NUMBER.finditer(amounts), maxlen=1)
         return last[0][0] if last else None
     if rule == "exact_text":
         num_lines = ground_truth.strip().count("\n") + 1

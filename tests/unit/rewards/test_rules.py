@@ -17,6 +17,8 @@ from megadapo.rewards.scorer import Scorer
         *[("It is 1,000.", "1000"), ("10-7=3", "3"), ("is -3.50", "-3.5"), ("\u22124", "-4")],
         *[("(2)-3", "3"), ("$12.00$", "12"), ("half: .5", "0.50"), ("f(1,2", "2"), ("-0", "0")],
         *[("0012", "12"), ("v1.2.3", "3"), ("12.", "12"), ("3 or 4", "4"), ("9" * 400, "9" * 400)],
+        *[("a loss of -$5.", "-5"), ("-\\$1,000", "-1000"), ("\u2212£.50", "-0.5"), ("$-5", "-5")],
+        *[("9-$5", "5"), ("(9)-$5", "5"), ("-$x 5", "5"), ("$12.00-$5.00$", "5"), ("-$5$", "-5")],
     ],
 )
 def test_last_number_is_compared_as_a_number(response, gold):
@@ -120,7 +122,9 @@ def test_scorer_uses_the_pattern_and_starts_no_symbolic_comparison():
         assert scorer.drain_warnings() == []
 
 
-@pytest.mark.parametrize("text", ["a", "1,", "111,", "-", "1.", "a\n", "\n", "Answer ", "<answer>"])
+@pytest.mark.parametrize(
+    "text", ["a", "1,", "111,", "-", "1.", "-$", "-$1", "a\n", "\n", "Answer ", "<answer>"]
+)
 def test_time_is_linear_in_the_response(text):
     """Python's own matching of this pattern doubles its time with each further letter."""
     start = time.process_time()
