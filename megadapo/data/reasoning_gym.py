@@ -233,14 +233,18 @@ def _made_elsewhere(source: str, request: Mapping[str, Any]) -> Iterator[dict[st
         assert process.stdout is not None
         try:
             for line in process.stdout:
+                if not line.endswith("\n"):
+                    # a killed process leaves part of a line
+                    break
                 made = json.loads(line)
                 if "error" in made:
                     raise DataError(f"{source}: {made['error']}")
                 yield made
             if process.wait() != 0:
                 errors.seek(0)
-                last = [*errors.read().strip().splitlines(), f"exit code {process.returncode}"][-2:]
-                raise DataError(f"{source}: reasoning-gym makes no further item: {last[0]}")
+                last = errors.read().strip().splitlines()[-1:]
+                said = "; ".join([*last, f"exit code {process.returncode}"])
+                raise DataError(f"{source}: reasoning-gym makes no further item: {said}")
         finally:
             process.kill()
             process.wait()

@@ -86,7 +86,11 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
 
 def _score(result: bytes | None) -> float | None:
     """Return the score that a child returned; None without one from 0 to 1."""
-    score = json.loads(result or b"null")
+    try:
+        score = json.loads(result or b"null")
+    except (ValueError, RecursionError):
+        # an answer that is evaluated can find the token and write a result itself
+        return None
     return score if isinstance(score, float) and 0.0 <= score <= 1.0 else None
 
 

@@ -7,6 +7,7 @@ from megadapo.data import reasoning_gym
 from megadapo.data.prompts import Prompt
 
 PACKAGE = '''
+import os
 import random
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ class Dataset:
         rng = random.Random(self.seed + index)
         if self.name == "unmakable" and index > 1:
             raise RuntimeError("this item cannot be made")
+        if self.name == "killed":
+            os.write(1, b'{"question')
+            os.kill(os.getpid(), 9)
         # as datasets of the package do that go through sets or draw without their generator
         more = [hash("text") % 10**6, random.randrange(10**6)] if self.name == "unstable" else []
         terms = [*more, *(rng.randint(0, self.config.max_term) for _ in range(2))]
@@ -49,7 +53,7 @@ class Dataset:
 def create_dataset(name, **config):
     return Dataset(name, Config(**config))
 '''
-NAMES = ("chain_sum", "composite", "evaluated", "no_text", "unmakable", "unstable")
+NAMES = ("chain_sum", "composite", "evaluated", "no_text", "killed", "unmakable", "unstable")
 FACTORY = f"""
 from reasoning_gym import Config, Dataset
 DATASETS = {{name: (Dataset, Config) for name in {NAMES}}}

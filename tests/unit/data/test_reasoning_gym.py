@@ -100,6 +100,7 @@ def test_items_without_a_text_of_the_answer_are_prompts(stand_in):
         ("chain_sum:train", "write reasoning-gym:WHAT:SPLIT:NUM"),
         ("none.toml:train:8", "none.toml cannot be read as TOML"),
         ("unmakable:train:8", "makes no further item: RuntimeError: this item cannot be made"),
+        ("killed:train:8", "makes no further item: exit code -9"),
     ],
 )
 def test_wrong_source_is_refused(stand_in, source, said):

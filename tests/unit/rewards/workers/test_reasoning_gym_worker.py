@@ -15,6 +15,12 @@ from tests.support.rollout import gym_stand_in
 
 FUNCTION = RewardFunction(function="reasoning_gym", timeout_s=2.0, options={"partial": True})
 
+TOKEN = (
+    "[frame.f_locals['token'] for frame, _ in __import__('traceback').walk_stack(None)"
+    " if 'token' in frame.f_locals][0]"
+)
+"""Expression for the text before a result, which an answer beside its scorer can find."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in(tmp_path_factory):
@@ -82,6 +88,8 @@ def test_answer_without_a_gold_text_is_scored(runner):
         "__import__('socket').socket()",
         "__import__('os').kill(1, 9)",
         "__import__('os').write(3, b'1.0') and __import__('os')._exit(0)",
+        f"__import__('os').write(3, {TOKEN} + b'x') and __import__('os')._exit(0)",
+        f"__import__('os').write(3, {TOKEN} + b'[' * 4000) and __import__('os')._exit(0)",
         "exit()",
         "bytes(10**12)",
         "9**9**9",
