@@ -64,6 +64,7 @@ def check_run(
     checks = (
         *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
         *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
+        *((_check_scored_template,) if has_values else ()),
         *(_check_resume, _check_writers, _check_on_event),
     )
     for check in checks:
@@ -294,6 +295,15 @@ def _check_data(
     if problems:
         raise DataError("\n".join(problems))
     return notes
+
+
+def _check_scored_template(config: RunConfig) -> list[str]:
+    if config.data.chat_template_kwargs:
+        raise ConfigError(
+            "data.chat_template_kwargs cannot be used by megadapo reward-model: servers and "
+            "local_reward_model render conversations without them; leave it out"
+        )
+    return []
 
 
 def _check_resume(config: RunConfig) -> list[str]:

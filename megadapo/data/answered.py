@@ -89,6 +89,7 @@ class AnswerEncoder:
             OverlongError: a prompt or an answer has too many tokens.
         """
         messages = row.conversation
+        row.names.check_texts(messages, row.place)
         answers = [place for place, (role, _) in enumerate(messages) if role == ASSISTANT]
         if not answers or answers[0] == 0:
             raise DataError(f"{row.place}: no message of the {ASSISTANT} follows another message")

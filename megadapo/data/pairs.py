@@ -14,6 +14,7 @@ import jinja2
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
+from megadapo.data.config import DataColumns
 from megadapo.data.group import NO_VERSION, Group
 from megadapo.data.rows import Messages
 from megadapo.data.sources import read_pair_rows
@@ -37,22 +38,27 @@ def load_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int,
+    columns: DataColumns | None = None,
     overlong: Literal["error", "drop"] = "error",
 ) -> list[Pair]:
     """Return the pairs of a source of `read_pair_rows` in order.
 
     Args:
         max_tokens: most tokens of a conversation.
+        columns: texts that each prompt must have around it, as in a run with rollouts.
         overlong: whether a longer one is an error, or its pair is left out.
 
     Raises:
         DataError: a row cannot be read, has equal answers or is too long; the error names it.
     """
     pairs: list[Pair] = []
-    for row in read_pair_rows(source):
+    for row in read_pair_rows(source, columns):
+        conversations = [row.preference("chosen"), row.preference("rejected")]
+        for messages in conversations:
+            row.names.check_texts(messages, row.place)
         chosen, rejected = (
-            np.array(conversation_tokens(row.preference(name), tokenizer), dtype=np.int32)
-            for name in ("chosen", "rejected")
+            np.array(conversation_tokens(messages, tokenizer), dtype=np.int32)
+            for messages in conversations
         )
         if np.array_equal(chosen, rejected):
             raise DataError(f"{row.place}: chosen and rejected are the same text")

@@ -66,6 +66,29 @@ class Names:
             head = (("system", config.system),)
         return (*head, *self.examples, *rest)
 
+    def check_texts(self, messages: Messages, place: str) -> None:
+        """Raise DataError if an answered conversation lacks the texts that `wrap` puts around.
+
+        Chats with answers are taken as they are. Those of rollouts have the texts already.
+        """
+        config = self.config
+        head = messages[:1] if messages[0][0] == "system" else ()
+        begin, _, _ = (config.template or "").partition(PROMPT_MARK)
+        _, _, end = (config.template or "").rpartition(PROMPT_MARK)
+        last = [content for role, content in messages if role == "user"][-1:]
+        has = {
+            "system": config.system is None or head == (("system", config.system),),
+            "template": config.template is None
+            or any(text.startswith(begin) and text.endswith(end) for text in last),
+            "examples": messages[len(head) :][: len(self.examples)] == self.examples,
+        }
+        missing = [f"data.columns.{key}" for key, found in has.items() if not found]
+        if missing:
+            raise DataError(
+                f"{place}: chats with answers are taken as they are, and this one lacks the text "
+                f"of {', '.join(missing)}: add it to the rows, or leave the key out"
+            )
+
 
 @dataclass(frozen=True)
 class Row:

@@ -102,17 +102,22 @@ def read_text_rows(source: str) -> Iterator[Row]:
             yield Row(str(file), {TEXT: text})
 
 
-def read_pair_rows(source: str) -> Iterator[Row]:
+def read_pair_rows(source: str, columns: DataColumns | None = None) -> Iterator[Row]:
     """Yield rows of preference pairs in order, from files, folders and Hub datasets.
+
+    `columns`: texts around each prompt, as in `read_rows`; the columns' names are fixed.
 
     Raises:
         DataError: the source does not exist, cannot be read, or lacks a column.
     """
+    names = _names(source, columns or DataColumns())
     for file in _files(source, SUFFIXES):
         if file.suffix == ".parquet":
-            yield from _parquet_rows(file, PAIR_COLUMNS, ("prompt", "messages"))
+            rows = _parquet_rows(file, PAIR_COLUMNS, ("prompt", "messages"))
         else:
-            yield from _jsonl_rows(file)
+            rows = _jsonl_rows(file)
+        for row in rows:
+            yield Row(row.place, row.columns, names)
 
 
 def read_answered_rows(source: str, columns: DataColumns | None = None) -> Iterator[Row]:

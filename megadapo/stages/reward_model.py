@@ -42,7 +42,11 @@ class RewardModel(Stage):
         data, tokenizer = config.data, load_tokenizer(config)
         max_tokens = data.max_prompt_tokens + config.rollout.max_response_tokens
         load = partial(
-            load_pairs, tokenizer=tokenizer, max_tokens=max_tokens, overlong=data.overlong_prompts
+            load_pairs,
+            tokenizer=tokenizer,
+            max_tokens=max_tokens,
+            columns=data.columns,
+            overlong=data.overlong_prompts,
         )
         pairs, shares = data.load_train(load)
         return cls(config=config, pairs=pairs, shares=shares, held_out=data.load_held_out(load))

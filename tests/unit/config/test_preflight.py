@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megadapo.config import load_config, to_toml
 from megadapo.config.preflight import check_run
+from megadapo.data.sources import read_pair_rows
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.models.description import critic_config
 
@@ -166,6 +168,18 @@ def test_a_teacher_that_is_not_there(reference, kind, problem):
     overrides = [*TAUGHT, f"algorithm.reference.{reference}"]
     with pytest.raises(kind, match=problem):
         check_run(load_config("configs/quickstart.toml", overrides))
+
+
+def test_reward_model_is_trained_on_the_template_that_scores(tmp_path):
+    """Variables of the template would be in its training alone, and shift its scores."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}')
+    overrides = [f"--data.train={pairs}", f"--data.held_out={pairs}", f"--run.folder={tmp_path}/r"]
+    reads = partial(check_run, rows=read_pair_rows, has_values=True)
+    reads(load_config("configs/quickstart.toml", overrides))
+    overrides += ["--data.chat_template_kwargs={a = true}"]
+    with pytest.raises(ConfigError, match="data.chat_template_kwargs cannot be used by megadapo"):
+        reads(load_config("configs/quickstart.toml", overrides))
 
 
 @pytest.mark.parametrize(

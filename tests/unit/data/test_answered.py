@@ -1,13 +1,17 @@
 """Answered conversations: their tokens, the rows that are refused, and the rows of rollouts."""
 
 import json
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from megadapo.data.answered import AnswerEncoder, CorrectRows, fingerprint, load_answered
+from megadapo.data.config import DataColumns
 from megadapo.data.group import Group, Response, Score
+from megadapo.data.pairs import load_pairs
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
 
@@ -116,6 +120,41 @@ def test_bad_row_is_named(tmp_path, row, problem):
     with pytest.raises(DataError, match=problem) as caught:
         load(tmp_path, {"messages": [ASK, SAY]}, row)
     assert "rows.jsonl, line 2" in str(caught.value)
+
+
+SHOT = ({"role": "user", "content": "Q: 1?\nA:"}, {"role": "assistant", "content": "one"})
+WRAPPED = {"role": "user", "content": "Q: 1+2=?\nA:"}
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "missing"),
+    [
+        ([SYSTEM, *SHOT, WRAPPED], []),
+        ([*SHOT, WRAPPED], ["system"]),
+        ([{**SYSTEM, "content": "T"}, *SHOT, WRAPPED], ["system"]),
+        ([SYSTEM, *SHOT, ASK], ["template"]),
+        ([SYSTEM, {**ASK, "role": "tool"}], ["template", "examples"]),
+        ([SYSTEM, *SHOT[:1], WRAPPED], ["examples"]),
+        ([ASK], ["system", "template", "examples"]),
+    ],
+)
+def test_chat_without_the_texts_around_prompts_is_refused(tmp_path, chat, missing):
+    """Rollouts would get other prompts than the model was trained on; their own rows pass."""
+    examples = write(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
+    columns = DataColumns(system="S", template="Q: {prompt}\nA:", examples=examples)
+    answered = write(tmp_path / "chats.jsonl", {"messages": [*chat, SAY]})
+    pair = {"messages": chat, "chosen": "3", "rejected": "4"}
+    pairs = write(tmp_path / "pairs.jsonl", pair)
+    tokenizer, encoder = encoder_of(CHATML, max_prompt_tokens=128)
+    keys = ", ".join(f"data.columns.{one}" for one in missing)
+    for load_rows in (
+        partial(load_answered, answered, encoder),
+        partial(load_pairs, pairs, tokenizer, max_tokens=128),
+    ):
+        said = f"line 1: chats .* lacks the text of {keys}:"
+        with pytest.raises(DataError, match=said) if missing else nullcontext():
+            assert len(load_rows(columns=columns)) == 1
 
 
 def test_long_rows_can_be_dropped(tmp_path):
