@@ -114,8 +114,10 @@ class TextEncoder:
 
         A model does so whose vocabulary has names as pieces, as with Unigram and WordLevel.
         """
-        unknown = getattr(self._backend.model, "unk_token", None)
-        return self.controls.get(name) == number and name != unknown
+        if self.controls.get(name) != number:
+            return False
+        # the token of all unknown text stays
+        return name != getattr(self._backend.model, "unk_token", None)
 
     def _letters(self, piece: str) -> list[int]:
         """Return the tokens of each letter of a piece."""
