@@ -54,7 +54,7 @@ def picture_distributions(page: Page, path: Path) -> None:
 
 def picture_responses(page: Page, path: Path) -> None:
     """Show the tooltip of a token that the updates changed much, in a trained group."""
-    page.choose("[name=fate]", "trained")
+    page.choose("[name=disposition]", "trained")
     _choose_changed_group(page)
     show(page, "#responses")
     page.move(CHANGED, scroll=False)
