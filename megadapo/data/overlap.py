@@ -104,7 +104,9 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
 
 def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt], name: str = "") -> None:
     """Log a warning if held-out problems, of the set `name`, are among the training prompts."""
-    found = _without_hidden_states(overlapping(training, held_out), held_out)
+    num_states = Counter(prompt.messages for prompt in held_out)
+    # problems with the same text and another hidden state are different problems
+    found = [p for p in overlapping(training, held_out) if num_states[p.messages] == 1]
     if not found:
         return
     listed = ", ".join(f"{prompt.messages[-1][1]!r:.60}" for prompt in found[:MAX_LISTED])
@@ -120,9 +122,13 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> l
     """Return the training prompts that are not among the held-out problems."""
     problems = _index(held_out)[1]
     copies = {n for n, (text, bare) in _texts(training) if problems.copies_of(text, bare)}
-    found = _without_hidden_states([training[n] for n in sorted(copies)], training)
-    dropped = {prompt.id for prompt in found}
-    return [prompt for prompt in training if prompt.id not in dropped]
+    num_states = Counter(prompt.messages for prompt in training)
+    return [
+        prompt
+        for n, prompt in enumerate(training)
+        # problems with the same text and another hidden state are different problems
+        if n not in copies or num_states[prompt.messages] > 1
+    ]
 
 
 def _index(prompts: Sequence[Prompt]) -> tuple[list[int], ProblemIndex]:
@@ -130,15 +136,6 @@ def _index(prompts: Sequence[Prompt]) -> tuple[list[int], ProblemIndex]:
     texts = dict(_texts(prompts))
     index = ProblemIndex([text for text, _ in texts.values()], [bare for _, bare in texts.values()])
     return list(texts), index
-
-
-def _without_hidden_states(found: Sequence[Prompt], prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return those found whose text only one of the prompts has.
-
-    Problems with the same text and another hidden state are different problems.
-    """
-    num_states = Counter(prompt.messages for prompt in prompts)
-    return [prompt for prompt in found if num_states[prompt.messages] == 1]
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:
