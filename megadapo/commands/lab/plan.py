@@ -28,6 +28,12 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="nodes with the GPUs (default: eight GPUs a node)"
     )
+    parser.add_argument(
+        "--main-memory",
+        type=int,
+        metavar="GIB",
+        help="main memory of a trainer's node (default 2048); a warning says if it may not suffice",
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,8 +49,9 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.lab.plan.fit import problems, warnings
+    from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
     from megadapo.lab.plan.phases import gpu_kinds, models_of
+    from megadapo.lab.plan.split import describe_split
     from megadapo.lab.plan.step_time import describe_times
     from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
@@ -59,10 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
     lines = _summary(config, models, card, traffic, gpus_per_node)
     lines += describe_times(config, models.policy, card, traffic)
+    if config.sampling.overlaps:
+        lines += describe_split(config, models, card)
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
-    for warning in warnings(config, models, card):
+    warned = warnings(config, models, card)
+    warned += main_memory_warnings(config, models, card, gpus_per_node, arguments.main_memory)
+    for warning in warned:
         print(f"megadapo: warning: {warning}", file=sys.stderr)
     found = problems(config, models, card)
     for problem in found:
@@ -76,7 +87,7 @@ def check_memory(config: RunConfig, gpu: str) -> list[str]:
     Raises:
         ConfigError: a phase does not fit; the error names it and the keys to change.
     """
-    from megadapo.lab.plan.fit import problems, warnings
+    from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
     from megadapo.lab.plan.phases import fullest, gpu_kinds, models_of
 
     card = card_of(gpu)
@@ -86,8 +97,12 @@ def check_memory(config: RunConfig, gpu: str) -> list[str]:
         return [f"GPU memory is not checked: {error}"]
     if found := problems(config, models, card):
         raise ConfigError("\n".join([*found, f"(--gpu selects another card than {card.name})"]))
-    fits = f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
-    return [fits, *(f"warning: {warning}" for warning in warnings(config, models, card))]
+    kinds = gpu_kinds(config, models, card)
+    gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), None)
+    warned = warnings(config, models, card)
+    warned += main_memory_warnings(config, models, card, gpus_per_node)
+    fits = f"on {card.name}, a {fullest(kinds)} (megadapo plan)"
+    return [fits, *(f"warning: {warning}" for warning in warned)]
 
 
 def card_of(name: str) -> Card:

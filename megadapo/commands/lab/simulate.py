@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.commands.lab.plan import add_gpu, card_of
+from megadapo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.lab.simulate.simulation import Assumptions
+    from megadapo.lab.simulate.step_times import Absence
+    from megadapo.lab.simulate.task import TaskSettings
 
 
 def add(commands: Commands) -> None:
@@ -34,22 +43,43 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="seeds from run.seed on (default 1)"
     )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="compare whole steps with their training on N GPUs"
+    )
+    parser.add_argument(
+        "--trainer-gpus",
+        type=int,
+        metavar="N",
+        help="the trainer's share where engines have GPUs of their own (default: the best)",
+    )
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        metavar="K",
+        help="sampling.max_staleness of partial and async (default: the recipe's, at least 2)",
+    )
+    add_gpu(parser, purpose="GPU of --gpus")
+    parser.add_argument(
+        "--away",
+        type=_absence,
+        metavar="N:SECONDS",
+        help="engines that leave after the first measured step, and when they return",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--schedule",
+        type=Path,
+        metavar="FILE",
+        help="also write the ages of all tokens in the first --steps steps of async, for "
+        "megadapo train --schedule FILE",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from megadapo.config import load_config
     from megadapo.lab.simulate.fit import fit_run
-    from megadapo.lab.simulate.simulation import (
-        Assumptions,
-        compare,
-        fit_table,
-        results_table,
-        write_json,
-    )
+    from megadapo.lab.simulate.simulation import Assumptions, fit_table
 
     config = load_config(arguments.config, arguments.overrides)
     fit = fit_run(arguments.fit) if arguments.fit else None
@@ -63,9 +93,72 @@ def run(arguments: argparse.Namespace) -> int:
         keep_rate=arguments.keep_rate,
         solved_share=arguments.solved,
     )
+    if arguments.gpus is None:
+        _compare_batches(arguments, assumptions)
+    else:
+        _compare_steps(arguments, config, assumptions.task)
+    return 0
+
+
+def _compare_batches(arguments: argparse.Namespace, assumptions: Assumptions) -> None:
+    """Compare the time until a batch is full, with the baselines' rules."""
+    from rich.console import Console
+
+    from megadapo.lab.simulate.simulation import compare, results_table, write_json
+
+    for name in ("trainer_gpus", "staleness", "away", "schedule"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
     with Console().status("simulating"):
         results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
     print(results_table(results, assumptions.title))
     if arguments.json is not None:
         write_json(results, assumptions, arguments.json)
-    return 0
+
+
+def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskSettings) -> None:
+    """Compare whole steps of all modes on equally many GPUs."""
+    from rich.console import Console
+
+    from megadapo.lab.plan.phases import models_of
+    from megadapo.lab.simulate.schedule import simulate_schedule
+    from megadapo.lab.simulate.step_times import (
+        ClusterAssumptions,
+        compare_steps,
+        step_table,
+        write_step_json,
+    )
+
+    for name, default in (("engines", None), ("fit", None), ("seeds", 1)):
+        if getattr(arguments, name) != default:
+            raise ConfigError(f"--{name} has no effect with --gpus: leave one of them out")
+    if arguments.away is not None and arguments.schedule is not None:
+        raise ConfigError("--away has no effect on --schedule: leave one of them out")
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
+    if arguments.staleness is not None and arguments.staleness < 2:
+        raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
+    assumptions = ClusterAssumptions.of(
+        config,
+        models_of(config).policy,
+        card_of(arguments.gpu),
+        task,
+        num_gpus=arguments.gpus,
+        num_trainer_gpus=arguments.trainer_gpus,
+        staleness=arguments.staleness,
+    )
+    with Console().status("simulating"):
+        results = compare_steps(assumptions, num_steps=arguments.steps, absence=arguments.away)
+        if arguments.schedule is not None:
+            schedule = simulate_schedule(assumptions, results[-1], num_steps=arguments.steps)
+            schedule.write(arguments.schedule)
+    print(step_table(results, assumptions.title))
+    if arguments.json is not None:
+        write_step_json(results, assumptions, arguments.json)
+
+
+def _absence(text: str) -> Absence:
+    from megadapo.lab.simulate.step_times import Absence
+
+    number, _, seconds = text.partition(":")
+    return Absence(num_engines=int(number), seconds=float(seconds))

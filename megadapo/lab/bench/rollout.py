@@ -124,7 +124,7 @@ def _start(
     from megadapo.run.processes import start_engines_alone
 
     inputs = SamplingInputs.start(config, phases, stack)
-    engines = start_engines_alone(config, phases, stack, log_folder=folder)
+    engines, _ = start_engines_alone(config, phases, stack, log_folder=folder)
     return [inputs.sampler(_with(config, mode.settings), engines) for mode in modes]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address
+from megadapo.errors import InfraError
 from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
 from megadapo.weights.disk.load import collect_runs, import_weights
 from megadapo.weights.disk.sources import open_layout
@@ -212,6 +214,9 @@ class Engines:
         self.actor = actor
         self.policy_version = 0
 
+    def publishing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def updatable(self) -> list[int]:
         return [0]
 
@@ -248,9 +253,13 @@ class Engines:
         *,
         timeout_s: float,
         republish: Callable[[int], object],
+        any_time: bool = False,
     ) -> None:
         method = "finish_weight_update"
         self.gather(self.call(method, {0: ()}), doing=method, timeout_s=timeout_s)
+
+    def fail(self, index: int, cause: str) -> None:
+        raise InfraError(cause)
 
 
 def start_engine(model: Path, *, tensor_parallel: int) -> Engines:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MIB, GIB = 1 << 20, 1 << 30
 GPUS_PER_NODE = 8
+MAIN_MEMORY_GIB = 2048
+"""Main memory of a node of eight unless the user gives another, as in NVIDIA's DGX."""
 
 
 @dataclass(frozen=True, kw_only=True)

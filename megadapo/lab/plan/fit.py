@@ -7,14 +7,16 @@ from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.config.recipe import toml_value
-from megadapo.lab.plan.cards import GIB, Card
+from megadapo.lab.plan.cards import GIB, MAIN_MEMORY_GIB, Card
 from megadapo.lab.plan.phases import (
     GpuKind,
     Models,
     Phase,
     gpu_kinds,
+    host_items,
     itemsize_of,
     longest_sequence,
+    replayed_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes
 from megadapo.trainer.config import StateKind
@@ -41,6 +43,41 @@ def warnings(config: RunConfig, models: Models, card: Card) -> list[str]:
         for kind, phase, advice in _advised(config, models, card, CROWDED)
         if phase.total <= card.memory_bytes
     ]
+
+
+def main_memory_warnings(
+    config: RunConfig,
+    models: Models,
+    card: Card,
+    gpus_per_node: int,
+    main_memory_gib: int | None = None,
+) -> list[str]:
+    """Describe the main memory of a trainer's node if it may not suffice; [] otherwise."""
+    main_memory_gib = main_memory_gib or MAIN_MEMORY_GIB
+    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    items = host_items(config, models, engine, gpus_per_node)
+    items["replayed experts"] = replayed_bytes(config, models.policy)
+    total = sum(items.values()) / GIB
+    if total <= CROWDED * main_memory_gib:
+        return []
+    largest = max(items, key=lambda name: items[name])
+    return [
+        f"main memory of a node: {total:,.0f} GiB are more than {CROWDED:.0%} of its "
+        f"{main_memory_gib:,} GiB (--main-memory); {items[largest] / GIB:,.0f} are "
+        f"{largest}: {_MAIN_MEMORY_ADVICE[largest]}"
+    ]
+
+
+_MAIN_MEMORY_ADVICE = {
+    "offloaded by the trainer": "take less into trainer.offload or "
+    "trainer.optimizer.cpu_offload_fraction, or raise trainer.data_parallel",
+    "weights of sleeping engines": "raise rollout.tensor_parallel",
+    "snapshot of a save": "raise trainer.data_parallel",
+    "weights for engines that join or evaluate": "raise trainer.tensor_parallel or "
+    "trainer.pipeline_parallel",
+    "replayed experts": "lower sampling.prompts_per_step or rollout.max_response_tokens",
+}
+"""The keys to change for each part of the main memory that does not fit."""
 
 
 def problems(config: RunConfig, models: Models, card: Card) -> list[str]:

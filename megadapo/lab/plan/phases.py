@@ -255,7 +255,8 @@ def host_items(
 ) -> dict[str, int]:
     """Return a node's main memory by purpose; the processes' own memory is extra."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
-    states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
+    kinds = rank_kinds(layout, config.trainer)
+    states = [_state(config, models, kind) for kind in kinds]
     teachers = [_teacher_bytes(config, models, stage) for stage in range(len(states))]
     offload: tuple[StateKind, ...] = ()
     engine_share = 0
@@ -280,9 +281,22 @@ def host_items(
         "offloaded by the trainer": trainer_share,
         "weights of sleeping engines": engine_share,
         "snapshot of a save": max(state.snapshot for state in states),
+        "weights for engines that join or evaluate": _num_copies(config)
+        * max(kind.num_parameters for kind in kinds)
+        * itemsize_of(config),
     }
     num_ranks = min(gpus_per_node, config.trainer.num_ranks)
     return {name: num_ranks * share for name, share in shares.items()}
+
+
+def _num_copies(config: RunConfig) -> int:
+    """Return the number of copies of its weights that a trainer rank keeps for engines.
+
+    `weights/sync/sender.py:WeightSender.pin` makes them: of the weights published last, if engines
+    join or restart beside an update, and of the evaluated weights, if an engine is for evaluations.
+    """
+    evaluates = config.evaluation.every > 0 and config.evaluation.placement == "engine"
+    return int(config.sampling.mode == "async") + int(evaluates)
 
 
 def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:

@@ -49,15 +49,18 @@ def describe_times(
     limit = "by throughput"
     if generation < longest:
         limit = "by the longest response, which more engines do not shorten"
-    rollout, train = max(generation, longest), _train_seconds(config, model, card)
+    rollout, train = max(generation, longest), train_seconds(config, model, card)
     sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
     sync /= LINK_SHARE
     kept = ""
     if config.sampling.selection == "signal":
         kept = f", {KEPT_SHARE:.0%} of the groups mixed"
+    total, both = rollout + train, "+"
+    if config.sampling.overlaps:
+        total, both = max(rollout, train), "beside"
     return [
-        f"a step at this roofline: {rollout + train + sync:,.0f} s = rollout "
-        f"{rollout:,.0f} ({limit}) + train {train:,.0f} + sync {sync:.2f}",
+        f"a step at this roofline: {total + sync:,.0f} s = rollout "
+        f"{rollout:,.0f} ({limit}) {both} train {train:,.0f} + sync {sync:.2f}",
         f"  {READ_SHARE:.0%} of {card.memory_bandwidth / 1e12:.2f} TB/s while engines sample, "
         f"{TRAIN_SHARE:.0%} of {card.flops / 1e12:.0f} TFLOP/s while the trainer works, "
         f"{LINK_SHARE:.0%} of {card.link_bandwidth / 1e9:.0f} and "
@@ -88,7 +91,7 @@ def update_flops(
         with_logprobs: whether the old log-probs take a pass of their own.
     """
     passes = 1 + with_logprobs + BACKWARD_PASSES
-    return sum(passes * length * _forward_flops(model, length) for length in lengths)
+    return sum(passes * length * forward_flops(model, length) for length in lengths)
 
 
 def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> tuple[float, float]:
@@ -103,7 +106,7 @@ def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> 
     at_once = max(1.0, min(rollout.max_num_seqs, per_engine, engine.cache_tokens / context))
     bandwidth = READ_SHARE * card.memory_bandwidth
     read = (engine.weights + at_once * context * engine.token) / bandwidth
-    flops = _forward_flops(model, 2 * context) / rollout.ranks_per_engine * at_once
+    flops = forward_flops(model, 2 * context) / rollout.ranks_per_engine * at_once
     products = flops / (TRAIN_SHARE * card.flops)
     # each token passes through the stages of an engine in sequence
     alone = engine.weights / bandwidth * rollout.pipeline_parallel
@@ -113,12 +116,13 @@ def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> 
     )
 
 
-def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> float:
+def train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> float:
+    """Return the seconds in which the recipe's trainer works on a step's batch."""
     trainer, sampling = config.trainer, config.sampling
     num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
     length = PROMPT_TOKENS + mean_response(config)
     layer, mlp = _layer_flops(model, length)
-    forward = _forward_flops(model, length)
+    forward = forward_flops(model, length)
     again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
     # old log-probs, then a forward and backward pass for each pass over the batch
     update = (1 + BACKWARD_PASSES) * forward + again
@@ -127,7 +131,7 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     return seconds / (1.0 - _bubble(config, length))
 
 
-def _forward_flops(model: ModelDescription, length: float) -> float:
+def forward_flops(model: ModelDescription, length: float) -> float:
     """Return a token's mean FLOPs in a sequence of `length` tokens."""
     layer, _ = _layer_flops(model, length)
     return model.shape.num_layers * layer + 2.0 * model.shape.hidden_size * model.shape.vocab_size

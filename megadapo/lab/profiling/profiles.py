@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megadapo.models.description import ModelDescription
     from megadapo.trainer.rank import TrainerRank
     from megadapo.trainer.trainer import Trainer
+    from megadapo.trainer.types import TrainerSettings
 
 _MAX_MEMORY_EVENTS = 1_000_000
 """Limit of allocations and releases in a snapshot; the oldest are dropped."""
@@ -62,8 +63,8 @@ def profile_training_step(trainer: Trainer, updates: Updates) -> str:
 
 
 @contextmanager
-def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
-    """Start the trainer of a recipe without engines."""
+def trainer_alone(config: RunConfig, settings: TrainerSettings | None = None) -> Iterator[Trainer]:
+    """Start the trainer of a recipe without engines; None for `settings` takes the recipe's."""
     from megadapo.cluster.cluster import Cluster
     from megadapo.run.processes import trainer_settings
     from megadapo.trainer.trainer import Trainer
@@ -76,7 +77,8 @@ def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
     )
     try:
         with tempfile.TemporaryDirectory() as logs:
-            trainer = Trainer.start(trainer_settings(config), cluster, log_folder=Path(logs))
+            own = settings or trainer_settings(config)
+            trainer = Trainer.start(own, cluster, log_folder=Path(logs))
             try:
                 yield trainer
             finally:

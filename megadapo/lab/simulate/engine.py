@@ -5,55 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSpeed:
-    """A model of step times: a step gives one token to each running response.
-
-    The defaults are a 32B model in bfloat16 on four H200: 16.4 GB of weights a GPU, read at
-    3.4 TB/s, 128 all-reduces and the scheduler make `step_s`. 65.6 GFLOP a token at about half the
-    peak make `prefill_s` and most of `response_s`. 64 KiB of cache a token and GPU at 3.4 TB/s make
-    `context_s`.
-    """
-
-    step_s: float = 15e-3
-    """Seconds of a step without load."""
-    response_s: float = 40e-6
-    """Extra seconds for each running response."""
-    context_s: float = 19e-9
-    """Extra seconds for each token in the KV cache of running responses."""
-    prefill_s: float = 30e-6
-    """Seconds for each prompt token, and for each token of a response that continues."""
-
-    def step_time(self, num_running: int, num_context: float) -> float:
-        """Return the seconds of one step; `num_context` counts all running responses' tokens."""
-        return self.step_s + self.response_s * num_running + self.context_s * num_context
-
-    def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:
-        """Return the seconds until each running response has `num_tokens` more."""
-        growth = 0.5 * self.context_s * num_running * num_tokens
-        return (self.step_time(num_running, num_context) + growth) * num_tokens
-
-    def tokens_in(self, seconds: float, num_running: int, num_context: float) -> float:
-        """Return the tokens that each running response gains: the inverse of `time_for`."""
-        linear = self.step_time(num_running, num_context)
-        square = 0.5 * self.context_s * num_running
-        if square == 0.0:
-            return seconds / linear
-        # this form of the root stays exact for a tiny square
-        return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * square * seconds))
-
-    def scaled(self, factor: float) -> EngineSpeed:
-        """Return an engine whose every step takes `factor` times as long."""
-        return replace(
-            self,
-            step_s=self.step_s * factor,
-            response_s=self.response_s * factor,
-            context_s=self.context_s * factor,
-            prefill_s=self.prefill_s * factor,
-        )
+from megadapo.lab.plan.engine_speed import EngineSpeed
 
 
 @dataclass(eq=False, slots=True)

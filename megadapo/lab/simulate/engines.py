@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.lab.simulate.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
+from megadapo.lab.plan.engine_speed import EngineSpeed
+from megadapo.lab.simulate.engine import EngineCounters, VirtualEngine, VirtualResponse
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
@@ -60,6 +61,8 @@ class VirtualEngines:
         """Tokens generated for mixed groups, counted when they finish or stop."""
         self.task = task
         """Source of the answers; a caller may replace it."""
+        self.deadline = math.inf
+        """Time at which `finished` returns, with or without groups."""
         self._settings = settings
         self._dispatch = dispatch
         self._engines = [
@@ -74,6 +77,9 @@ class VirtualEngines:
         # (time, engine, number): only the entry with an engine's latest number counts
         self._events: list[tuple[float, int, int]] = []
         self._numbers = [0] * settings.num_engines
+        self._num_present = settings.num_engines
+        self._changes: list[tuple[float, int]] = []
+        self._away_seconds = 0.0
         self._reported = [(0.0, EngineCounters())] * settings.num_engines
         """Time and counters of each engine at the last report."""
         self._zeros = np.zeros(task.settings.max_tokens, dtype=np.int32)
@@ -86,7 +92,12 @@ class VirtualEngines:
         if self._dispatch == "in_turn":
             return UNLIMITED
         wanted = math.ceil(self._settings.num_slots * (1 + AHEAD))
-        return sum(max(0, wanted - engine.load) for engine in self._engines)
+        return sum(max(0, wanted - engine.load) for engine in self._engines[: self._num_present])
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that one engine runs at once."""
+        return self._settings.num_slots
 
     @property
     def num_in_flight(self) -> int:
@@ -103,10 +114,28 @@ class VirtualEngines:
         """Integral of all running responses over time."""
         return sum(engine.counters.running_seconds for engine in self._engines)
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which engines had work, summed over all engines."""
+        return sum(engine.counters.busy_seconds for engine in self._engines)
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time in which engines were there and had their GPUs, summed over all engines."""
+        return self.now * self._settings.num_engines - self._away_seconds
+
     def publish(self) -> None:
         """Give the engines new weights."""
         self.policy_version += 1
         self._versions = np.full_like(self._zeros, self.policy_version)
+
+    def plan_absence(self, num_engines: int, seconds: float) -> None:
+        """Let engines leave now and return later, empty.
+
+        Their groups move to the others and lose the tokens since they were submitted.
+        """
+        num_all = self._settings.num_engines
+        self._changes = [(self.now, num_all - num_engines), (self.now + seconds, num_all)]
 
     def draw(self, key: int, policy_version: int) -> Draw:
         """Return the responses that these weights give to a group that was submitted."""
@@ -116,7 +145,7 @@ class VirtualEngines:
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups."""
         shares: dict[int, list[VirtualResponse]] = {}
-        loads = [engine.load for engine in self._engines]
+        loads = [engine.load for engine in self._engines[: self._num_present]]
         for request in groups:
             if self._dispatch == "in_turn":
                 index = self._num_dispatched % len(loads)
@@ -136,31 +165,36 @@ class VirtualEngines:
             self._schedule(index)
 
     def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
-        """Let time pass until a group finishes; return [] at the timeout or with none in flight."""
-        deadline = math.inf if timeout_s is None else self.now + timeout_s
+        """Let time pass until a group finishes; return [] if none does in time or is in flight."""
+        deadline = self.deadline if timeout_s is None else min(self.deadline, self.now + timeout_s)
         while not self._complete and self._events:
             time, index, number = self._events[0]
+            if self._changes and self._changes[0][0] <= min(time, deadline):
+                self._change()
+                continue
             if time > deadline:
                 break
             heapq.heappop(self._events)
             if number == self._numbers[index]:
-                self.now = max(self.now, time)
+                self._pass(max(0.0, time - self.now))
                 self._end(self._engines[index].run_event(time))
                 self._schedule(index)
         if not self._complete and deadline < math.inf:
-            self.now = deadline
+            self._pass(deadline - self.now)
         groups, self._complete = self._complete, []
         return [self._response(group) for group in groups]
+
+    def pass_time(self, seconds: float, *, have_gpus: bool = True) -> None:
+        """Let time pass while nothing is in flight."""
+        end = self.now + seconds
+        while self._changes and self._changes[0][0] <= end:
+            self._change(have_gpus=have_gpus)
+        self._pass(end - self.now, have_gpus=have_gpus)
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
         """Stop groups in flight, all of them for None."""
         chosen = self._chosen(keys)
-        for index in {group.engine for group in chosen.values()}:
-            engine = self._engines[index]
-            engine.advance(self.now)
-            for sequence in engine.remove(lambda one: one.key in chosen):
-                chosen[sequence.key].num_done[sequence.index] = sequence.num_done
-            self._schedule(index)
+        self._remove(chosen)
         groups = [chosen[key] for key in sorted(chosen)]
         for key in chosen:
             self._groups.pop(key, None)
@@ -228,6 +262,31 @@ class VirtualEngines:
             group.num_open -= 1
             if not group.num_open:
                 self._complete.append(self._groups.pop(sequence.key))
+
+    def _remove(self, chosen: Mapping[int, _Group]) -> None:
+        """Take groups from their engines, with the tokens so far."""
+        for index in {group.engine for group in chosen.values()}:
+            engine = self._engines[index]
+            engine.advance(self.now)
+            for sequence in engine.remove(lambda one: one.key in chosen):
+                chosen[sequence.key].num_done[sequence.index] = sequence.num_done
+            self._schedule(index)
+
+    def _pass(self, seconds: float, *, have_gpus: bool = True) -> None:
+        num_away = self._settings.num_engines - self._num_present * have_gpus
+        self._away_seconds += seconds * num_away
+        self.now += seconds
+
+    def _change(self, *, have_gpus: bool = True) -> None:
+        """Go to the time of the next change; groups of engines that leave move to the others."""
+        time, number = self._changes.pop(0)
+        self._pass(max(0.0, time - self.now), have_gpus=have_gpus)
+        self._num_present = number
+        lost = [group for group in self._groups.values() if group.engine >= number]
+        self._remove({group.request.key: group for group in lost})
+        for group in lost:
+            del self._groups[group.request.key]
+        self.submit([group.request for group in lost])
 
     def _schedule(self, index: int) -> None:
         """Replace the engine's next event."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import DataError
-from megadapo.lab.simulate.engine import EngineSpeed
+from megadapo.lab.plan.engine_speed import EngineSpeed
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.task import Task, TaskSettings, run_lengths, step_lengths
@@ -115,7 +115,7 @@ def _predict(
         engines.task = task
         start = engines.now
         source.next_batch()
-        engines.publish()
+        source.publish()
         seconds.append(engines.now - start)
     return seconds
 

@@ -14,6 +14,7 @@ from megadapo.data.prompts import PromptStream, render
 from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskVerifier, task_tokenizer
 from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
@@ -35,6 +36,9 @@ class BatchSource(Protocol):
     """A policy in use."""
 
     def next_batch(self) -> Sequence[TrainedGroup]: ...
+
+    def publish(self) -> None:
+        """Give the engines new weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,6 @@ def _ours(plain: SamplingConfig) -> list[Policy]:
 
     return [
         mode("sync", "prompt order, strictly on-policy"),
-        mode("sync-reserve", "prompt order, surplus groups used a step later", max_staleness=1),
         mode(
             "one-step-off",
             "as sync, a step ahead of the trainer",
@@ -140,6 +143,7 @@ class OurSampler:
     """The product's own sampler."""
 
     def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
+        self._engines = engines
         self.sampler = Sampler(
             engines,
             PromptStream(task.prompts, task.settings.seed),
@@ -152,10 +156,19 @@ class OurSampler:
         )
 
     def next_batch(self) -> list[TrainedGroup]:
-        return [
-            TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
-            for group in self.sampler.next_batch().groups
-        ]
+        return trained_groups(self.sampler.next_batch())
+
+    def publish(self) -> None:
+        self._engines.publish()
+        self.sampler.go_on(self._engines.policy_version)
+
+
+def trained_groups(batch: SampledBatch) -> list[TrainedGroup]:
+    """Return the policy versions of a batch."""
+    return [
+        TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
+        for group in batch.groups
+    ]
 
 
 class FirstFinished:
@@ -184,6 +197,9 @@ class FirstFinished:
                     kept.append(TrainedGroup(response.key, versions))
         self._engines.stop(keep=False)
         return kept[:needed]
+
+    def publish(self) -> None:
+        self._engines.publish()
 
     def _request(self) -> OpenGroup:
         index, task = next(self._prompt_indices), self._task.settings

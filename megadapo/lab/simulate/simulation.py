@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,13 +14,15 @@ from megadapo.errors import ConfigError
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
-from megadapo.lab.simulate.policies import BatchSource, Policy, TrainedGroup, all_policies
-from megadapo.lab.simulate.task import (
-    LogNormalLengths,
-    Task,
-    TaskSettings,
-    read_lengths,
+from megadapo.lab.simulate.measures import (
+    SampledStep,
+    length_bias,
+    mean_age,
+    standard_error,
+    token_ages,
 )
+from megadapo.lab.simulate.policies import BatchSource, Policy, all_policies
+from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 
@@ -186,24 +186,10 @@ def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
     return replace(
         results[0],
         seconds=seconds,
-        seconds_error=_standard_error(seconds),
+        seconds_error=standard_error(seconds),
         staleness_max=max(result.staleness_max for result in results),
         **means,
     )
-
-
-def _standard_error(seconds: Sequence[float]) -> float | None:
-    if len(seconds) < 2:
-        return None
-    return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds))
-
-
-@dataclass(frozen=True)
-class _Step:
-    seconds: float
-    version: int
-    """Version of the engines' weights."""
-    groups: Sequence[TrainedGroup]
 
 
 def _counters(engines: VirtualEngines) -> np.ndarray:
@@ -214,19 +200,19 @@ def _counters(engines: VirtualEngines) -> np.ndarray:
     )
 
 
-def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[_Step]:
+def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[SampledStep]:
     steps = []
     for _ in range(num_steps):
         start = engines.now
         groups = source.next_batch()
-        steps.append(_Step(engines.now - start, engines.policy_version, groups))
-        engines.publish()
+        steps.append(SampledStep(engines.now - start, engines.policy_version, groups))
+        source.publish()
     return steps
 
 
 def _result(
     policy: Policy,
-    steps: Sequence[_Step],
+    steps: Sequence[SampledStep],
     counters: np.ndarray,
     engine_settings: EngineSettings,
     engines: VirtualEngines,
@@ -234,59 +220,21 @@ def _result(
     seconds, num_tokens, mixed_tokens, running_seconds = counters.tolist()
     groups = [group for step in steps for group in step.groups]
     num_trained = sum(group.num_tokens for group in groups)
-    # number of tokens by their staleness
-    ages = sum(
-        (
-            _ages(group, step.version + policy.versions_behind)
-            for step in steps
-            for group in step.groups
-        ),
-        start=Counter[int](),
-    )
+    ages = token_ages(steps, policy.versions_behind)
     num_slots = engine_settings.num_engines * engine_settings.num_slots
     return PolicyResult(
         name=policy.name,
         description=policy.description,
         seconds_per_batch=seconds / len(steps),
-        seconds_error=_standard_error([step.seconds for step in steps]),
+        seconds_error=standard_error([step.seconds for step in steps]),
         seconds=tuple(step.seconds for step in steps),
         generated_per_trained=num_tokens / num_trained,
         kept_tokens_trained=min(1.0, num_trained / mixed_tokens),
-        length_bias=_length_bias(policy, steps, engines),
-        staleness_mean=sum(age * number for age, number in ages.items()) / num_trained,
-        staleness_max=max(age for age, number in ages.items() if number),
+        length_bias=length_bias(steps, engines, is_redrawn=policy.sampling.mode != "partial"),
+        staleness_mean=mean_age(ages),
+        staleness_max=max(ages),
         slot_use=running_seconds / seconds / num_slots,
     )
-
-
-def _ages(group: TrainedGroup, version: int) -> Counter[int]:
-    """Count a group's tokens by the publications between them and `version`."""
-    ages: Counter[int] = Counter()
-    for versions in group.policy_versions:
-        first, last = int(versions[0]), int(versions[-1])
-        if first == last:  # versions never decrease
-            ages[version - first] += len(versions)
-        else:
-            for old, number in zip(*np.unique(versions, return_counts=True), strict=True):
-                ages[version - int(old)] += int(number)
-    return ages
-
-
-def _length_bias(policy: Policy, steps: Sequence[_Step], engines: VirtualEngines) -> float:
-    versions = {group.prompt_index: step.version for step in steps for group in step.groups}
-    trained = np.mean([engines.requested[index].lengths.mean() for index in versions])
-    # partial continues unfinished groups with their responses, the others draw new ones
-    is_redrawn = policy.sampling.mode != "partial"
-    mixed = np.mean(
-        [
-            (
-                engines.draw(index, versions[index]) if is_redrawn and index in versions else draw
-            ).lengths.mean()
-            for index, draw in engines.requested.items()
-            if min(versions) <= index <= max(versions) and draw.is_mixed
-        ]
-    )
-    return float(trained / mixed) - 1.0
 
 
 def results_table(results: Sequence[PolicyResult], title: str) -> str:
@@ -332,13 +280,9 @@ def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: 
     Raises:
         DataError: the file cannot be written.
     """
-    task = dict(vars(assumptions.task))
-    lengths = task.pop("lengths")
-    # measured lengths are not listed
-    task["lengths"] = asdict(lengths) if isinstance(lengths, LogNormalLengths) else "measured"
     document = {
         "engines": asdict(assumptions.engines),
-        "task": task,
+        "task": assumptions.task.to_json(),
         "policies": [asdict(one) for one in results],
     }
     write_record(path, document)

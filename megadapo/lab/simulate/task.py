@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from megadapo.data.group import Score
+from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.metrics.records import MetricRecord, read_metrics
@@ -180,6 +180,12 @@ class TaskSettings:
         """Share of solved prompts."""
         return (1.0 - self.between_share) / 2 if self.solved_share is None else self.solved_share
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values; measured lengths are not listed."""
+        lengths = self.lengths
+        listed = asdict(lengths) if isinstance(lengths, LogNormalLengths) else "measured"
+        return {**vars(self), "lengths": listed}
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -260,9 +266,16 @@ class TaskVerifier:
     num_threads = 1
 
     def score_group(
-        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+        self,
+        prompt: Prompt,
+        texts: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+        returns: Sequence[float] = (),
     ) -> list[Score]:
         return [_SCORES[text == prompt.ground_truth] for text in texts]
+
+    def count_failure(self, failure: Failure, prompt: Prompt) -> None:
+        """Never called: virtual responses have no environment."""
 
 
 _SCORES = {

@@ -1,0 +1,1 @@
+"""Comparison of two runs: the first step, phase and place in which they part."""

@@ -1,0 +1,222 @@
+"""Differences between the saved groups of a step: rollout, score, selection and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row, share
+from megadapo.lab.diff.responses import (
+    about_tokens,
+    first_difference,
+    moved_group,
+    rollout_place,
+    swapped_responses,
+    token_advantages,
+    token_rows,
+    tokens_of_group,
+    values_of_score,
+    whole_rows,
+)
+from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
+
+Groups = Mapping[int, SavedGroup]
+"""The saved groups of a step by prompt index."""
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The saved groups of one step in both runs."""
+
+    step: int
+    a: Groups
+    b: Groups
+    is_complete: bool
+    """Whether both runs saved every group of the step."""
+    mini_batch_size: int | None = None
+    """Responses of an update, if both runs have as many."""
+
+    def first(self, phase: Phase) -> Difference | None:
+        """Return the first difference of a phase, with the number of groups that have one."""
+        common = sorted(self.a.keys() & self.b.keys())
+        find = _FINDERS[phase]
+        found = [one for i in common if (one := next(find(self, i), None)) is not None]
+        if phase == "selection" and self.is_complete:
+            found += self._only_one_has()
+        if not found:
+            return None
+        first = min(found, key=lambda one: one.group or 0)
+        noun = "group" if self.is_complete else "saved group"
+        total = len(self.a.keys() | self.b.keys())
+        return first.with_evidence(share(len(found), total, noun, "in this phase"))
+
+    def _only_one_has(self) -> Iterator[Difference]:
+        for index in sorted(self.a.keys() ^ self.b.keys()):
+            there = self.a.get(index) or self.b[index]
+            # how many groups behind the batch finish depends on the engines' speed
+            if there.disposition != "dropped":
+                pair = [groups.get(index) for groups in (self.a, self.b)]
+                shown = [None if one is None else one.disposition for one in pair]
+                text = f"Only {'A' if index in self.a else 'B'} has the group."
+                yield self._found(index, "selection", "group", [row("group", *shown)], text)
+
+    def _found(
+        self,
+        index: int,
+        phase: Phase,
+        field: str,
+        rows: Sequence[Row],
+        *evidence: str,
+        response: int | None = None,
+        token: int | None = None,
+    ) -> Difference:
+        return Difference(
+            step=self.step,
+            phase=phase,
+            field=field,
+            group=index,
+            response=None if response is None else response + 1,
+            token=None if token is None else token + 1,
+            rows=tuple(rows),
+            evidence=tuple(filter(None, evidence)),
+        )
+
+    def pairs(self, index: int) -> list[tuple[SavedResponse, SavedResponse]]:
+        """Return the responses of a group in both runs, as far as both have them."""
+        return list(zip(self.a[index].responses, self.b[index].responses, strict=False))
+
+    # one finder per phase: each yields the differences of a group, the earliest first
+
+    def rollout(self, index: int) -> Iterator[Difference]:
+        """Yield differences of the prompt and of what the engines returned."""
+        one, two = self.a[index], self.b[index]
+        if one.prompt != two.prompt or one.prompt_ids != two.prompt_ids:
+            rows = differing_rows(
+                [
+                    ("prompt", one.prompt.id, two.prompt.id),
+                    ("question", one.prompt.messages[-1][1], two.prompt.messages[-1][1]),
+                    ("gold answer", one.prompt.ground_truth, two.prompt.ground_truth),
+                    ("tokens", one.prompt_ids, two.prompt_ids),
+                ]
+            )
+            moved = moved_group(index, self.a, self.b, lambda group: group.prompt)
+            yield self._found(index, "rollout", "prompt", rows, moved)
+            return
+        if len(one.responses) != len(two.responses):
+            sizes = [row("responses", len(one.responses), len(two.responses))]
+            yield self._found(index, "rollout", "number of responses", sizes)
+        pairs = self.pairs(index)
+        differing = [i for i, (x, y) in enumerate(pairs) if rollout_place(x, y) is not None]
+        if not differing:
+            return
+        first = differing[0]
+        place, field = rollout_place(*pairs[first]) or (0, "")
+        moved = moved_group(index, self.a, self.b, tokens_of_group)
+        moved = moved or swapped_responses(first, one, two)
+        extent = share(len(differing), len(pairs), "response", "in the group")
+        evidence = (moved, *about_tokens(*pairs[first], place, field), extent)
+        token: int | None = place
+        shown = token_rows(*pairs[first], place)
+        responses = [saved.response for saved in pairs[first]]
+        if place == max(len(response.token_ids) for response in responses):
+            # a value of the whole response
+            token, shown = None, list(whole_rows(responses[0], responses[1]))
+        yield self._found(index, "rollout", field, shown, *evidence, response=first, token=token)
+
+    def score(self, index: int) -> Iterator[Difference]:
+        """Yield differences of rewards and verdicts."""
+        for number, (one, two) in enumerate(self.pairs(index)):
+            rows = differing_rows(
+                (name, first, second)
+                for (name, first), (_, second) in zip(
+                    values_of_score(one), values_of_score(two), strict=True
+                )
+                # a late cross-check is no verdict
+                if name != "cross-check" or None not in (first, second)
+            )
+            if rows:
+                is_same = rollout_place(one, two) is None
+                text = f"The response itself is {'the same' if is_same else 'another'}."
+                yield self._found(index, "score", rows[0][0], rows, text, response=number)
+        if self.a[index].failures != self.b[index].failures:
+            rows = (row("failures", self.a[index].failures, self.b[index].failures),)
+            yield self._found(index, "score", "failures of functions", rows)
+
+    def selection(self, index: int) -> Iterator[Difference]:
+        """Yield a difference of the group's use."""
+        one, two = self.a[index], self.b[index]
+        rows = differing_rows(
+            [
+                ("disposition", one.disposition, two.disposition),
+                ("from the reserve", one.from_reserve, two.from_reserve),
+            ]
+        )
+        if rows:
+            yield self._found(index, "selection", rows[0][0], rows)
+
+    def advantages(self, index: int) -> Iterator[Difference]:
+        """Yield differences of the advantages of responses and tokens."""
+        for number, (one, two) in enumerate(self.pairs(index)):
+            rows = differing_rows([("advantage", one.advantage, two.advantage)])
+            place = None
+            if one.advantages is not None or two.advantages is not None:
+                values = token_advantages(one), token_advantages(two)
+                place = first_difference(*values)
+            if place is not None:
+                shown = [v[place] if place < len(v) else None for v in values]
+                rows = (*rows, row("advantage of the token", *shown))
+            if rows:
+                rewards = [row("shaped reward", one.shaped_reward, two.shaped_reward)]
+                rows = (*rows, *rewards)
+                args = {"response": number, "token": place}
+                yield self._found(index, "advantages", "advantage", rows, **args)
+
+    def old(self, index: int) -> Iterator[Difference]:
+        """Yield differences of the trainer's log-probs before the update."""
+        yield from self._trained(index, "old log-probs", "old log-prob", "logprobs_old")
+
+    def update(self, index: int) -> Iterator[Difference]:
+        """Yield differences of the trainer's log-probs in the update."""
+        found = self._trained(index, "update", "log-prob in the update", "logprobs_update")
+        for one in found:
+            yield one.with_evidence(self._about_mini_batch(one))
+
+    def _trained(self, index: int, phase: Phase, field: str, name: str) -> Iterator[Difference]:
+        pairs = self.pairs(index)
+        places = [first_difference(getattr(x, name), getattr(y, name)) for x, y in pairs]
+        differing = [number for number, place in enumerate(places) if place is not None]
+        for number in differing:
+            one, two = pairs[number]
+            place = places[number] or 0
+            values = [getattr(x, name) for x in (one, two)]
+            shown = [None if v is None or place >= len(v) else v[place] for v in values]
+            rows = [*token_rows(one, two, place)[:1], row(field, *shown)]
+            if (phase, place) != ("update", 0):
+                rows.append(("tokens before it", "equal", "equal"))
+            extent = share(len(differing), len(pairs), "response", "in the group")
+            args = {"response": number, "token": place}
+            yield self._found(index, phase, field, rows, extent, **args)
+
+    def _about_mini_batch(self, found: Difference) -> str:
+        if not self.is_complete or self.mini_batch_size is None:
+            return ""
+        # a batch has the trained groups by prompt index
+        trained = [i for i in sorted(self.a) if self.a[i].disposition == "trained"]
+        before = sum(len(self.a[i].responses) for i in trained if i < (found.group or 0))
+        number = (before + (found.response or 1) - 1) // self.mini_batch_size + 1
+        if number == 1:
+            return (
+                "It is in mini-batch 1, before any update of the step: the batch differs, or its "
+                "order."
+            )
+        return f"It is in mini-batch {number}; log-probs of the mini-batches before it are equal."
+
+
+_FINDERS: dict[Phase, Callable[[StepGroups, int], Iterator[Difference]]] = {
+    "rollout": StepGroups.rollout,
+    "score": StepGroups.score,
+    "selection": StepGroups.selection,
+    "advantages": StepGroups.advantages,
+    "old log-probs": StepGroups.old,
+    "update": StepGroups.update,
+}

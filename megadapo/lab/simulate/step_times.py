@@ -1,0 +1,333 @@
+"""Whole steps of every mode on equally many GPUs, with the training and the best split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from megadapo.config import RunConfig
+from megadapo.errors import ConfigError
+from megadapo.lab.plan.cards import Card
+from megadapo.lab.plan.engine_speed import slots_of, speed_of
+from megadapo.lab.plan.split import Split, by_estimate, shared_split, splits
+from megadapo.lab.record import write_record
+from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
+from megadapo.lab.simulate.measures import (
+    SampledStep,
+    length_bias,
+    mean_age,
+    standard_error,
+    token_ages,
+)
+from megadapo.lab.simulate.policies import OurSampler
+from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.training import TrainedStep, train
+from megadapo.models.description import ModelDescription
+from megadapo.observe.tables import TextTable
+from megadapo.rollout.config import SamplingConfig
+
+NUM_WARM_UP = 4
+"""Steps before the measured ones."""
+MAX_SPLITS = 16
+"""Number of splits that a search simulates at most."""
+BASELINE = "sync"
+CAPTION = f"""\
+GPUs: engines + trainer; step: seconds; +-: standard error; x: multiples of {BASELINE}; wait:
+seconds of a step in which the trainer has nothing to do; idle: engines' time without work; slots:
+share in use; staleness: mean/largest, in weight publications; bias: of the mean length"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterAssumptions:
+    """The sizes, GPUs and task that all modes share."""
+
+    config: RunConfig
+    engines: EngineSettings
+    """Engines on all GPUs."""
+    task: TaskSettings
+    shared: Split
+    """Engines and trainer on the same GPUs."""
+    splits: tuple[Split, ...]
+    """Possible engines and trainers with GPUs of their own."""
+    num_gpus: int
+    card: str
+    staleness: int
+    """`sampling.max_staleness` of partial and async."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        model: ModelDescription,
+        card: Card,
+        task: TaskSettings,
+        *,
+        num_gpus: int,
+        num_trainer_gpus: int | None = None,
+        staleness: int | None = None,
+    ) -> ClusterAssumptions:
+        """Combine a recipe, a card and a number of GPUs.
+
+        Raises:
+            ConfigError: the GPUs do not suffice, or no trainer has so many.
+        """
+        found = splits(config, model, card, num_gpus)
+        if num_trainer_gpus is not None:
+            sizes = [one.trainer.num_ranks for one in found]
+            found = [one for one in found if one.trainer.num_ranks == num_trainer_gpus]
+            if not found:
+                raise ConfigError(
+                    f"--trainer-gpus {num_trainer_gpus}: whole copies of the model have "
+                    f"{', '.join(map(str, sizes))} of the {num_gpus} GPUs"
+                )
+        shared = shared_split(config, model, card, num_gpus)
+        return cls(
+            config=config,
+            engines=EngineSettings(
+                num_engines=shared.num_engines,
+                num_slots=slots_of(config, model, card),
+                speed=speed_of(config, model, card),
+            ),
+            task=task,
+            shared=shared,
+            splits=tuple(found[:: -(-len(found) // MAX_SPLITS)]),
+            num_gpus=num_gpus,
+            card=card.name,
+            staleness=staleness or max(2, config.sampling.max_staleness),
+        )
+
+    def splits_by_estimate(self, sampling: SamplingConfig) -> list[Split]:
+        """Return the splits by the quick model of `megadapo plan`, fastest first."""
+        return by_estimate(
+            self.config,
+            self.splits,
+            self.engines.speed,
+            self.engines.num_slots,
+            mode=sampling.mode,
+            staleness=sampling.max_staleness,
+        )
+
+    @property
+    def title(self) -> str:
+        """The assumptions in one line."""
+        sampling = self.config.sampling
+        return (
+            f"{sampling.prompts_per_step} groups of {sampling.responses_per_prompt} on "
+            f"{self.num_gpus} {self.card}, {self.task.keep_rate:.0%} of groups mixed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """Engines that leave after the first measured step and return later."""
+
+    num_engines: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A mode's steps."""
+
+    name: str
+    max_staleness: int
+    gpus: str
+    """Number of the engines' and of the trainer's GPUs."""
+    step_s: float
+    """Mean seconds of a step."""
+    step_error: float | None
+    """Standard error of that mean; None for one step."""
+    seconds: tuple[float, ...]
+    """Time of each step."""
+    train_s: float
+    waited_s: float
+    """Mean seconds of a step in which the trainer has nothing to do."""
+    engines_idle: float
+    """Share of the time in which engines have GPUs but no work."""
+    slot_use: float
+    """Mean share of slots in use, in that time."""
+    generated_per_trained: float
+    """Tokens generated for each token trained on."""
+    staleness_mean: float
+    staleness_max: int
+    length_bias: float
+    num_dropped: int
+    """Mixed groups that were too old for a batch."""
+
+
+def compare_steps(
+    assumptions: ClusterAssumptions, *, num_steps: int, absence: Absence | None = None
+) -> list[StepTime]:
+    """Simulate every mode, those with separate GPUs at the best split.
+
+    With an absence, async appears a second time, with engines that leave and return.
+
+    Raises:
+        ConfigError: the task is impossible.
+        SamplingError: a batch cannot be filled.
+    """
+    task = Task(assumptions.task)
+    found = []
+    for sampling in modes_of(assumptions.config.sampling, assumptions.staleness):
+
+        def simulated(split: Split, sampling: SamplingConfig = sampling) -> StepTime:
+            return simulate_steps(assumptions, sampling, split, task, num_steps=num_steps)
+
+        if sampling.overlaps:
+            split, best = _search(assumptions.splits_by_estimate(sampling), simulated)
+        else:
+            split, best = assumptions.shared, simulated(assumptions.shared)
+        found.append(best)
+    if absence is not None:
+        found.append(
+            simulate_steps(assumptions, sampling, split, task, num_steps=num_steps, absence=absence)
+        )
+    return found
+
+
+def _search(
+    splits: Sequence[Split], simulated: Callable[[Split], StepTime]
+) -> tuple[Split, StepTime]:
+    """Return the fastest split, and its steps: from the estimated best one, downhill."""
+    ordered = sorted(splits, key=lambda one: one.trainer.num_ranks)
+    place = ordered.index(splits[0])
+    results = {place: simulated(ordered[place])}
+    while True:
+        for near in (place - 1, place + 1):
+            if 0 <= near < len(ordered) and near not in results:
+                results[near] = simulated(ordered[near])
+        best = min(results, key=lambda one: results[one].step_s)
+        if best == place:
+            return ordered[best], results[best]
+        place = best
+
+
+def simulate_steps(
+    assumptions: ClusterAssumptions,
+    sampling: SamplingConfig,
+    split: Split,
+    task: Task,
+    *,
+    num_steps: int,
+    absence: Absence | None = None,
+) -> StepTime:
+    """Simulate a mode's steps from a cold start.
+
+    Raises:
+        SamplingError: a batch cannot be filled.
+    """
+    engines = VirtualEngines(replace(assumptions.engines, num_engines=split.num_engines), task)
+    steps = train(OurSampler(sampling, engines, task).sampler, engines, split.train_s)
+    list(islice(steps, NUM_WARM_UP))
+    before = _counters(engines)
+    measured = list(islice(steps, 1))
+    if absence is not None:
+        engines.plan_absence(absence.num_engines, absence.seconds)
+    measured += islice(steps, num_steps - 1)
+    return _step_time(sampling, split, measured, engines, _counters(engines) - before, absence)
+
+
+def modes_of(sampling: SamplingConfig, staleness: int) -> list[SamplingConfig]:
+    """Return the configuration of each mode, async last."""
+    plain = {"prompts_per_round": None, "on_shortfall": "train"}
+    return [
+        sampling.model_copy(update={**plain, "mode": mode, "max_staleness": number})
+        for mode, number in (
+            ("sync", 0),
+            ("partial", 1),
+            ("partial", staleness),
+            ("one_step_off", 1),
+            ("async", staleness),
+        )
+    ]
+
+
+def _counters(engines: VirtualEngines) -> np.ndarray:
+    """Return the engines' seconds: present, busy and of all responses; and their tokens."""
+    engines.activity()  # advances every engine to the present
+    return np.array(
+        [
+            engines.engine_seconds,
+            engines.busy_seconds,
+            engines.running_seconds,
+            engines.num_tokens,
+        ]
+    )
+
+
+def _step_time(
+    sampling: SamplingConfig,
+    split: Split,
+    steps: Sequence[TrainedStep],
+    engines: VirtualEngines,
+    counters: np.ndarray,
+    absence: Absence | None,
+) -> StepTime:
+    present, busy, running, num_tokens = counters.tolist()
+    seconds = tuple(step.seconds for step in steps)
+    sampled = [SampledStep(step.seconds, step.version, step.groups) for step in steps]
+    ages = token_ages(sampled)
+    away = "" if absence is None else f", {absence.num_engines} of {split.num_engines} engines away"
+    return StepTime(
+        name=f"{sampling.mode}{away}",
+        max_staleness=sampling.max_staleness,
+        gpus=split.name,
+        step_s=float(np.mean(seconds)),
+        step_error=standard_error(seconds),
+        seconds=seconds,
+        train_s=split.train_s,
+        waited_s=float(np.mean([step.waited_s for step in steps])),
+        engines_idle=max(0.0, 1.0 - busy / present),
+        slot_use=running / present / engines.num_slots,
+        generated_per_trained=num_tokens / ages.total(),
+        staleness_mean=mean_age(ages),
+        staleness_max=max(ages),
+        length_bias=length_bias(sampled, engines, is_redrawn=not sampling.carries),
+        num_dropped=sum(step.num_dropped for step in steps),
+    )
+
+
+def step_table(results: Sequence[StepTime], title: str) -> str:
+    """Return a table with one row per mode."""
+    baseline = next(one.step_s for one in results if one.name == BASELINE)
+    rows = [
+        [
+            one.name if one.max_staleness < 2 else f"{one.name}, {one.max_staleness} behind",
+            one.gpus,
+            f"{one.step_s:,.0f}",
+            "" if one.step_error is None else f"{one.step_error / one.step_s:.0%}",
+            f"{one.step_s / baseline:.2f}",
+            f"{one.waited_s:,.0f}",
+            f"{one.engines_idle:.1%}",
+            f"{one.slot_use:.0%}",
+            f"{one.staleness_mean:.2f}/{one.staleness_max}",
+            f"{one.length_bias:+.1%}",
+            str(one.num_dropped),
+        ]
+        for one in results
+    ]
+    head = ["mode", "GPUs", "step", "+-", "x", "wait", "idle", "slots", "staleness", "bias"]
+    return TextTable(title=title, note=CAPTION, head=[*head, "dropped"], rows=rows).text()
+
+
+def write_step_json(
+    results: Sequence[StepTime], assumptions: ClusterAssumptions, path: Path
+) -> None:
+    """Write the assumptions and, under "modes", one object per mode.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    document = {
+        "num_gpus": assumptions.num_gpus,
+        "card": assumptions.card,
+        "groups": assumptions.config.sampling.prompts_per_step,
+        "engines": asdict(assumptions.engines),
+        "task": assumptions.task.to_json(),
+        "modes": [asdict(one) for one in results],
+    }
+    write_record(path, document)

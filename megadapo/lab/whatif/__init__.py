@@ -1,0 +1,1 @@
+"""A comparison of objectives on a batch that a run has saved, by the run's own trainer."""

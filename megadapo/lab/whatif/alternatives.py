@@ -1,0 +1,119 @@
+"""The objectives to compare: the run's own and those of `--set`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
+from megadapo.config import RunConfig, from_dict, to_dict
+from megadapo.config.problems import known_keys
+from megadapo.config.recipe import KeyPath, parse_override, with_key
+from megadapo.errors import ConfigError
+
+SECTION = "algorithm"
+OBJECTIVE = (SECTION, "objective")
+OWN_NAME = "the run's own"
+WITHOUT_EFFECT = ("passes", "max_kl", "reference", "kl_control", "pretraining")
+"""Parts of `[algorithm]` that change no loss of a saved batch."""
+_NEXT_KEY = re.compile(r",\s*(?=[A-Za-z_][\w.]*=)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One objective, as the configuration of a whole run."""
+
+    name: str
+    config: RunConfig
+
+
+def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
+    """Return the run's own objective, then one for each text KEY=VALUE[,KEY=VALUE...].
+
+    Raises:
+        ConfigError: a key cannot be set, a value is refused, or the objective needs more than a
+            saved batch.
+    """
+    found = [Alternative(name=OWN_NAME, config=config)]
+    for problem in _unsupported(config):
+        raise ConfigError(problem)
+    for text in texts:
+        changed = _with_keys(config, text)
+        for problem in _unsupported(changed, own=config):
+            raise ConfigError(f"--set {text}: {problem}")
+        # all keys have the same section
+        name = re.sub(rf"(^|,\s*){SECTION}\.", r"\1", text)
+        found.append(Alternative(name=name, config=changed))
+    return found
+
+
+def settable_keys() -> list[str]:
+    """Return the dotted keys that an alternative may set."""
+    keys = [f"{SECTION}.{key}" for key in known_keys(AlgorithmConfig)]
+    sections = {key.rpartition(".")[0] for key in keys} | {SECTION}
+    return [key for key in keys if key not in sections and key.split(".")[1] not in WITHOUT_EFFECT]
+
+
+def _with_keys(config: RunConfig, text: str) -> RunConfig:
+    """Return the run's configuration with the keys of one alternative."""
+    table, known, keys = to_dict(config), settable_keys(), set[KeyPath]()
+    parts = [part.strip() for part in _NEXT_KEY.split(text)]
+    for part in parts:
+        name, equals, _ = part.partition("=")
+        if name not in known:
+            raise ConfigError(f"--set {text}: {_unknown(name, known)}")
+        if not equals:
+            raise ConfigError(f"--set {text}: {name} has no value; write {name}=VALUE")
+        path, value, _ = parse_override(part)
+        keys.add(path)
+        table = with_key(table, path, value)
+    if (*OBJECTIVE, "gate") in keys:
+        # another gate does not read the keys of the run's own
+        for name in _unread_keys(table["algorithm"]["objective"]["gate"]):
+            if (*OBJECTIVE, name) not in keys:
+                default = PolicyObjective.model_fields[name].default
+                table = with_key(table, (*OBJECTIVE, name), default)
+    try:
+        return from_dict(table)
+    except ConfigError as error:
+        raise ConfigError(f"--set {text}: {error}") from None
+
+
+def _unread_keys(gate: str) -> Iterator[str]:
+    read = KEYS_OF_GATE.get(gate, ())
+    return (name for keys in KEYS_OF_GATE.values() for name in keys if name not in read)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    """Explain that a key cannot be set, with the key that was probably meant."""
+    last = name.rpartition(".")[2]
+    namesakes = [key for key in known if key.rpartition(".")[2] == last]
+    near = namesakes or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    part = name.split(".")
+    if part[0] == SECTION and len(part) > 1 and part[1] in WITHOUT_EFFECT:
+        reason = "changes no loss of a saved batch"
+    elif name.startswith(f"{SECTION}."):
+        reason = "is not a key with a value"
+    else:
+        reason = f"is not a key of [{SECTION}]"
+    return f"{name} {reason}; did you mean {' or '.join(near)}?"
+
+
+def _unsupported(config: RunConfig, own: RunConfig | None = None) -> Iterator[str]:
+    """Yield what an objective needs beside a saved batch and the policy's weights."""
+    algorithm = config.algorithm
+    if algorithm.advantage == "gae":
+        yield 'algorithm.advantage = "gae" needs the critic, which whatif does not start'
+    if algorithm.objective.kl_reward_coef != 0.0:
+        yield (
+            'algorithm.objective.kl_in = "reward" has an adaptive coefficient, which whatif does '
+            "not know"
+        )
+    if algorithm.objective.kl_coef != 0.0 and algorithm.reference.server is not None:
+        yield "algorithm.reference.server: whatif does not ask a teacher's server"
+    has_reference = own is None or own.algorithm.objective.kl_coef != 0.0
+    if algorithm.objective.kl_coef != 0.0 and not has_reference:
+        yield "algorithm.objective.kl_coef: the run has no reference policy to compare with"

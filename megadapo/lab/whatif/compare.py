@@ -1,0 +1,169 @@
+"""The comparison of objectives on a saved step, before and after the run's own updates of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megadapo.config import RunConfig
+from megadapo.lab.profiling.profiles import trainer_alone
+from megadapo.lab.whatif.alternatives import Alternative
+from megadapo.lab.whatif.saved_step import (
+    SavedStep,
+    Weights,
+    read_step,
+    saved_logprobs,
+    weights_after,
+    weights_before,
+)
+from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.run.processes import trainer_settings
+from megadapo.run.step.training import make_batch
+from megadapo.trainer.types import TrainerSettings, UpdateRequest
+
+if TYPE_CHECKING:
+    from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All objectives at the same weights."""
+
+    title: str
+    measured: Sequence[Measured]
+    """Numbers of each objective, the run's own first."""
+    notes: Sequence[str]
+
+
+def compare(
+    config: RunConfig, step: int, alternatives: Sequence[Alternative]
+) -> Iterator[Comparison]:
+    """Yield the objectives on a step's saved groups, before the step's updates and after them.
+
+    Args:
+        alternatives: the run's own objective first.
+
+    Raises:
+        DataError: the step has no saved groups, or their file is damaged.
+        CheckpointError: a checkpoint is damaged.
+        InfraError: a rank failed.
+    """
+    saved = read_step(config, step)
+    before = weights_before(config.run.folder, step)
+    after = weights_after(config.run.folder, step)
+    obstacle = None if after is not None else _cannot_repeat(config, saved, before)
+    variants = _variants(saved, alternatives)
+    with trainer_alone(config, _settings(config, before)) as trainer:
+        if before.checkpoint is not None:
+            trainer.load(before.checkpoint.trainer_folder, before.checkpoint.files)
+        measured, logprobs = _measure(trainer, variants, step, None)
+        known = saved_logprobs(config, saved, variants[0].batch)
+        notes = [*_notes(config, saved, before, np.abs(known - logprobs))]
+        if obstacle is not None:
+            notes.append(
+                f"Clip shares of fresh tokens need the weights after step {step}: it has no "
+                f"checkpoint, and its updates cannot be repeated, because {obstacle}."
+            )
+        title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
+        yield Comparison(title=title, measured=measured, notes=notes)
+        if obstacle is not None:
+            return
+        if after is not None:
+            trainer.load(after.trainer_folder, after.files)
+            source = "its checkpoint"
+        else:
+            batch = variants[0].batch
+            trainer.update(UpdateRequest(batch=batch, policy_version=step - 1, step=step))
+            source = "its updates, repeated here"
+        old = np.where(np.isfinite(known), known, logprobs)
+        measured, _ = _measure(trainer, variants, step, old)
+        title = f"after the updates of step {step}, with the old log-probs from before them"
+        yield Comparison(
+            title=title, measured=measured, notes=[f"These weights are from {source}."]
+        )
+
+
+def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:
+    """Return each objective with its advantages and loss weights of the saved groups."""
+    found: list[Variant] = []
+    for one in alternatives:
+        batch, _ = make_batch(saved.sampled, one.config, policy_version=saved.step - 1)
+        num_mini_batches = len(batch.mini_batches)
+        if found:
+            # the loss weights have the alternative's mini-batches; the passes need common ones
+            own = found[0].batch
+            batch = replace(own, advantages=batch.advantages, loss_weights=batch.loss_weights)
+        algorithm = one.config.algorithm
+        found.append(Variant(algorithm=algorithm, batch=batch, num_mini_batches=num_mini_batches))
+    return found
+
+
+def _settings(config: RunConfig, before: Weights) -> TrainerSettings:
+    settings = trainer_settings(config)
+    # no engine shares the device; the loss that balances experts is no part of an objective
+    trainer = settings.trainer.model_copy(update={"offload": (), "router_aux_loss_coef": 0.0})
+    return replace(settings, trainer=trainer, reads_weights=before.checkpoint is None)
+
+
+def _measure(
+    trainer: Trainer, variants: Sequence[Variant], step: int, old: np.ndarray | None
+) -> tuple[list[Measured], np.ndarray]:
+    """Return each objective's numbers, and the current log-probs [T] of all ranks."""
+    answers = trainer.call_all("apply", _measure_on, variants, step - 1, old)
+    logprobs = np.full(len(variants[0].batch.tokens), np.nan, dtype=np.float32)
+    for _, part in answers:
+        if part is not None:
+            np.copyto(logprobs, part, where=np.isfinite(part))
+    return answers[0][0], logprobs
+
+
+def _measure_on(
+    rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: np.ndarray | None
+) -> tuple[list[Measured], np.ndarray | None]:
+    # only a rank imports Megatron
+    from megadapo.lab.whatif.measure import measure
+
+    return measure(rank, variants, policy_version, old)
+
+
+def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Weights) -> str | None:
+    """Return the reason why the step's updates cannot be repeated, None if they can."""
+    if before.step != saved.step - 1:
+        return f"step {saved.step - 1} has none"
+    if not saved.is_whole:
+        return "only a part of its groups is saved"
+    if config.algorithm.pretraining.data is not None:
+        return "algorithm.pretraining takes part in them"
+    if config.trainer.router_aux_loss_coef != 0.0:
+        return "trainer.router_aux_loss_coef takes part in them"
+    return None
+
+
+def _notes(
+    config: RunConfig, saved: SavedStep, before: Weights, distances: np.ndarray
+) -> Iterator[str]:
+    """Yield what the reader must know of the batch and of the weights before the step."""
+    step, num_groups = saved.step, len(saved.sampled.groups)
+    if not saved.is_whole:
+        yield (
+            f"Only {num_groups} of the step's {saved.num_groups} groups are saved, and all numbers "
+            'are of these; a run saves whole batches with observe.saved_groups = "all".'
+        )
+    name = "in model.path" if before.checkpoint is None else f"of {before.checkpoint.path}"
+    distance = f"{np.nanmax(distances):.2g}" if np.isfinite(distances).any() else "unknown"
+    exact = "" if before.step == step - 1 else f", not those of step {step - 1}, which has none"
+    yield (
+        f"The weights are those {name}{exact}. Largest distance of their log-probs to the saved "
+        f"old ones: {distance}."
+    )
+    loss, norm = saved.metrics.get("policy/loss"), saved.metrics.get("policy/grad_norm")
+    if loss is not None and norm is not None:
+        updates = -(-saved.num_groups // config.groups_per_mini_batch) * config.algorithm.passes
+        yield (
+            f"The run recorded policy/loss {loss:.6g} and policy/grad_norm {norm:.6g}"
+            + (f", means over its {updates} updates." if updates > 1 else ".")
+        )

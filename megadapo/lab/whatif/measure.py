@@ -1,0 +1,170 @@
+"""Measurement of several objectives on one batch, on every rank of the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.bapo import num_bapo_sums, search_bounds
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.kernels.policy_head import PolicyHeadOutput
+from megadapo.kernels.policy_head.terms import DROPPED, policy_terms
+from megadapo.lab.whatif.gradients import Work, differentiate, dot
+from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy, trained_tokens, version_gaps
+from megadapo.trainer.batch.mini_batch import MiniBatch
+from megadapo.trainer.update.clip_bounds import sums_of
+from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
+
+if TYPE_CHECKING:
+    from megadapo.trainer.rank import TrainerRank
+
+
+@dataclass(kw_only=True)
+class WeightSums(Sums):
+    """Sums over the tokens of a batch."""
+
+    num_moved: float = 0.0
+    weight: float = 0.0
+    squared_weight: float = 0.0
+
+    def add(self, micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective) -> None:
+        inputs = policy_inputs(micro_batch, logprobs, objective)
+        own = logprobs[micro_batch.rows]
+        terms = policy_terms(own, torch.zeros_like(own), inputs, objective)
+        counted = (inputs.loss_weights != 0) & (terms.flags < DROPPED)
+        weights = torch.ones_like(own) if objective.ratio == "none" else terms.ratio
+        if inputs.importance_weights is not None:
+            weights = weights * inputs.importance_weights
+        weights = weights[counted].double()
+        self.num_moved += (counted & (terms.d_logprobs != 0)).sum().item()
+        self.weight += weights.sum().item()
+        self.squared_weight += weights.square().sum().item()
+
+
+def measure(
+    rank: TrainerRank,
+    variants: Sequence[Variant],
+    policy_version: int,
+    logprobs_old: np.ndarray | None,
+) -> tuple[list[Measured], np.ndarray | None]:
+    """Measure all objectives at the rank's weights; collective, and no weight changes.
+
+    Args:
+        variants: the run's own objective first.
+        policy_version: of the weights before the step; tokens of other versions are stale.
+        logprobs_old: [T] float32 of the ratio's denominator; None: those of the rank's weights.
+
+    Returns:
+        The numbers, the same on all ranks, and the current log-probs [T] that this rank computed,
+        NaN elsewhere; None on ranks that compute none.
+    """
+    works = [_work(rank, variant, policy_version, logprobs_old) for variant in variants]
+    outputs, gradients = differentiate(rank, works)
+    squares = [dot(rank, gradient, gradient) for gradient in gradients]
+    products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
+    found = []
+    for number, (variant, work) in enumerate(zip(variants, works, strict=True)):
+        sums, weights = _sums(rank, work, outputs[number])
+        lengths = math.sqrt(squares[number] * squares[0])
+        found.append(
+            Measured(
+                loss=sums.loss / variant.num_mini_batches,
+                grad_norm=gradients[number].norm / variant.num_mini_batches,
+                cosine=mean_of(products[number], lengths),
+                clip_low=mean_of(sums.clipped_low, sums.num_tokens),
+                clip_high=mean_of(sums.clipped_high, sums.num_tokens),
+                effective_samples=mean_of(
+                    weights.weight**2, weights.squared_weight * sums.num_tokens
+                ),
+                num_tokens=int(sums.num_tokens),
+                num_moved=int(weights.num_moved),
+                entropy=mean_of(sums.entropy, sums.num_tokens),
+            )
+        )
+    if not rank.has_results:
+        return found, None
+    return found, _logprobs(len(variants[0].batch.tokens), works, outputs)
+
+
+def _work(
+    rank: TrainerRank, variant: Variant, policy_version: int, logprobs_old: np.ndarray | None
+) -> Work:
+    """Return the batch's micro-batches with the head of one objective, as an update has them."""
+    importance, objective = variant.algorithm.importance, variant.algorithm.objective
+    predicted, _ = trained_tokens(variant.batch)
+    if importance.stale_logprobs == "none":
+        predicted = predicted & (version_gaps(variant.batch, policy_version) == 0)
+    split = rank.splitter.split(variant.batch, predicted=predicted, policy_version=policy_version)
+    has_reference = objective.kl_coef != 0.0
+    # otherwise the head itself computes the old log-probs
+    if logprobs_old is not None or has_reference or objective.gate == "bapo":
+        split = [_with_old_policy(rank, one, variant, logprobs_old) for one in split]
+    if has_reference:
+        assert rank.reference is not None, "the run's own objective has it"
+        split = rank.reference.add_logprobs(variant.batch, predicted, split, kl_reward_coef=0.0)
+    head = replace(rank.head, objective=objective, importance=importance)
+    work = []
+    for mini_batch in split:
+        own = replace(head, objective=_with_bounds(rank, mini_batch, variant))
+        work += [(micro_batch, own) for micro_batch in mini_batch]
+    return work
+
+
+def _with_old_policy(
+    rank: TrainerRank, mini_batch: MiniBatch, variant: Variant, logprobs_old: np.ndarray | None
+) -> MiniBatch:
+    if logprobs_old is None:
+        proximal = rank.logprobs_of(mini_batch)
+    else:
+        proximal = [one.at_rows(logprobs_old[one.source]) for one in mini_batch]
+    pairs = zip(mini_batch, proximal, strict=False)
+    importance = variant.algorithm.importance
+    return mini_batch.with_policy([old_policy(*pair, importance) for pair in pairs])
+
+
+def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> PolicyObjective:
+    """Return the objective, with gate "bapo" with bounds searched at the rank's weights."""
+    objective, config = variant.algorithm.objective, variant.algorithm.bapo
+    if objective.gate != "bapo":
+        return objective
+    total = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=rank.device)
+    current = rank.logprobs_of(mini_batch)
+    if rank.has_results:
+        for micro_batch, logprobs in zip(mini_batch, current, strict=True):
+            total += sums_of(micro_batch, logprobs, config, dual_clip=objective.dual_clip)
+    torch.distributed.all_reduce(total)
+    return search_bounds(total.cpu().numpy(), config).put_into(objective)
+
+
+def _sums(
+    rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]
+) -> tuple[MiniBatchSums, WeightSums]:
+    sums, weights = MiniBatchSums(), WeightSums()
+    for (micro_batch, head), output in zip(work, outputs, strict=False):
+        if micro_batch.logprobs_old is None:
+            micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
+        sums.add(micro_batch, output, head.objective)
+        weights.add(micro_batch, output.logprobs, head.objective)
+    contributes, device = rank.has_results, rank.device
+    return (
+        sums.reduced(contributes=contributes, device=device),
+        weights.reduced(contributes=contributes, device=device),
+    )
+
+
+def _logprobs(
+    num_tokens: int, works: Sequence[Work], outputs: Sequence[Sequence[PolicyHeadOutput]]
+) -> np.ndarray:
+    """Return [T] current log-probs; those of the first objective that has a token's."""
+    found = np.full(num_tokens, np.nan, dtype=np.float32)
+    for work, own in reversed(list(zip(works, outputs, strict=True))):
+        for (micro_batch, _), output in zip(work, own, strict=True):
+            found[micro_batch.source] = output.logprobs[micro_batch.rows].cpu().numpy()
+    return found

@@ -1,0 +1,39 @@
+"""Types that the driver and the trainer's ranks exchange; importable without Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.data.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One objective with its advantages and loss weights of the batch."""
+
+    algorithm: AlgorithmConfig
+    batch: PackedBatch
+    """The batch, with the run's own mini-batches."""
+    num_mini_batches: int
+    """Number of updates into which this objective divides the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One objective's numbers over the whole batch; None if there was nothing to measure."""
+
+    loss: float
+    """Mean over the updates, all at the same weights, as are the next two."""
+    grad_norm: float
+    cosine: float | None
+    """Cosine of the gradient with the first objective's."""
+    clip_low: float | None
+    clip_high: float | None
+    effective_samples: float | None
+    """Effective sample size of the importance weights times ratios, per token."""
+    num_tokens: int
+    """Number of tokens in the loss."""
+    num_moved: int
+    """Number of tokens whose policy term has a gradient."""
+    entropy: float | None
