@@ -1,4 +1,4 @@
-"""`megadapo doctor`: check this machine, its GPUs, or every node of a cluster."""
+"""`megadapo doctor`: check this machine, its GPUs, every node of a cluster, or a chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megadapo.errors import ConfigError
 
 def add(commands: Commands) -> None:
     parser = add_command(
-        commands, "doctor", "check this machine, or a cluster, and print what megadapo will use"
+        commands, "doctor", "check this machine, a cluster or a chat template, and print the facts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -38,10 +38,24 @@ def add(commands: Commands) -> None:
         "has, of one product, without memory errors, and able to multiply matrices and to "
         "all-reduce within 3 minutes",
     )
+    parser.add_argument(
+        "--template",
+        metavar="MODEL",
+        help="check the chat template of a model's folder or Hub name: turns that it would change, "
+        "the tokens between turns, control tokens in texts, and the ends of turns",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.template is not None:
+        if (arguments.node, arguments.cluster, arguments.folder) != (False, None, None):
+            raise ConfigError(
+                "--template checks no machine: leave out --node, --cluster and --folder"
+            )
+        from megadapo.doctor.template import doctor_template
+
+        return doctor_template(arguments.template, as_json=arguments.json)
     if arguments.node is not False:
         if arguments.cluster is not None or arguments.folder is not None:
             raise ConfigError("--node checks this node alone: leave out --cluster and --folder")

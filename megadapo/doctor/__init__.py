@@ -1,1 +1,1 @@
-"""Checks of this machine and of every node of a cluster."""
+"""Checks of this machine, of every node of a cluster, and of a chat template."""

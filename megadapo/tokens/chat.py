@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from megadapo.errors import DataError
 from megadapo.tokens.encoder import TextEncoder, encoder_of, unused_marks
@@ -19,12 +19,19 @@ _WITH_MARKUP = (ASSISTANT, "system")
 
 
 def chat_ids(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the tokens of a chat by the chat template.
 
     Names of control tokens in the messages are plain text. In messages of the assistant and the
     system only those of special tokens are, so that an earlier thought keeps its <think>.
+
+    Args:
+        tools: JSON schemas of the tools that the template shows to the model.
 
     Raises:
         DataError: the template damages a message with the name of a control token, or a role has
@@ -39,7 +46,10 @@ def chat_ids(
         return cast(
             list[int],
             tokenizer.apply_chat_template(
-                _chat(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+                _chat(messages),
+                tools=_tools(tools),
+                add_generation_prompt=add_generation_prompt,
+                return_dict=False,
             ),
         )
     contents = [content for _, content in messages]
@@ -48,16 +58,23 @@ def chat_ids(
         (role, encoder.hide(content, mark, special_only=role in _WITH_MARKUP))
         for role, content in messages
     ]
-    text = chat_text(hidden, tokenizer, add_generation_prompt=add_generation_prompt)
+    text = chat_text(hidden, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     return encoder.encode(text, mark)
 
 
 def chat_text(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text of a chat by the chat template."""
     text = tokenizer.apply_chat_template(
-        _chat(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+        _chat(messages),
+        tools=_tools(tools),
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
     )
     return cast(str, text)
 
@@ -138,6 +155,11 @@ def _has_controls(encoder: TextEncoder, message: tuple[str, str]) -> bool:
 
 def _chat(messages: Messages) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages]
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    # a template may write an empty list of tools
+    return [dict(tool) for tool in tools] or None
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

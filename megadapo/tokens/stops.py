@@ -24,7 +24,9 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     generation_config.json, or config.json without it, in the tokenizer's folder.
     """
     ends = (turn_end(tokenizer), getattr(tokenizer, "eos_token_id", None))
-    return tuple(dict.fromkeys([*(end for end in ends if end is not None), *_of_folder(tokenizer)]))
+    return tuple(
+        dict.fromkeys([*(end for end in ends if end is not None), *ends_of_folder(tokenizer)])
+    )
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -51,7 +53,7 @@ def without_end(token_ids: list[int], stops: tuple[int, ...]) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
 
 
-def _of_folder(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+def ends_of_folder(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yield the end-of-sequence tokens in the model's configuration, as vLLM reads it."""
     from transformers.utils.hub import cached_file
 

@@ -1,4 +1,4 @@
-"""Branching points: tool calls after which the policy is less certain than at the start.
+"""Branching points: calls after which the policy is less certain than at the start.
 
 ARPO (arXiv 2507.19849), Algorithm 1 with equations 3 to 5. Decisions depend on finished responses
 only, not on the engines' number, speed or order.
@@ -64,12 +64,34 @@ def choose_branches(
     points = sorted(
         (turn, index, call.end)
         for index, response in enumerate(responses[num_seen:], start=num_seen)
-        for turn, call in enumerate(response.calls)
-        if call.end > (response.branch.num_tokens if response.branch else 0)
+        for turn, call in enumerate(response.turns)
+        if call.is_call
+        and call.end > (response.branch.num_tokens if response.branch else 0)
         and _has_branch(call.entropy - response.entropy, seeds[index], call.end, config)
     )
     branches = [Branch(parent=index, num_tokens=end) for _, index, end in points]
     return [one for one in branches for _ in range(config.beam_size - 1)][:num_left]
+
+
+def response_prefix(response: Response, num_tokens: int, *, num_prompt: int) -> Response:
+    """Return the first tokens of a response, with the turns among them.
+
+    The last token has no experts yet: the request that continues the prefix reads it.
+
+    Args:
+        num_prompt: number of prompt tokens before the response.
+    """
+    experts = response.experts
+    return Response(
+        token_ids=response.token_ids[:num_tokens],
+        logprobs=response.logprobs[:num_tokens],
+        finish_reason="unfinished",
+        text="",
+        policy_versions=response.policy_versions[:num_tokens],
+        turns=tuple(call for call in response.turns if call.end <= num_tokens),
+        entropy=response.entropy,
+        experts=None if experts is None else experts[: num_prompt + num_tokens - 1],
+    )
 
 
 def _has_branch(rise: float, seed: int, end: int, config: BranchingConfig) -> bool:

@@ -5,6 +5,7 @@ The actor's loop only submits requests and collects results.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,23 @@ from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.engine.spec import EngineSpec
-from megadapo.rollout.types import EngineCounts, OpenGroup, SamplingSettings, StopReport
+from megadapo.rollout.types import (
+    EngineCounts,
+    OpenGroup,
+    SamplingSettings,
+    ScoreRequest,
+    StopReport,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megadapo.rollout.engine.generation import Generation
 
 START_POLL_S = 1.0
+CALL_POLL_S = 1.0
+"""Seconds between two looks at vLLM's processes during a call."""
 
 
 class RolloutEngine:
@@ -126,6 +136,22 @@ class RolloutEngine:
         with self._naming_failures("failed while stopping"):
             stopped = await self._generation.stop(keys, keep=keep)
             return stopped, self._generation.counts()
+
+    async def score(
+        self, requests: Sequence[ScoreRequest], wait_s: float
+    ) -> list[np.ndarray] | None:
+        """Return the log-probs of each request's tokens; None after `wait_s` seconds.
+
+        Raises:
+            InfraError: vLLM refused a request, or the engine cannot generate now.
+        """
+        from megadapo.rollout.engine.score import score
+
+        self._ready()
+        assert self._llm is not None, "start first"
+        version = self._policy_version
+        with self._naming_failures("failed while scoring"):
+            return await score(self._llm, requests, policy_version=version, wait_s=wait_s)
 
     def activity(self) -> EngineActivity:
         """Return the engine's activity since the last call."""
@@ -252,11 +278,18 @@ class RolloutEngine:
             raise InfraError(f"rollout engine {self._spec.index} is not started")
         if self._failed_in is not None:
             raise InfraError(f"rollout engine {self._spec.index} {self._out_of_service()}")
+        call = asyncio.ensure_future(getattr(self._llm, method)(*args))
         try:
-            return await getattr(self._llm, method)(*args)
+            # vLLM leaves calls unanswered that its processes had not read when they died
+            while not (await asyncio.wait([call], timeout=CALL_POLL_S))[0]:
+                if self._llm.errored:
+                    raise self._llm.dead_error
+            return call.result()
         except Exception as error:
             self._failed_in = method
             raise self._failure(f"failed in {method}", error) from None
+        finally:
+            call.cancel()
 
     def _out_of_service(self) -> str:
         return f"is out of service since it failed in {self._failed_in}; it must be restarted"

@@ -19,8 +19,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
-from megadapo.rollout.tools import TOOLS, Tool, ToolsConfig
+from megadapo.rollout.engine.episode import EpisodeClient
+from megadapo.rollout.engine.in_flight import InFlightGroup
+from megadapo.rollout.engine.response import InFlightResponse
+from megadapo.rollout.episodes.actor import HOST_NAME
 from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
 from megadapo.tokens.stops import without_end
 
@@ -41,7 +43,7 @@ class Generation:
         self._closed = False
         self._wake, self._submitting = asyncio.Event(), asyncio.Lock()
         self._num_requests = self._num_tokens = 0
-        self._tools: dict[ToolsConfig, Tool] = {}
+        self._episodes: EpisodeClient | None = None
         self.num_ended = 0
         """Number of responses that have ended, as in `EngineCounts`."""
 
@@ -74,12 +76,16 @@ class Generation:
     ) -> tuple[tuple[OpenGroup, ...], EngineCounts]:
         """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds.
 
+        A response that waits for its environment counts as well, because its slot is free.
+
         Returns:
             The groups that have ended since the last call.
         """
         deadline = time.monotonic() + max_wait_s
-        enough = self.num_ended + num_for_report
-        while not self._ended and self.num_ended < enough and time.monotonic() < deadline:
+        enough = self.num_ended + self._num_waiting + num_for_report
+        while not self._ended and time.monotonic() < deadline:
+            if self.num_ended + self._num_waiting >= enough:
+                break
             if self._closed:
                 break
             if self._error is not None:
@@ -96,15 +102,19 @@ class Generation:
 
     def counts(self) -> EngineCounts:
         """Return the work so far."""
-        return EngineCounts(num_ended=self.num_ended, num_tokens=self.num_tokens)
+        return EngineCounts(
+            num_ended=self.num_ended, num_tokens=self.num_tokens, num_waiting=self._num_waiting
+        )
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(group.num_waiting for group in self._groups.values())
 
     def close(self) -> None:
-        """Unblock pending `collect` calls and stop the tools."""
+        """Unblock pending `collect` calls."""
         # requests that end after this are cancelled on purpose
         self._closed = True
         self._wake.set()
-        for tool in self._tools.values():
-            tool.stop()
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
         """End groups and remove them; report the groups that `collect` has not returned."""
@@ -114,6 +124,9 @@ class Generation:
         await asyncio.gather(*(self._tasks[key] for key in chosen))
         stopped = [group for group in self._ended if group.request.key in keys]
         self._ended = [group for group in self._ended if group not in stopped]
+        if not keep:
+            for group in stopped:
+                group.drop()
         return StopReport(
             keys=tuple(group.request.key for group in stopped),
             unfinished=await asyncio.to_thread(self._assemble, stopped) if keep else (),
@@ -121,19 +134,18 @@ class Generation:
         )
 
     def _in_flight(self, request: OpenGroup, policy_version: int) -> InFlightGroup:
-        tools = request.settings.tools
-        # a tool starts at its first use
-        if tools.tool is not None and tools not in self._tools:
-            self._tools[tools] = TOOLS[tools.tool](tools)
-            self._tools[tools].start()
+        if request.episode is not None and self._episodes is None:
+            import ray
+
+            self._episodes = EpisodeClient(self._tokenizer, ray.get_actor(HOST_NAME))
         return InFlightGroup(
             request=request,
             policy_version=policy_version,
             add_request=self._add_request,
-            tool=self._tools.get(tools),
             tokenizer=self._tokenizer,
             vocab_size=self._llm.model_config.get_vocab_size(),
             returns_experts=self._returns_experts,
+            episodes=self._episodes,
         )
 
     async def _abort(self, groups: Sequence[InFlightGroup]) -> None:
@@ -169,6 +181,9 @@ class Generation:
                 await group.add_branches(branches)
                 await self._finish(group, group.responses[num_seen:])
             group.seconds = time.monotonic() - group.submitted
+            if not group.is_stopped:
+                # with branches, an episode may be continued until all have ended
+                group.drop()
             self._ended.append(group)
             self._num_tokens += group.num_tokens
         except Exception as error:
@@ -202,26 +217,38 @@ class Generation:
         return state.detokenizer.num_output_tokens()
 
     def _assemble(self, groups: Sequence[InFlightGroup]) -> tuple[OpenGroup, ...]:
-        """Return groups that have ended, with the arrays and texts of their responses."""
-        drafts = [[one.response() for one in group.responses] for group in groups]
+        """Return groups that have ended, with the arrays of their responses.
+
+        Those without an unfinished response have texts, which take seconds if they are long.
+        """
+        answers = [
+            replace(
+                group.request,
+                responses=tuple(one.response() for one in group.responses),
+                seconds=group.seconds,
+            )
+            for group in groups
+        ]
         texts = iter(
             self._tokenizer.batch_decode(
                 [
-                    without_end(response.token_ids.tolist(), group.request.settings.stop_ids)
-                    for group, draft in zip(groups, drafts, strict=True)
-                    for response in draft
+                    without_end(response.token_ids.tolist(), group.settings.stop_ids)
+                    for group in answers
+                    if not group.is_unfinished
+                    for response in group.responses
                 ],
                 skip_special_tokens=True,
                 clean_up_tokenization_spaces=False,
             )
         )
         return tuple(
-            replace(
-                group.request,
-                responses=tuple(replace(response, text=next(texts)) for response in draft),
-                seconds=group.seconds,
+            group
+            if group.is_unfinished
+            else replace(
+                group,
+                responses=tuple(replace(one, text=next(texts)) for one in group.responses),
             )
-            for group, draft in zip(groups, drafts, strict=True)
+            for group in answers
         )
 
     @property

@@ -5,29 +5,22 @@ Imports vLLM: only engine.py does so, inside the actor.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
-from vllm.inputs import TokensInput, tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.inputs import TokensInput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.group import NO_VERSION, FinishReason, Response, ToolCall
-from megadapo.errors import InfraError
-from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
-from megadapo.rollout.tools import Tool
-from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
-from megadapo.tokens.chat import output_ids
-
-TOP_LOGPROBS = 10
-"""Most probable tokens of a position over which its entropy is summed."""
+from megadapo.data.group import Response
+from megadapo.rollout.engine.branching import choose_branches, response_prefix
+from megadapo.rollout.engine.episode import EpisodeClient
+from megadapo.rollout.engine.episode_response import EpisodeResponse
+from megadapo.rollout.engine.response import InFlightResponse
+from megadapo.rollout.types import OpenGroup
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,11 +33,12 @@ class InFlightGroup:
         [InFlightGroup, TokensInput, SamplingParams], Awaitable[RequestOutputCollector]
     ]
     """Function that submits a request of the group to vLLM."""
-    tool: Tool | None
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     returns_experts: bool
     """Whether the engine returns the experts of each token."""
+    episodes: EpisodeClient | None = None
+    """The host of the environments, if the group has one."""
     responses: list[InFlightResponse] = field(default_factory=list)
     """One response per seed; branches are added later."""
     num_slots: int = field(init=False)
@@ -67,17 +61,31 @@ class InFlightGroup:
         """The vLLM requests of the group that are running."""
         return [one.collector for one in self.responses if one.collector is not None]
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of responses that wait for their environment."""
+        return sum(isinstance(one, EpisodeResponse) and one.is_waiting for one in self.responses)
+
     def stop(self) -> None:
         """Submit no further requests."""
         self.is_stopped = True
         for response in self.responses:
-            response.is_stopped = True
+            response.stop()
+
+    def drop(self) -> None:
+        """End the episodes of responses that are not wanted any more."""
+        for response in self.responses:
+            if isinstance(response, EpisodeResponse):
+                response.drop()
 
     async def start(self) -> None:
         """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
         prefixes = request.responses or (None,) * len(request.seeds)
         assert len(prefixes) == len(request.seeds), "one response per seed"
+        if request.until:
+            assert len(request.until) == len(request.seeds), "one limit per seed"
+            assert not request.settings.branching.is_on, "a branch needs its parent's end"
         for prefix in prefixes[: request.num_at_once]:
             await self._add(prefix)
 
@@ -110,237 +118,8 @@ class InFlightGroup:
         return [*branches] or [None] * num_left
 
     async def _add(self, prefix: Response | None, branch: Branch | None = None) -> None:
-        seed = self.request.seeds[len(self.responses)]
-        self.responses.append(InFlightResponse(self, seed, prefix, branch=branch))
+        number, request = len(self.responses), self.request
+        until = request.until[number] if request.until else None
+        kind = InFlightResponse if request.episode is None else EpisodeResponse
+        self.responses.append(kind(self, request.seeds[number], prefix, branch=branch, until=until))
         await self.responses[-1].submit()
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Consecutive tokens of one request or of a tool."""
-
-    token_ids: Sequence[int]
-    logprobs: LogprobTable | np.ndarray | None
-    """vLLM's table, or the log-probs of the sampled tokens."""
-    policy_version: int
-
-
-class InFlightResponse:
-    """A response of a group in flight; each tool call ends one request to vLLM.
-
-    Args:
-        prefix: the tokens that exist already: those of a stopped response, or of a branch's parent.
-    """
-
-    def __init__(
-        self,
-        group: InFlightGroup,
-        seed: int,
-        prefix: Response | None,
-        *,
-        branch: Branch | None = None,
-    ) -> None:
-        self.collector: RequestOutputCollector | None = None
-        """The running request."""
-        self.num_generated = 0
-        """Number of tokens of finished requests."""
-        self.is_stopped = False
-        self._group, self._seed, self._prefix, self._branch = group, seed, prefix, branch
-        self._segments: list[_Segment] = []
-        experts = None if prefix is None else prefix.experts
-        self._experts: list[np.ndarray] = [] if experts is None else [experts]
-        self._calls: list[ToolCall] = [] if prefix is None else list(prefix.calls)
-        self._entropy = math.nan if prefix is None else prefix.entropy
-        self._finish_reason: FinishReason = "unfinished"
-        if prefix is not None:
-            self._finish_reason = prefix.finish_reason
-
-    async def submit(self) -> None:
-        """Submit the rest of the response, if it is unfinished."""
-        if self._finish_reason != "unfinished" or self.is_stopped:
-            return
-        before, group = self._token_ids, self._group
-        prompt = tokens_input(
-            [*group.request.prompt_ids, *before],
-            # the cache must not return keys and values that other weights computed
-            cache_salt=str(group.policy_version),
-        )
-        params = self._sampling_params(before)
-        # tokens that are read again keep their first experts
-        params.routed_experts_prompt_start = self._num_routed
-        self.collector = await group.add_request(group, prompt, params)
-
-    async def finish(self) -> None:
-        """Wait for the end of the response, with the calls of its tool."""
-        while self.collector is not None:
-            # read only after its end: until then the collector accumulates the output
-            await self.collector.ready.wait()
-            output = cast(RequestOutput, await self.collector.get()).outputs[0]
-            self.collector = None
-            self._add_output(output)
-            await self.submit()
-
-    def response(self) -> Response:
-        """Return the response so far, without its text."""
-        prefix = self._prefix
-        if prefix is not None and not self._segments:
-            return prefix
-        parts = [_arrays(one) for one in self._segments] or [_arrays(_Segment((), None, 0))]
-        if prefix is not None:
-            parts.insert(0, (prefix.token_ids, prefix.logprobs, prefix.policy_versions))
-        token_ids, logprobs, versions = map(np.concatenate, zip(*parts, strict=True))
-        return Response(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=self._finish_reason,
-            text="",
-            policy_versions=versions,
-            calls=tuple(self._calls),
-            entropy=self._entropy,
-            branch=self._branch,
-            experts=np.concatenate(self._experts) if self._experts else None,
-        )
-
-    @property
-    def _num_routed(self) -> int:
-        """Number of leading tokens of prompt and response with known experts."""
-        return sum(map(len, self._experts))
-
-    @property
-    def _token_ids(self) -> list[int]:
-        before = [] if self._prefix is None else self._prefix.token_ids.tolist()
-        return [*before, *(token for one in self._segments for token in one.token_ids)]
-
-    def _add_output(self, output: CompletionOutput) -> None:
-        """Add the output of a request, and then the output of a tool."""
-        group = self._group
-        if group.returns_experts:
-            self._add_experts(output)
-        table = cast(LogprobTable | None, output.logprobs)  # because of flat_logprobs
-        self.is_stopped |= output.finish_reason == "abort"
-        logprobs: LogprobTable | np.ndarray | None = table
-        if group.request.settings.branching.is_on and table is not None:
-            self._measure_entropy(table)
-            # the other probable tokens of each position are not needed any more
-            logprobs = sampled_logprobs(output.token_ids, table)
-        self._segments.append(_Segment(output.token_ids, logprobs, group.policy_version))
-        self.num_generated += len(output.token_ids)
-        self._finish_reason = _finish_reason(output)
-        if group.tool is not None and isinstance(output.stop_reason, str):
-            self._finish_reason = "unfinished"
-            self._call_tool(group.tool)
-
-    def _add_experts(self, output: CompletionOutput) -> None:
-        """Add the experts of all tokens that the request read, which excludes its last one."""
-        if not output.token_ids:
-            return
-        num_before = len(self._group.request.prompt_ids) + len(self._token_ids)
-        num_read = num_before + len(output.token_ids) - 1 - self._num_routed
-        experts = output.routed_experts
-        if experts is None or len(experts) != num_read:
-            found = 0 if experts is None else len(experts)
-            raise InfraError(f"vLLM returned the experts of {found} tokens, but read {num_read}")
-        self._experts.append(experts)
-
-    def _call_tool(self, tool: Tool) -> None:
-        """Append the tool's output; end the response if no token is left."""
-        group, token_ids = self._group, self._token_ids
-        tools, num_left = group.request.settings.tools, self._num_left(token_ids)
-        if num_left == 0:
-            self._finish_reason = "length"
-            return
-        text = group.tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        found = tool.step(cast(str, text))
-        if found is not None:
-            ids = output_ids(found, tools.output, group.tokenizer)
-            ids = ids[: min(tools.max_output_tokens, num_left)]
-            self._segments.append(_Segment(ids, None, NO_VERSION))
-            self._calls.append(ToolCall(end=len(token_ids) + len(ids)))
-        if self._num_left_of_turn(self._token_ids) == 0:
-            self._finish_reason = "length"
-
-    def _measure_entropy(self, table: LogprobTable) -> None:
-        """Record the entropy of the first tokens of the response or after a tool call."""
-        group, num_before = self._group, len(self._token_ids)
-        num_tokens = group.request.settings.branching.num_tokens
-        entropy = normalized_entropy(table, num_tokens=num_tokens, vocab_size=group.vocab_size)
-        if num_before == 0:
-            self._entropy = entropy
-        elif self._calls and self._calls[-1].end == num_before:
-            self._calls[-1] = ToolCall(end=num_before, entropy=entropy)
-
-    def _num_left(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens that the response may still have."""
-        return self._group.request.settings.max_tokens - len(token_ids)
-
-    def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens that may still be generated before the next call."""
-        num_left, limit = (
-            self._num_left(token_ids),
-            self._group.request.settings.tools.max_turn_tokens,
-        )
-        if limit is None:
-            return num_left
-        start = self._calls[-1].end if self._calls else 0
-        return min(num_left, start + limit - len(token_ids))
-
-    def _sampling_params(self, before: Sequence[int]) -> SamplingParams:
-        settings, tool = self._group.request.settings, self._group.tool
-        may_call = tool is not None and len(self._calls) < settings.tools.max_calls
-        return SamplingParams(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=self._num_left_of_turn(before),
-            seed=continued_seed(self._seed, np.array(before, dtype=np.int32)),
-            logprobs=TOP_LOGPROBS if settings.branching.is_on else 0,
-            flat_logprobs=True,
-            detokenize=may_call,
-            stop=list(tool.stop_strings) if tool is not None and may_call else None,
-            stop_token_ids=list(settings.stop_ids),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # no other request uses this object, so vLLM need not copy it
-            skip_clone=True,
-        )
-
-
-def response_prefix(response: Response, num_tokens: int, *, num_prompt: int) -> Response:
-    """Return the first tokens of a response, with the tool calls among them.
-
-    The last token has no experts yet: the request that continues the prefix reads it.
-
-    Args:
-        num_prompt: number of prompt tokens before the response.
-    """
-    experts = response.experts
-    return Response(
-        token_ids=response.token_ids[:num_tokens],
-        logprobs=response.logprobs[:num_tokens],
-        finish_reason="unfinished",
-        text="",
-        policy_versions=response.policy_versions[:num_tokens],
-        calls=tuple(call for call in response.calls if call.end <= num_tokens),
-        entropy=response.entropy,
-        experts=None if experts is None else experts[: num_prompt + num_tokens - 1],
-    )
-
-
-def _finish_reason(output: CompletionOutput) -> FinishReason:
-    match output.finish_reason:
-        case "stop":
-            return "stop"
-        case "length":
-            return "length"
-        case "abort":
-            return "unfinished"
-    raise InfraError(f"vLLM ended a response with {output.finish_reason!r}")
-
-
-def _arrays(segment: _Segment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return token ids, log-probs and policy versions."""
-    token_ids = np.asarray(segment.token_ids, dtype=np.int32)
-    logprobs = segment.logprobs
-    if not isinstance(logprobs, np.ndarray):
-        logprobs = sampled_logprobs(segment.token_ids, logprobs)
-    return token_ids, logprobs, np.full(len(token_ids), segment.policy_version, dtype=np.int32)

@@ -1,0 +1,14 @@
+"""Environments that megadapo brings: tools, and clients of other projects' environments."""
+
+_ADAPTERS = "megadapo.environments.adapters"
+BUILT_IN = {
+    "calculator": f"{_ADAPTERS}.calculator:Calculator",
+    "functions": "megadapo.environments.functions:Functions",
+    "mark": f"{_ADAPTERS}.calculator:Mark",
+    "openenv": f"{_ADAPTERS}.openenv:OpenEnv",
+    "python": f"{_ADAPTERS}.python_tool:PythonTool",
+    "search": f"{_ADAPTERS}.search:Search",
+    "skyrl_gym": f"{_ADAPTERS}.skyrl_gym:SkyRLGym",
+    "tools": f"{_ADAPTERS}.toolbox:Toolbox",
+}
+"""MODULE:CLASS of built-in environments by their name in a config."""

@@ -1,0 +1,102 @@
+"""The environment "tools": several tools in one episode, each an environment of its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megadapo.environments.adapters import BUILT_IN
+from megadapo.environments.environment import Action, Environment, Observation, Task
+
+
+class Toolbox(Environment):
+    """Several tools. A turn goes to the one whose stop text ended it, or that it calls.
+
+    Args:
+        tools: options of each tool, by the name of a built-in environment or "MODULE:CLASS".
+
+    Raises:
+        ValueError: two tools have the same stop text or the same name.
+    """
+
+    def __init__(self, **tools: Mapping[str, Any]) -> None:
+        self._members = {
+            name: _load(BUILT_IN.get(name, name))(**options) for name, options in tools.items()
+        }
+        members = self._members.items()
+        self.stop: Sequence[str] = [stop for _, one in members for stop in one.stop]
+        self.tools = [tool for _, one in members for tool in one.tools]
+        self._by_stop = {stop: name for name, one in members for stop in one.stop}
+        self._by_call = {
+            tool["function"]["name"]: name for name, one in members for tool in one.tools
+        }
+        if len(self._by_stop) < len(self.stop) or len(self._by_call) < len(self.tools):
+            raise ValueError(
+                f"two of the tools {', '.join(tools)} have the same stop text or the same name"
+            )
+
+    async def reset(self, task: Task) -> None:
+        for one in self._members.values():
+            await _value(one.reset(task))
+
+    async def step(self, action: Action) -> Observation:
+        """Answer a call by text, or all tool calls in order; other turns end the episode."""
+        ends = {
+            stop: action.text.rfind(stop) + len(stop) for stop in self.stop if stop in action.text
+        }
+        if ends:
+            # the last one, and of several the longest, as a stop text may be the end of another
+            stop = max(ends, key=lambda one: (ends[one], len(one)))
+            return await self._ask(self._by_stop[stop], action)
+        if action.problem:
+            return _mistake(action.problem)
+        if not action.tool_calls:
+            return Observation(done=True)
+        observed = [
+            await self._ask(self._by_call[call.name], Action(text=action.text, tool_calls=[call]))
+            if call.name in self._by_call
+            else _mistake(
+                f"there is no tool {json.dumps(call.name)}; "
+                f"the tools are {', '.join(self._by_call)}"
+            )
+            for call in action.tool_calls
+        ]
+        metrics: dict[str, float] = {}
+        for one in observed:
+            for name, value in one.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        return Observation(
+            messages=[message for one in observed for message in one.messages],
+            reward=sum(one.reward for one in observed),
+            done=any(one.done for one in observed),
+            metrics=metrics,
+        )
+
+    async def close(self) -> None:
+        for one in self._members.values():
+            await _value(one.close())
+
+    async def _ask(self, name: str, action: Action) -> Observation:
+        """Return the observation of a tool, with the tool's name before the name of each metric."""
+        found: Observation = await _value(self._members[name].step(action))
+        metrics = {f"{name}/{metric}": value for metric, value in found.metrics.items()}
+        return replace(found, metrics=metrics)
+
+
+def _mistake(text: str) -> Observation:
+    return Observation(messages=[{"role": "tool", "content": f"Error: {text}"}])
+
+
+def _load(path: str) -> type[Environment]:
+    module, _, name = path.partition(":")
+    found: type[Environment] = getattr(importlib.import_module(module), name)
+    return found
+
+
+async def _value(returned: Any) -> Any:
+    """Return the value of a method that may be a coroutine."""
+    return await returned if inspect.isawaitable(returned) else returned

@@ -1,0 +1,168 @@
+"""The processes of one environment: started, asked, and replaced when they are lost.
+
+Everything here belongs to one event loop. Each process plays many episodes; an episode's object
+stays in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.process import LOST, CallError, EnvironmentProcess
+from megadapo.environments.worker import MAX_STUCK
+
+MAX_FAILED_STARTS = 3
+
+
+@dataclass(frozen=True)
+class EnvironmentDescription:
+    """An environment as prompts and sampling need to know it."""
+
+    label: str
+    """Its name in metrics."""
+    tools: tuple[dict[str, Any], ...]
+    """JSON schemas of its tools, for the chat template."""
+    stop: tuple[str, ...]
+    """Texts that end an action in the middle of a turn."""
+    output: str
+    """Frame of texts within the model's turn; see `Environment.output`."""
+
+
+class Seat:
+    """The place of one object of an environment in a process."""
+
+    def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
+        self._process, self._number, self._timeout_s = process, number, timeout_s
+        process.objects.add(number)
+        self.seconds = 0.0
+        """Time of the last call."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process still runs."""
+        return self._process.is_alive
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Call a method of the object; raises what `EnvironmentProcess.call` raises."""
+        async with self._process.slots:
+            start = time.monotonic()
+            try:
+                return await self._process.call(
+                    name, self._timeout_s, object=self._number, **arguments
+                )
+            finally:
+                self.seconds = time.monotonic() - start
+
+    async def release(self) -> None:
+        """Close the object and free its place; what fails then concerns no one."""
+        if self._number not in self._process.objects:
+            return
+        self._process.objects.discard(self._number)
+        with suppress(CallError):
+            await self._process.call("close", self._timeout_s, object=self._number)
+        if self._process.is_retired and not self._process.objects:
+            await self._process.end("was replaced")
+
+
+class EnvironmentProcesses:
+    """All processes of one entry of rollout.environments."""
+
+    def __init__(self, config: EnvironmentConfig, log_folder: Path | None = None) -> None:
+        self._config = config
+        self._log_path = log_folder and log_folder / f"environment-{config.label}.log"
+        self._places: list[EnvironmentProcess | None] = [None] * config.num_workers
+        self._locks = [asyncio.Lock() for _ in self._places]
+        self._retired: list[EnvironmentProcess] = []
+        self._num_objects = 0
+        self.warnings: list[str] = []
+        """Lost processes that were replaced."""
+        self._num_failed_starts = 0
+        self._refusal = ""
+        """Reason of the last failed start."""
+        self._is_stopped = False
+
+    async def start(self) -> EnvironmentDescription:
+        """Start all processes and return what the environment says of itself.
+
+        Raises:
+            CallError: it cannot start or be created.
+        """
+        # the first one alone: a wrong environment is noticed once
+        first = await self._process(0)
+        try:
+            described = await first.call("describe", self._config.timeout_s)
+        except CallError as error:
+            raise CallError("cannot start", f"cannot be created: {error.details}") from error
+        await asyncio.gather(*(self._process(place) for place in range(1, len(self._places))))
+        return EnvironmentDescription(
+            self._config.label,
+            tuple(described["tools"]),
+            tuple(described["stop"]),
+            described["output"],
+        )
+
+    async def seat(self) -> Seat:
+        """Return a place for a new object, in the process with the fewest.
+
+        Raises:
+            CallError: no process can be started.
+        """
+
+        def load(place: int) -> int:
+            process = self._places[place]
+            return len(process.objects) if process is not None and process.is_alive else 0
+
+        process = await self._process(min(range(len(self._places)), key=load))
+        self._num_objects += 1
+        return Seat(process, self._num_objects, self._config.timeout_s)
+
+    async def stop(self) -> None:
+        """Kill all processes."""
+        self._is_stopped = True
+        running = [*self._retired, *filter(None, self._places)]
+        await asyncio.gather(*(process.end("was stopped") for process in running))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Pids of the processes that run."""
+        return [one.process_id for one in self._places if one is not None and one.is_alive]
+
+    async def _process(self, place: int) -> EnvironmentProcess:
+        """Return the process of a place; start one unless it can take an object."""
+        async with self._locks[place]:
+            process = self._places[place]
+            if process is not None and process.num_stuck >= MAX_STUCK:
+                process.is_retired = True
+                if process.objects:
+                    self._retired = [one for one in self._retired if one.is_alive] + [process]
+                else:
+                    await process.end("was replaced")
+            elif process is not None and process.is_alive:
+                return process
+            elif process is not None:
+                self.warnings.append(f"environment {self._config.label}: {process.lost}")
+            while not self._is_stopped and self._num_failed_starts < MAX_FAILED_STARTS:
+                process = self._places[place] = EnvironmentProcess(self._config, self._log_path)
+                try:
+                    await process.start()
+                except CallError as error:
+                    self._num_failed_starts += 1
+                    self._refusal = error.details
+                    if error.cause == LOST:
+                        continue
+                    raise
+                self._num_failed_starts = 0
+                return process
+            if self._is_stopped:
+                raise CallError(LOST, "the environments have been stopped")
+            raise CallError(
+                LOST,
+                f"its process could not be started {MAX_FAILED_STARTS} times in a row: "
+                f"{self._refusal}",
+            )

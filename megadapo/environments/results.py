@@ -1,0 +1,152 @@
+"""Checks what an environment has and returns, and makes JSON values of it.
+
+Needs only the standard library, as it runs in the environment's process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megadapo.environments.environment import Environment, Observation
+
+ROLES = ("user", "tool")
+
+
+class WrongResult(Exception):
+    """A value that the protocol does not allow; the message begins with a verb."""
+
+
+def read_description(environment: Environment) -> dict[str, Any]:
+    """Return the tools and stop texts of an environment.
+
+    Raises:
+        WrongResult: they are not lists of JSON schemas and texts.
+    """
+    tools, stop = environment.tools, environment.stop
+    if not _is_list(tools) or not all(isinstance(one, Mapping) for one in tools):
+        raise WrongResult(f"has tools that are no list of JSON schemas: {_short(tools)}")
+    if not _is_list(stop) or not all(isinstance(one, str) and one for one in stop):
+        raise WrongResult(f"has a stop that is no list of texts: {_short(stop)}")
+    if not isinstance(environment.output, str) or environment.output.count("{}") != 1:
+        raise WrongResult(f"has an output without one {{}}: {_short(environment.output)}")
+    return {
+        "tools": _json([dict(one) for one in tools], "tools"),
+        "stop": list(stop),
+        "output": environment.output,
+    }
+
+
+def read_observation(value: Any, method: str) -> dict[str, Any]:
+    """Return the fields of an observation.
+
+    Raises:
+        WrongResult: it is no Observation, or a field has a wrong value.
+    """
+    if not isinstance(value, Observation):
+        hint = "; an environment returns an Observation" + " or None" * (method == "reset")
+        raise WrongResult(f"{method} returned {_short(value)}{hint}")
+    if not _is_list(value.messages):
+        raise WrongResult(f"{method} returned {_short(value.messages)} as messages, not a list")
+    messages = [_message(one, method) for one in value.messages]
+    text = None if value.text is None else _text(value.text, f"{method} returned", "text")
+    if messages and text is not None:
+        raise WrongResult(f"{method} returned both messages and text")
+    # numpy has a type of its own
+    if type(value.done).__name__ not in ("bool", "bool_"):
+        raise WrongResult(f"{method} returned done = {_short(value.done)}, not True or False")
+    done = bool(value.done)
+    if method == "reset" and done:
+        raise WrongResult("reset returned done = True")
+    if not (messages or text is not None or done):
+        raise WrongResult(f"{method} returned no messages, no text and done = False")
+    if not isinstance(value.metrics, Mapping):
+        raise WrongResult(f"{method} returned {_short(value.metrics)} as metrics, not a dict")
+    for name in value.metrics:
+        _text(name, f"{method} returned", "the name of a metric")
+    return {
+        "messages": messages,
+        "text": text,
+        "reward": _number(value.reward, method, "reward"),
+        "done": done,
+        "is_call": bool(value.is_call),
+        "metrics": {name: _number(one, method, name) for name, one in value.metrics.items()},
+    }
+
+
+def read_state(value: Any) -> Any:
+    """Return a state that JSON does not change.
+
+    Raises:
+        WrongResult: JSON cannot express it, or changes it.
+    """
+    return _json(value, "state()")
+
+
+def _json(value: Any, what: str) -> Any:
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongResult(f"has {what} that is not JSON: {error}") from error
+    if copied != value:
+        raise WrongResult(
+            f"has {what} that JSON changes: it has lists, not tuples, and its keys are texts"
+        )
+    return copied
+
+
+def _message(value: Any, method: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise WrongResult(f"{method} returned {_short(value)} as a message, not a dict")
+    for name in ("role", "content"):
+        if name not in value:
+            raise WrongResult(f'{method} returned a message without "{name}"')
+    if value["role"] not in ROLES:
+        roles = '" or "'.join(ROLES)
+        raise WrongResult(
+            f'{method} returned a message with role = {_short(value["role"])}, not "{roles}"'
+        )
+    return {
+        _text(name, f"{method} returned a message with", "a key"): _text(
+            one, f"{method} returned a message with", str(name)
+        )
+        for name, one in value.items()
+    }
+
+
+def _text(value: Any, start: str, name: str) -> str:
+    if not isinstance(value, str):
+        raise WrongResult(f"{start} {name} = {_short(value)}, not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise WrongResult(f"{start} {name} that is not valid Unicode: {error.reason}") from error
+    return str(value)
+
+
+def _number(value: Any, method: str, name: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise WrongResult(f"{method} returned {name} = {_short(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise WrongResult(f"{method} returned {name} = {number}")
+    return number
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _short(value: Any) -> str:
+    """Return a value, or its type if it is long."""
+    if value is None or isinstance(value, bool | int | float | str):
+        shown = repr(value)
+        if len(shown) <= 40:
+            return shown
+    return f"a {type(value).__name__}"

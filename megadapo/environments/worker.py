@@ -1,0 +1,326 @@
+"""The program of a process that plays episodes, many at a time, of one environment.
+
+It is run as a file, and may be run by a Python of the user's: so it needs the standard library
+alone. Requests and replies are lines of JSON, matched by their number. Coroutines share one event
+loop; other methods run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+if __name__ == "__main__":
+    # another Python does not have megadapo, and must not get the packages beside it
+    _spec = ModuleSpec("megadapo", None, is_package=True)
+    _spec.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["megadapo"] = module_from_spec(_spec)
+
+from megadapo.environments.environment import (  # noqa: E402 - it must be findable first
+    Action,
+    Environment,
+    EnvironmentFailure,
+    Task,
+    ToolCall,
+)
+from megadapo.environments.results import (  # noqa: E402
+    WrongResult,
+    read_description,
+    read_observation,
+    read_state,
+)
+from megadapo.rewards.workers.worker import (  # noqa: E402
+    CannotStart,
+    describe_error,
+    forbid,
+    limit_memory,
+    send,
+    take_stdout,
+)
+
+SECTION = "rollout.environments"
+MAX_ERROR = 300
+"""Characters of an error that are reported."""
+MAX_RESULT_BYTES = 8 << 20
+"""Size of a result as JSON, with the state, above which it is refused."""
+MAX_THREADS = 128
+MAX_STUCK = 8
+"""Number of threads that may hang for good before the process gets no more episodes."""
+COROUTINE_CALLS = 4096
+"""Number of calls at the same time if `step` is a coroutine."""
+CANCEL_S = 1.0
+"""Time that a cancelled coroutine may take to end."""
+ALARM_S = 10.0
+HUNG_S = 60.0
+"""Time beyond a call's limit after which a process that answers nothing ends itself."""
+_STACK_BYTES = 8 << 20
+
+Loaded = type[Environment]
+
+
+def main() -> None:
+    """Read the settings from the first line of stdin, and answer the lines after it."""
+    requests = _take_stdin()
+    settings = json.loads(requests.readline())
+    replies = take_stdout(2)
+    # an event loop opens a pair of sockets
+    loop = asyncio.new_event_loop()
+    try:
+        limit_memory(settings["memory_bytes"])
+        forbid(network=not settings["network"], processes=False, section=SECTION)
+        sys.addaudithook(_refuse_forks)
+        loaded = load(settings["path"], settings["options"], settings["recovery"])
+    except CannotStart as error:
+        send(replies, {"number": 0, "cause": "cannot start", "error": str(error)})
+        return
+    threads = max(1, min(MAX_THREADS, settings["memory_bytes"] // 4 // _STACK_BYTES))
+    slots = COROUTINE_CALLS if inspect.iscoroutinefunction(loaded.step) else threads
+    worker = Worker(loop, loaded, settings, replies, threads)
+    send(replies, {"number": 0, "value": {"slots": slots}})
+    threading.Thread(target=_read, args=(requests, loop, worker), daemon=True).start()
+    loop.create_task(_set_alarms(settings["timeout_s"] + HUNG_S))
+    loop.run_forever()
+
+
+def load(path: str, options: Mapping[str, Any], recovery: str) -> Loaded:
+    """Import MODULE:CLASS, and check that it is an environment with these options.
+
+    Raises:
+        CannotStart: it cannot be imported, is no environment, or takes other options.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        # a user's module may raise any exception, and exit
+        text = describe_error(error, MAX_ERROR)
+        raise CannotStart(f"{module_name} cannot be imported: {text}") from error
+    loaded = getattr(module, name, None)
+    if not inspect.isclass(loaded):
+        raise CannotStart(f"{module_name} has no class {name}")
+    if not issubclass(loaded, Environment):
+        raise CannotStart(
+            f"{path} is not a subclass of megadapo.environments.environment.Environment"
+        )
+    missing = sorted(getattr(loaded, "__abstractmethods__", ()))
+    if recovery == "state":
+        names = ("state", "restore")
+        missing += [one for one in names if getattr(loaded, one) is getattr(Environment, one)]
+    if missing:
+        needed = ', which recovery = "state" needs' * (missing[0] in ("state", "restore"))
+        raise CannotStart(f"{path} has no method {' and no '.join(missing)}{needed}")
+    try:
+        inspect.signature(loaded).bind(**options)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(options) or "no options"
+        raise CannotStart(f"{path} cannot be created with {given}: {error}") from error
+    return loaded
+
+
+class Worker:
+    """The objects of a process and their calls in progress; used by the event loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        loaded: Loaded,
+        settings: Mapping[str, Any],
+        replies: BinaryIO,
+        num_threads: int,
+    ) -> None:
+        self._loop, self._class, self._replies = loop, loaded, replies
+        self._options = settings["options"]
+        self._memory_mib = settings["memory_bytes"] >> 20
+        self._has_state = settings["recovery"] == "state"
+        self._threads = ThreadPoolExecutor(num_threads + MAX_STUCK)
+        # asyncio.to_thread has few threads otherwise
+        loop.set_default_executor(self._threads)
+        self._objects: dict[int, Environment] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Calls in progress by their number."""
+        self._calling: dict[int, int] = {}
+        """Number of running methods by object: those of threads cannot be cancelled."""
+        self._calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "describe": self._describe,
+            "reset": self._reset,
+            "restore": self._restore,
+            "step": self._step,
+            "close": self._close,
+            "cancel": self._cancel,
+        }
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Start to answer a request."""
+        task = self._loop.create_task(self._answer(message))
+        self._tasks[message["number"]] = task
+        task.add_done_callback(lambda _: self._tasks.pop(message["number"], None))
+
+    async def _answer(self, message: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"number": message["number"]}
+        try:
+            value = await self._calls[message["call"]](message)
+            size = len(json.dumps(value))
+            if size > MAX_RESULT_BYTES:
+                raise WrongResult(
+                    f"returned {size:,} bytes of JSON; {MAX_RESULT_BYTES:,} is the limit"
+                )
+            reply["value"] = value
+        except WrongResult as error:
+            reply |= {"cause": "wrong result", "error": str(error)}
+        except EnvironmentFailure as error:
+            reply |= {"cause": "failure", "error": (str(error) or "no reason given")[:MAX_ERROR]}
+        except MemoryError:
+            limit = f"{SECTION}.memory_mib = {self._memory_mib}"
+            reply |= {"cause": "no capacity", "error": f"out of memory, by {limit}"}
+        except BaseException as error:
+            # a user's method may raise any exception, and exit; only ours cancels this task
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+            cause = "no capacity" if is_thread else "exception"
+            reply |= {"cause": cause, "error": describe_error(error, MAX_ERROR) + _place(error)}
+        send(self._replies, reply)
+
+    async def _describe(self, message: Mapping[str, Any]) -> Any:
+        environment = await self._call(0, self._class, **self._options)
+        try:
+            return read_description(environment)
+        finally:
+            await self._call(0, environment.close)
+
+    async def _reset(self, message: Mapping[str, Any]) -> Any:
+        number = message["object"]
+        environment = await self._call(number, self._class, **self._options)
+        self._objects[number] = environment
+        returned = await self._call(number, environment.reset, Task(**message["task"]))
+        observation = None if returned is None else read_observation(returned, "reset")
+        return {"observation": observation, "state": await self._state(number)}
+
+    async def _restore(self, message: Mapping[str, Any]) -> Any:
+        number = message["object"]
+        environment = await self._call(number, self._class, **self._options)
+        self._objects[number] = environment
+        task = Task(**message["task"])
+        await self._call(number, environment.restore, task, message["state"])
+
+    async def _step(self, message: Mapping[str, Any]) -> Any:
+        number, given = message["object"], message["action"]
+        calls = tuple(ToolCall(**one) for one in given["tool_calls"])
+        action = Action(**{**given, "tool_calls": calls})
+        returned = await self._call(number, self._objects[number].step, action)
+        observation = read_observation(returned, "step")
+        return {"observation": observation, "state": await self._state(number)}
+
+    async def _state(self, number: int) -> Any:
+        if not self._has_state:
+            return None
+        return read_state(await self._call(number, self._objects[number].state))
+
+    async def _close(self, message: Mapping[str, Any]) -> Any:
+        environment = self._objects.pop(message["object"], None)
+        # a method that hangs still uses the object
+        if environment is not None and not self._calling.get(message["object"]):
+            await self._call(message["object"], environment.close)
+
+    async def _cancel(self, message: Mapping[str, Any]) -> Any:
+        """Cancel a call; return whether a method of the object continues nevertheless."""
+        task = self._tasks.get(message["cancelled"])
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_S)
+        return {"is_stuck": bool(self._calling.get(message["object"]))}
+
+    async def _call(
+        self, number: int, method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a method, and await what it returns if that is a coroutine."""
+
+        def count(change: int) -> None:
+            self._calling[number] = self._calling.get(number, 0) + change
+            if not self._calling[number]:
+                del self._calling[number]
+
+        def run() -> tuple[Any, BaseException | None]:
+            try:
+                return method(*arguments, **options), None
+            except BaseException as error:
+                # raised again in the event loop; a future cannot hold a StopIteration
+                return None, error
+            finally:
+                self._loop.call_soon_threadsafe(count, -1)
+
+        if inspect.iscoroutinefunction(method):
+            returned, error = method(*arguments, **options), None
+        else:
+            future = self._loop.run_in_executor(self._threads, run)
+            count(1)
+            returned, error = await future
+        if error is not None:
+            raise error
+        if not inspect.isawaitable(returned):
+            return returned
+        count(1)
+        try:
+            return await returned
+        finally:
+            count(-1)
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of a user's file that an exception passed last, in parentheses."""
+    others = (str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib"), "<")
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if not path.startswith(others) and "site-packages" not in path:
+            place = f" ({os.path.basename(path)}, line {line})"
+    return place
+
+
+def _take_stdin() -> BinaryIO:
+    """Reserve the pipe of requests, which an environment that reads stdin would take away."""
+    requests = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return requests
+
+
+def _read(requests: BinaryIO, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
+    for line in requests:
+        loop.call_soon_threadsafe(worker.take, json.loads(line))
+    # the host has ended: so do this process and those that the environment has started
+    os.killpg(0, signal.SIGKILL)
+
+
+async def _set_alarms(limit_s: float) -> None:
+    """End this process if its threads stop for long, also if the host has ended meanwhile."""
+    while True:
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        await asyncio.sleep(ALARM_S)
+
+
+def _refuse_forks(event: str, arguments: tuple[Any, ...]) -> None:
+    # a fork inside the event loop would play all episodes a second time
+    if event in ("os.fork", "os.forkpty"):
+        raise PermissionError('forks; use subprocess, or multiprocessing with the method "spawn"')
+
+
+if __name__ == "__main__":
+    main()

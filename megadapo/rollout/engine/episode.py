@@ -1,0 +1,196 @@
+"""The environment of a response, as an engine sees it: turns become actions, observations tokens.
+
+The host of the environments is an actor beside the driver. Imports vLLM, whose parsers read calls
+of tools; only engine.py does so, inside the actor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+from megadapo.data.group import Response
+from megadapo.data.group_codec import decode_response, encode_response
+from megadapo.environments.environment import Action, Observation, ToolCall
+from megadapo.errors import ConfigError, DataError
+from megadapo.rollout.episodes.types import Opened, Outcome, SampledTurn
+from megadapo.rollout.types import EpisodeRequest
+from megadapo.tokens.chat import output_ids
+from megadapo.tokens.turns import Turns
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class EpisodeClient:
+    """The host of the environments, and what its answers need of the tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, actor: ActorHandle[Any]) -> None:
+        self.actor = actor
+        self._tokenizer = tokenizer
+        self._parsers: dict[str, Any] = {}
+
+    @cached_property
+    def _turns(self) -> Turns:
+        try:
+            return Turns(self._tokenizer)
+        except ConfigError:
+            # a template without tools may still have turns of the user
+            return Turns(self._tokenizer, ("user",))
+
+    def action(self, token_ids: Sequence[int], request: EpisodeRequest) -> Action:
+        """Return a turn of the model as its environment sees it.
+
+        Args:
+            token_ids: sampled tokens, without a token that ends the turn.
+        """
+        text = cast(
+            str,
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+        )
+        if request.tool_parser is None:
+            return Action(text=text)
+        parser = self._parser(request.tool_parser)
+        try:
+            # parsers look at nothing else of a request
+            found = parser.extract_tool_calls(text, ChatCompletionRequest(messages=[], seed=0))
+        except Exception as error:
+            # a parser may raise anything for a text of its model, whose mistake that is
+            return Action(text=text, problem=f"the calls cannot be read: {error!r:.200}")
+        start = next(
+            (
+                getattr(parser, name)
+                for name in ("tool_calls_start_token", "tool_call_start_token")
+                if getattr(parser, name, None)
+            ),
+            None,
+        )
+        calls: list[ToolCall] = []
+        problem = ""
+        for call in found.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments or "{}")
+            except ValueError:
+                arguments = None
+            if isinstance(arguments, dict):
+                calls.append(ToolCall(name=call.function.name, arguments=arguments))
+            else:
+                problem = f"the arguments of {call.function.name} are no JSON object"
+        if not found.tool_calls and start is not None and start in text:
+            problem = f"the text behind {start} cannot be read as a call"
+        return Action(text=text, tool_calls=tuple(calls), problem=problem)
+
+    def ids_of(
+        self, observation: Observation, turn_ids: Sequence[int], request: EpisodeRequest
+    ) -> list[int]:
+        """Return the tokens to append behind a turn; names of control tokens are plain text.
+
+        Raises:
+            DataError: the chat template has no place for the messages.
+            ConfigError: there is no chat template to write messages with.
+        """
+        if observation.text is not None:
+            ids = output_ids(observation.text, request.output, self._tokenizer)
+            return ids[: request.max_observation_tokens]
+        if not observation.messages:
+            raise DataError("an observation that does not end the episode has no messages")
+        messages = [
+            {**message, "content": self._cut(message["content"], request.max_observation_tokens)}
+            for message in observation.messages
+        ]
+        return self._turns.ids_after(turn_ids, messages)
+
+    def _cut(self, text: str, max_tokens: int) -> str:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= max_tokens:
+            return text
+        return cast(str, self._tokenizer.decode(ids[:max_tokens], skip_special_tokens=False))
+
+    def _parser(self, name: str) -> Any:
+        if name not in self._parsers:
+            parser: Any = ToolParserManager.get_tool_parser(name)
+            self._parsers[name] = parser(self._tokenizer)
+        return self._parsers[name]
+
+
+class Episode:
+    """The episode of one response.
+
+    It is known by its seed and the policy version that began it, so an engine that gets a stopped
+    response, or one of an engine that died, continues the same episode.
+    """
+
+    def __init__(
+        self,
+        client: EpisodeClient,
+        request: EpisodeRequest,
+        seed: int,
+        version: int,
+        parent_seed: int | None = None,
+    ) -> None:
+        """`parent_seed`: of the response that it branches off."""
+        self.request = request
+        self._client = client
+        self._name = f"{version}-{seed}"
+        self._parent = None if parent_seed is None else f"{version}-{parent_seed}"
+
+    async def open(self, response: Response, stop_ids: Collection[int]) -> Opened:
+        """Begin the episode, or bring it to where the response is.
+
+        `stop_ids`: tokens that end a turn, which are not part of its action.
+        """
+        turns = [response.token_ids[action].tolist() for action in response.actions]
+        actions = [
+            self._client.action(ids[:-1] if ids[-1] in stop_ids else ids, self.request)
+            for ids in turns
+        ]
+        digests = [_digest(response.token_ids[action]) for action in response.actions]
+        opened: Opened = await self._client.actor.open.remote(
+            *(self._name, self.request.environment, self.request.task),
+            *(digests, self._parent, actions),
+        )
+        return opened
+
+    async def step(self, turn: int, sampled: Response, end: int) -> Outcome:
+        """Give the environment a turn of the model, and return its answer.
+
+        Args:
+            turn: number of the turn, from 0.
+            sampled: the turn's tokens.
+            end: number of these tokens before the one that ends the turn.
+        """
+        ids = sampled.token_ids.tolist()
+        taken = SampledTurn(
+            digest=_digest(sampled.token_ids),
+            sampled=json.dumps(encode_response(sampled)).encode(),
+            action=self._client.action(ids[:end], self.request),
+        )
+        outcome: Outcome = await self._client.actor.step.remote(self._name, turn, taken)
+        return outcome
+
+    def close(self) -> None:
+        """Tell the host that the episode has ended or is not wanted; does not wait."""
+        self._client.actor.close.remote([self._name])
+
+    def ids_of(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
+        """Return the tokens to append behind a turn; see `EpisodeClient.ids_of`."""
+        return self._client.ids_of(observation, turn_ids, self.request)
+
+
+def sampled_of(recorded: bytes) -> Response:
+    """Return the tokens of a turn that the host has recorded."""
+    return decode_response(json.loads(recorded))
+
+
+def _digest(token_ids: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()

@@ -1,0 +1,283 @@
+"""One episode: its object in a process, and what is known of it if that object is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.environment import Action, Observation, Task
+from megadapo.environments.process import LOST, CallError
+from megadapo.environments.processes import EnvironmentProcesses, Seat
+from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
+from megadapo.rollout.episodes.types import Opened, Outcome, RecordedTurn, SampledTurn
+
+MAX_ATTEMPTS = 3
+"""Number of attempts to reset, and to repeat what a lost process has not answered."""
+_FINAL = ("wrong result", "not repeatable", "journal")
+"""Causes that another attempt to reset would meet again."""
+
+
+class Episode:
+    """An episode that an engine has opened; one call at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        processes: EnvironmentProcesses,
+        task: Task,
+        journal: EpisodeJournal | None,
+    ) -> None:
+        self._name, self._config, self._processes = name, config, processes
+        self._task, self._journal = asdict(task) | {"episode": name}, journal
+        self._seat: Seat | None = None
+        self._lock = asyncio.Lock()
+        self._failure: str | None = None
+        self._released: set[asyncio.Task[None]] = set()
+        identity = identity_of(config, task)
+        found = None if journal is None else journal.find(name)
+        self._is_loaded = found is not None and found.identity == identity
+        """Whether its record is of another episode's object, of a process that has ended or of its
+        parent, and it has not been opened since."""
+        self.record = found if found and self._is_loaded else EpisodeRecord(identity)
+
+    def branch_off(self, parent: EpisodeRecord | None, num_turns: int) -> None:
+        """Begin with the first turns of another episode of the same task."""
+        if parent is not None and parent.identity == self.record.identity:
+            self.record = replace(parent, turns=parent.turns[:num_turns], pending=None, serial=0)
+            self._is_loaded = True
+
+    async def open(self, digests: Sequence[str], actions: Sequence[Action], weights: str) -> Opened:
+        """Prepare for the next turn of a response that has these turns."""
+        async with self._lock:
+            if self._failure is None:
+                try:
+                    await self._prepare(digests, actions, weights)
+                except CallError as error:
+                    self._fail(error)
+            if self._failure is not None:
+                return Opened(self.record.observation, (), self._failure)
+            turns = self.record.turns[len(digests) :]
+            recorded = tuple(
+                RecordedTurn(turn.sampled, turn.outcome)
+                for turn in turns
+                if turn.outcome is not None
+            )
+            return Opened(self.record.observation, recorded, None)
+
+    async def step(self, turn: int, given: SampledTurn, weights: str) -> Outcome:
+        """Act once; return the recorded answer if this turn was done already."""
+        async with self._lock:
+            turns = self.record.turns
+            if turn < len(turns) and turns[turn].digest == given.digest:
+                known = turns[turn].outcome
+                assert known is not None
+                return known
+            if self._failure is not None:
+                return Outcome(None, self._failure, 0.0)
+            if turn > len(turns):
+                text = f"wrong call: turn {turn} comes after {len(turns)} turns"
+                return Outcome(None, text, 0.0)
+            if turn < len(turns):
+                if self._config.recovery == "once":
+                    text = f'turn {turn} was done with other tokens, and recovery = "once"'
+                    self._fail(CallError("interrupted", text))
+                    return Outcome(None, self._failure, 0.0)
+                del turns[turn:]
+                self._leave()
+            if turns and _is_done(turns[-1]):
+                return Outcome(None, "wrong call: the episode has ended", 0.0)
+            return await self._act(given, weights)
+
+    async def close(self) -> None:
+        """Release the object after the call in progress."""
+        async with self._lock:
+            if self._journal is not None and self.record.is_reset:
+                # nothing is lost without it
+                with suppress(CallError):
+                    await self._write("close")
+            self._leave()
+        await asyncio.gather(*self._released)
+
+    async def _prepare(
+        self, digests: Sequence[str], actions: Sequence[Action], weights: str
+    ) -> None:
+        """Keep the turns that the response continues, and bring an object there.
+
+        Raises:
+            CallError: that is impossible.
+        """
+        record = self.record
+        is_once = self._config.recovery == "once"
+        known = [turn.digest for turn in record.turns]
+        if list(digests) != known[: len(digests)]:
+            can_replay = self._config.recovery == "replay" and len(actions) == len(digests)
+            if known or not can_replay:
+                raise CallError("lost records", f"of {len(digests)} turns that the response has")
+            pairs = zip(digests, actions, strict=True)
+            record.turns = [TurnRecord(digest, b"", action, weights) for digest, action in pairs]
+        if self._is_loaded:
+            kept = len(digests)
+            while kept < len(known) and record.turns[kept].weights == weights:
+                kept += 1
+            if is_once and (kept < len(known) or record.pending is not None):
+                text = f'turn {kept} was begun before a restart, and recovery = "once"'
+                raise CallError("interrupted", text)
+            del record.turns[kept:]
+            record.pending = None
+            self._is_loaded = False
+            await self._write("open")
+        ended = record.turns and _is_done(record.turns[-1])
+        if not ended and len(record.turns) < self._config.max_turns:
+            await self._bring_up()
+
+    async def _bring_up(self) -> None:
+        """Make sure that there is an object that has had all answered turns.
+
+        Raises:
+            CallError: that is impossible.
+        """
+        if self._seat is not None and self._seat.is_alive:
+            return
+        self._leave()
+        turns = len(self.record.turns)
+        if turns and self._config.recovery == "once":
+            text = f'its process was lost after {turns} turns, and recovery = "once"'
+            raise CallError("interrupted", text)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            seat = await self._processes.seat()
+            try:
+                await self._reset(seat)
+            except CallError as error:
+                self._release(seat)
+                if attempt == MAX_ATTEMPTS or error.cause in _FINAL:
+                    raise
+                continue
+            try:
+                await self._repeat(seat)
+            except CallError as error:
+                self._release(seat)
+                if attempt == MAX_ATTEMPTS or error.cause != LOST:
+                    raise
+                continue
+            self._seat = seat
+            return
+
+    async def _reset(self, seat: Seat) -> None:
+        record = self.record
+        if record.is_reset and self._config.recovery == "state":
+            state = record.turns[-1].state if record.turns else record.state
+            await seat.call("restore", task=self._task, state=state)
+            return
+        reply = await seat.call("reset", task=self._task)
+        fields = reply["observation"]
+        observation = None if fields is None else Observation(**fields)
+        if not record.is_reset:
+            record.is_reset, record.observation, record.state = True, observation, reply["state"]
+            await self._write("open")
+        elif not _is_same(record.observation, observation):
+            raise CallError("not repeatable", "reset returned another observation than before")
+
+    async def _repeat(self, seat: Seat) -> None:
+        """Give a new object the recorded actions."""
+        if self._config.recovery == "state":
+            return
+        for number, turn in enumerate(self.record.turns):
+            reply = await seat.call("step", action=asdict(turn.action))
+            if turn.outcome is None:
+                # of a response without records, which cannot be compared
+                turn.answer({**reply, "seconds": seat.seconds})
+            elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
+                raise CallError("not repeatable", f"turn {number} was answered differently before")
+
+    async def _act(self, given: SampledTurn, weights: str) -> Outcome:
+        record = self.record
+        record.pending = TurnRecord(given.digest, given.sampled, given.action, weights)
+        is_written = False
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._bring_up()
+                if not is_written:
+                    await self._write("act")
+                    is_written = True
+                assert self._seat is not None
+                reply = await self._seat.call("step", action=asdict(given.action))
+            except CallError as error:
+                may_repeat = error.cause == LOST and self._config.recovery != "once"
+                if may_repeat and attempt < MAX_ATTEMPTS:
+                    continue
+                return self._failed(error)
+            turn, record.pending = record.pending, None
+            turn.answer({**reply, "seconds": self._seat.seconds})
+            record.turns.append(turn)
+            try:
+                await self._write("answer")
+            except CallError as error:
+                return self._failed(error)
+            break
+        outcome = record.turns[-1].outcome
+        assert outcome is not None
+        return outcome
+
+    async def _write(self, kind: Kind) -> None:
+        if self._journal is None:
+            return
+        try:
+            await self._journal.write(kind, self._name, self.record)
+        except (TypeError, ValueError) as error:
+            raise CallError("wrong call", f"the journal got what is not JSON: {error}") from error
+        except OSError as error:
+            # the journal warns for itself
+            if self._config.recovery == "once":
+                raise CallError("journal", f"{error.strerror}") from error
+
+    def _failed(self, error: CallError) -> Outcome:
+        seconds = 0.0 if self._seat is None else self._seat.seconds
+        self._fail(error)
+        return Outcome(None, self._failure, seconds)
+
+    def _fail(self, error: CallError) -> None:
+        self._failure = str(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the object up, if there is one."""
+        if self._seat is not None:
+            self._release(self._seat)
+            self._seat = None
+
+    def _release(self, seat: Seat) -> None:
+        # its method close may take long
+        task = asyncio.create_task(seat.release())
+        self._released.add(task)
+        task.add_done_callback(self._released.discard)
+
+
+def identity_of(config: EnvironmentConfig, task: Task) -> str:
+    """Return a digest of all that determines an episode's answers, except for the actions."""
+    parts: list[Any] = [config.path, config.options, config.recovery, asdict(task)]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_done(turn: TurnRecord) -> bool:
+    outcome = turn.outcome
+    return bool(outcome and outcome.observation and outcome.observation.done)
+
+
+def _is_same(one: Observation | None, other: Observation | None) -> bool:
+    """Compare observations without their metrics, which may hold times."""
+    return bool(_compared(one) == _compared(other))
+
+
+def _compared(observation: Observation | None) -> Any:
+    if observation is None:
+        return None
+    messages = [dict(message) for message in observation.messages]
+    return messages, observation.text, observation.reward, observation.done
