@@ -14,6 +14,7 @@ from megadapo.commands import (
     config,
     convert,
     doctor,
+    engines,
     eval,
     export,
     report,
@@ -23,7 +24,7 @@ from megadapo.commands import (
     top,
     train,
 )
-from megadapo.commands.lab import ablate, bench, plan, profile, simulate, weights
+from megadapo.commands.lab import ablate, bench, diff, plan, profile, simulate, weights, whatif
 from megadapo.commands.stages import reward_model, sft
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.observe.tables import printable
@@ -32,7 +33,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
     *(train, sft, reward_model, rollout, eval, export, convert, plan, weights, bench, simulate),
-    *(profile, ablate, status, top, show, report, config, doctor),
+    *(profile, ablate, whatif, status, engines, top, show, report, diff, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
 

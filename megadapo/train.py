@@ -11,6 +11,7 @@ from megadapo.observe.metrics.records import MetricRecord
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.fewer import fit_to_cluster
 from megadapo.run.launch import Workers, start_workers
+from megadapo.run.repeat import check_schedule
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
 from megadapo.run.step.training import make_batch
@@ -21,6 +22,7 @@ def train(
     config: RunConfig,
     *,
     replay: Path | None = None,
+    schedule: Path | None = None,
     accept_changes: Collection[str] = (),
     allow_fewer: bool = False,
 ) -> None:
@@ -28,6 +30,8 @@ def train(
 
     Args:
         replay: folder of saved rollouts to train on instead of sampling new ones.
+        schedule: folder of a run to repeat, whose batches depended on the engines' speed, or file
+            of a simulated schedule.
         accept_changes: keys that a resumed run may change although they decide what it learns.
         allow_fewer: start with fewer data-parallel ranks and engines if nodes are missing.
 
@@ -39,6 +43,8 @@ def train(
     warnings = config.warnings()
     if replay is not None:
         warnings.append(check_replay(config, replay))
+    if schedule is not None:
+        warnings.append(check_schedule(config, schedule))
     if allow_fewer:
         config, changes = fit_to_cluster(config)
         warnings += changes
@@ -46,13 +52,15 @@ def train(
         run.log.show(*warnings)
         while not run.finished:
             try:
-                _train_from_checkpoint(config, run, replay)
+                _train_from_checkpoint(config, run, replay, schedule)
             except CorruptCheckpointError as error:
                 run.fall_back(error)
     run.finish()
 
 
-def _train_from_checkpoint(config: RunConfig, run: Run, replay: Path | None) -> None:
+def _train_from_checkpoint(
+    config: RunConfig, run: Run, replay: Path | None, schedule: Path | None
+) -> None:
     """Start trainer and engines at the run's checkpoint, and do the remaining steps.
 
     Raises:
@@ -67,9 +75,11 @@ def _train_from_checkpoint(config: RunConfig, run: Run, replay: Path | None) -> 
         run,
         checkpoint,
         replay=replay,
+        repeated=schedule,
         folder=run.folder,
         unfinished=unfinished,
         on_progress=run.log.status.report_progress,
+        status=run.log.status,
     ) as workers:
         for _ in training_steps(config, run, workers):
             pass

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.calls import gather
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.health import nodes_to_leave_out
 from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
+from megadapo.cluster.places import (
+    Place,
+    PlaceRequest,
+    Slot,
+    alive_nodes,
+    create_group,
+    locate,
+    slot_resources,
+)
 from megadapo.cluster.ray_connection import connect_to_ray
 from megadapo.cluster.watch.ray_daemons import RayDaemonWatch, has_node, leave_ray
 from megadapo.errors import InfraError
@@ -21,41 +30,34 @@ from megadapo.errors import InfraError
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-GPU_SHARE = 0.4
-"""Ray's bookkeeping share of a GPU per process, so that trainer and engine both fit on one."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place for one process: a bundle of the placement group and, with CUDA, its GPU."""
-
-    bundle: int
-    node: str
-    gpu: str | None
-    """Name of the GPU on the node: a number, or a UUID if CUDA_VISIBLE_DEVICES holds UUIDs."""
-
 
 class Cluster:
     """The running Ray cluster with one slot per trainer rank and per engine rank."""
 
     def __init__(
         self,
-        placement_group: PlacementGroup,
-        trainer: list[Slot],
-        engines: list[list[Slot]],
+        config: ClusterConfig,
+        trainer: Place,
+        engines: Mapping[int, Place],
         *,
-        uses_cuda: bool,
         daemons: Mapping[int, str | None] = {},
+        needs: Needs | None = None,
     ) -> None:
-        """`daemons`: start time by pid of Ray's daemons, if they serve this process alone."""
+        """
+        Args:
+            trainer: the slots of the trainer's ranks.
+            engines: the slots of each engine, by number.
+            daemons: start time by pid of Ray's daemons, if they serve this process alone.
+            needs: folders that nodes which join later must see.
+        """
         import ray
 
-        self.uses_cuda = uses_cuda
+        self.uses_cuda = config.uses_cuda
         self.daemons = RayDaemonWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
+        self._config, self._needs = config, needs
         self._own_daemons = daemons
-        self._placement_group = placement_group
         self._trainer = trainer
-        self._engines = engines
+        self._engines = dict(engines)
         self._num_cores: dict[str, int] = {}
         """Number of cores by node; empty unless a cluster was joined."""
 
@@ -82,33 +84,37 @@ class Cluster:
             InfraError: the cluster has too few slots in time, an engine or a tensor-parallel group
                 would span nodes, or a node lacks a folder.
         """
-        num_engine_ranks = num_engines * engine_ranks
-        shared = config.placement == "colocated"
-        num_slots = (
-            max(num_trainer_ranks, num_engine_ranks)
-            if shared
-            else num_trainer_ranks + num_engine_ranks
-        )
-        daemons = connect_to_ray(config, num_slots)
-        group = reserve(config, num_slots, without=nodes_to_leave_out(config))
-        slots = sorted(_locate(group, num_slots, config), key=_sort_key)
-        offset = 0 if shared else num_trainer_ranks
-        engines = [
-            slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
-            for i in range(num_engines)
+        layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
+        daemons = connect_to_ray(config, sum(layout))
+        groups = reserve_all(config, layout, without=nodes_to_leave_out(config))
+        places = [
+            Place(group, sorted(locate(group, size, config), key=_sort_key))
+            for group, size in zip(groups, layout, strict=True)
         ]
-        trainer = slots[:num_trainer_ranks]
-        check_nodes(trainer, engines, tensor_parallel=tensor_parallel)
-        cluster = cls(group, trainer, engines, uses_cuda=config.uses_cuda, daemons=daemons)
+        trainer = Place(None, [])
+        if num_trainer_ranks:
+            trainer = replace(places[0], slots=places[0].slots[:num_trainer_ranks])
+        if config.placement == "colocated":
+            starts = [engine_ranks * index for index in range(num_engines)]
+            slots = places[0].slots
+            engines = [replace(places[0], slots=slots[at : at + engine_ranks]) for at in starts]
+        else:
+            engines = places[len(places) - num_engines :]
+        engine_slots = [engine.slots for engine in engines]
+        check_nodes(trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
+        cluster = cls(config, trainer, dict(enumerate(engines)), daemons=daemons, needs=needs)
         if needs is not None and config.address is not None:
-            one_of_each = {slot.node: slot for slot in reversed(slots)}
-            options = {node: cluster._options(slot) for node, slot in one_of_each.items()}
-            cluster._num_cores = check_needs(options, needs)
+            one_of_each = {
+                slot.node: place.options(number)
+                for place in reversed(places)
+                for number, slot in reversed(list(enumerate(place.slots)))
+            }
+            cluster._num_cores = check_needs(one_of_each, needs)
         return cluster
 
     def trainer_cores(self) -> list[int]:
         """Return the number of cores of each trainer rank: its share of its node's cores."""
-        nodes = [slot.node for slot in self._trainer]
+        nodes = [slot.node for slot in self._trainer.slots]
         here = dict.fromkeys(nodes, len(os.sched_getaffinity(0)))
         return share_cores(nodes, self._num_cores or here)
 
@@ -133,15 +139,51 @@ class Cluster:
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray actor options of a trainer rank."""
-        return self._options(self._trainer[rank])
+        return self._trainer.options(rank)
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """Return the Ray actor options of an engine; vLLM starts the engine's ranks beside it."""
-        return self._options(self._engines[index][0])
+        return self._engines[index].options()
 
     def engine_gpus(self, index: int) -> tuple[str, ...]:
         """Return the node's names of an engine's GPUs, one per rank; empty on a CPU."""
-        return tuple(slot.gpu for slot in self._engines[index] if slot.gpu is not None)
+        return self._engines[index].gpus
+
+    def engine_node(self, index: int) -> str:
+        """Return the address of an engine's node."""
+        return self._engines[index].node
+
+    def alive_nodes(self) -> Collection[str] | None:
+        """Return the addresses of the nodes that are up; None if Ray does not answer now."""
+        # asking a control service that does not answer would never return
+        return set(alive_nodes().values()) if self.daemons.answers else None
+
+    def trainer_nodes(self) -> list[str]:
+        """Return the addresses of the nodes with trainer ranks."""
+        return sorted({slot.node for slot in self._trainer.slots})
+
+    def request_engine(self, num_ranks: int, *, without: Collection[str] = ()) -> PlaceRequest:
+        """Ask for the slots of another engine, also on a node that has joined since the start.
+
+        `without`: addresses of nodes to leave out.
+        """
+        alive = alive_nodes().items() if without else ()
+        left_out = [node for node, address in alive if address in without]
+        left_out += nodes_to_leave_out(self._config)
+        return PlaceRequest(self._config, num_ranks, without=left_out, needs=self._needs)
+
+    def add_engine(self, index: int, place: Place) -> None:
+        """Give an engine a place."""
+        self._engines[index] = place
+
+    def release_engine(self, index: int) -> None:
+        """Return the slots of an engine that has ended; those of the trainer stay."""
+        place = self._engines.pop(index)
+        if self._config.placement == "separate":
+            place.release()
+        left = {slot.node for one in (self._trainer, *self._engines.values()) for slot in one.slots}
+        # it may go without harm
+        self._num_cores = {node: num for node, num in self._num_cores.items() if node in left}
 
     def shutdown(self) -> None:
         """Release the slots and leave Ray; a joined cluster keeps running."""
@@ -149,18 +191,20 @@ class Cluster:
 
         self.daemons.close()
         if ray.is_initialized():
-            leave_ray(self._placement_group, self._own_daemons)
+            places = (self._trainer, *self._engines.values())
+            groups = {place.group.id: place.group for place in places if place.group is not None}
+            leave_ray(list(groups.values()), self._own_daemons)
 
-    def _options(self, slot: Slot) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        return {
-            "num_cpus": 0,
-            "num_gpus": GPU_SHARE if slot.gpu is not None else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._placement_group, placement_group_bundle_index=slot.bundle
-            ),
-        }
+def _layout(
+    config: ClusterConfig, num_trainer_ranks: int, num_engines: int, engine_ranks: int
+) -> list[int]:
+    """Return the number of slots of each placement group: the trainer's first."""
+    if config.placement == "colocated":
+        return [max(num_trainer_ranks, num_engines * engine_ranks)]
+    # an engine with a group of its own can return its slots
+    trainer = [num_trainer_ranks] if num_trainer_ranks else []
+    return trainer + [engine_ranks] * num_engines
 
 
 def reserve(config: ClusterConfig, num_slots: int, *, without: Sequence[str]) -> PlacementGroup:
@@ -172,63 +216,38 @@ def reserve(config: ClusterConfig, num_slots: int, *, without: Sequence[str]) ->
     Raises:
         InfraError: the cluster has too few slots in time.
     """
-    import ray
-    from ray.util.placement_group import placement_group
-
-    bundle = {"CPU": 1, "GPU": 1} if config.uses_cuda else {"CPU": 1}
-    others = {"ray.io/node-id": f"!in({','.join(without)})"} if without else {}
-    group: PlacementGroup = placement_group(
-        [dict(bundle) for _ in range(num_slots)],
-        strategy="PACK",
-        bundle_label_selector=[dict(others) for _ in range(num_slots)],
-    )
-    if not group.wait(timeout_seconds=config.start_timeout_s):
-        have = ray.cluster_resources()
-        left_out = f" ({len(without)} nodes that fail the health check included)" if without else ""
-        raise InfraError(
-            f"the layout asks for {num_slots} slots of {bundle}, the Ray cluster has "
-            f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs{left_out}: start more "
-            "nodes, or lower trainer.* / rollout.* parallel sizes or rollout.num_engines (beside "
-            'which evaluation.placement = "engine" takes one more)'
-        )
+    (group,) = reserve_all(config, [num_slots], without=without)
     return group
 
 
-def _locate(group: PlacementGroup, num_slots: int, config: ClusterConfig) -> list[Slot]:
-    """Return the slot of each bundle; only a task on the node can tell the GPU.
+def reserve_all(
+    config: ClusterConfig, sizes: Sequence[int], *, without: Sequence[str]
+) -> list[PlacementGroup]:
+    """Reserve several groups of slots at once.
+
+    Args:
+        sizes: number of slots of each group.
+        without: ids of nodes to leave out.
 
     Raises:
-        InfraError: a node did not run its task in time, as when it died after the reservation.
+        InfraError: the cluster has too few slots in time.
     """
     import ray
-    from ray.util.placement_group import placement_group_table
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    places = [addresses[nodes[bundle]] for bundle in range(num_slots)]
-    if not config.uses_cuda:
-        return [Slot(bundle, node, None) for bundle, node in enumerate(places)]
-
-    @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
-    def locate() -> tuple[str, str]:
-        return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
-
-    answers = gather(
-        [
-            locate.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle
-                )
-            ).remote()
-            for bundle in range(num_slots)
-        ],
-        names=[f"slot {bundle} on {node}" for bundle, node in enumerate(places)],
-        doing="find its GPU",
-        timeout_s=config.start_timeout_s,
-        limit="cluster.start_timeout_s",
-    )
-    return [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
+    deadline = time.monotonic() + config.start_timeout_s
+    groups = [create_group(config, size, without=without) for size in sizes]
+    for group in groups:
+        if group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            continue
+        have = ray.cluster_resources()
+        left_out = f" ({len(without)} nodes that fail the health check included)" if without else ""
+        raise InfraError(
+            f"the layout asks for {sum(sizes)} slots of {slot_resources(config)}, the Ray cluster "
+            f"has {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs{left_out}: start "
+            "more nodes, or lower trainer.* / rollout.* parallel sizes or rollout.num_engines "
+            '(beside which evaluation.placement = "engine" takes one more)'
+        )
+    return groups
 
 
 def _sort_key(slot: Slot) -> tuple[str, int, str]:

@@ -141,7 +141,7 @@ def check_device(config: ClusterConfig, num_gpus: float) -> None:
 def _start_ray(num_slots: int) -> dict[int, str | None]:
     import ray
     from ray._private import ray_constants
-    from ray._raylet import Config  # type: ignore[attr-defined]
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     # Ray binds 127.0.0.1, as on desktops; by default it takes the network's address
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
@@ -150,7 +150,9 @@ def _start_ray(num_slots: int) -> dict[int, str | None]:
     # and not the file in the home folder that Ray would write for everyone to read
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    Config.initialize("")  # this process has read the mode already
+    # this process has read the mode already, and a token too if it ran another Ray before
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     # the control service would store the duration of every call, which is never read
@@ -170,8 +172,15 @@ def _start_ray(num_slots: int) -> dict[int, str | None]:
 
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Restore the program's SIGTERM handler, if it has one; Ray's ends the process."""
+    """Restore the program's SIGTERM handler, if it has one; Ray's raises SystemExit."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before):
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    except SystemExit:
+        # Ray's handler got a signal for the program
+        if callable(before):
+            before(signal.SIGTERM, None)
+        raise
+    finally:
+        if callable(before):
+            signal.signal(signal.SIGTERM, before)

@@ -96,7 +96,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--give-up-after",
-        type=_seconds,
+        type=seconds,
         default="24h",
         metavar="TIME",
         help="with --restarts: repeat starts that make no progress, as without nodes, for this "
@@ -159,7 +159,7 @@ def start_run(
     return 0
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     """Return the seconds of a time such as 90, 90m, 24h or 3d."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if match is None:

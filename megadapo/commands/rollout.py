@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, Spinner, add_command, load_checked
@@ -72,7 +75,7 @@ def sample_steps(
     keep: Keep | None = None,
     max_per_prompt: int | None = None,
 ) -> list[RolloutStep]:
-    """Sample steps 1 to `num_steps`, print a line for each and a table of all, and return them.
+    """Sample steps 1 to `num_steps`, print lines on each and a table of all, and return them.
 
     Args:
         keep: rows to write of the responses; None writes none.
@@ -84,7 +87,7 @@ def sample_steps(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from megadapo.observe.tables import TextTable
+    from megadapo.observe.tables import TextTable, printable
     from megadapo.run.rollout_only import (
         keeping_every_group,
         kept_rows,
@@ -97,8 +100,9 @@ def sample_steps(
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[RolloutStep] = []
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with (
-        start_rollouts(config, Spinner(console)) as sample,
+        start_rollouts(config, Spinner(console), lambda line: show(printable(line))) as sample,
         Progress(*columns, console=console, transient=True) as progress,
     ):
         rows = None if keep is None else kept_rows(config, keep, max_per_prompt=max_per_prompt)
@@ -106,16 +110,28 @@ def sample_steps(
             done.append(sample(step))
             if rows is not None:
                 rows.add(entry.group for entry in done[-1].sampled.saved)
-            line = _line(done[-1])
-            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show(_line(done[-1]))
+            for line in _environment_lines(done[-1].sampled.reward_parts):
+                show(printable(line))
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
     if rows is not None:
-        console.print(rows.summary, markup=False, highlight=False, soft_wrap=True)
+        show(rows.summary)
     if config.observe.saved_groups != 0:
-        look = f"Read the responses:  megadapo show {rollout_folder(config)}"
-        console.print(look, markup=False, highlight=False, soft_wrap=True)
+        show(f"Read the responses:  megadapo show {rollout_folder(config)}")
     return done
+
+
+def _environment_lines(parts: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line for each environment with the means of what it counted."""
+    found = defaultdict(list)
+    for name, mean in parts.items():
+        kind, _, rest = name.partition("/")
+        if kind == "environment":
+            label, _, counted = rest.partition("/")
+            found[label].append(f"{counted}={mean:.4g}")
+    for label, values in found.items():
+        yield f"environment {label}: {' '.join(values)}"
 
 
 def _cells(done: RolloutStep) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
+        engines = status.pop("engines")
+        status["engines"] = None if engines is None else len(engines["engines"])
         for name, value in status.items():
             print(f"{name.replace('_', ' '):17}{'-' if value is None else printable(str(value))}")
     return 0 if status["state"] in ("running", "finished") else 1

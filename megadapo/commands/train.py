@@ -26,6 +26,14 @@ def add(commands: Commands) -> None:
         help="train on the saved rollouts of another run, step by step, without engines; set "
         'observe.saved_groups = "all" in that run to save whole batches',
     )
+    parser.add_argument(
+        "--schedule",
+        type=Path,
+        metavar="RUN|FILE",
+        help='repeat a run with sampling.mode = "partial" or "async" bit for bit, with any number '
+        "of engines, and stop at the first difference; or train on tokens as old as those of a "
+        "cluster, by a file of megadapo simulate --schedule",
+    )
     add_start_options(parser)
     add_gpu(parser, purpose="GPU for whose memory --dry-run plans a run on CUDA")
     parser.set_defaults(run=run)
@@ -41,6 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
             from megadapo.run.replay import check_replay
 
             warnings.append(check_replay(config, arguments.replay))
+        if arguments.schedule is not None:
+            from megadapo.run.repeat import check_schedule
+
+            warnings.append(check_schedule(config, arguments.schedule))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
             warnings += check_memory(config, arguments.gpu)
         warnings += first_prompt(config)
@@ -51,9 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         train(
             config,
             replay=arguments.replay,
+            schedule=arguments.schedule,
             accept_changes=arguments.accept_changes,
             allow_fewer=arguments.allow_fewer,
         )
 
-    words = [] if arguments.replay is None else ["--replay", str(arguments.replay)]
+    sources = {"--replay": arguments.replay, "--schedule": arguments.schedule}
+    words = [word for name, path in sources.items() if path for word in (name, str(path))]
     return start_run(arguments, "train", config, warnings, start, words)

@@ -22,7 +22,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from megadapo.rollout.tools import ToolsConfig
+from megadapo.environments.config import EnvironmentConfig
 from megadapo.section import Pair, Section, Timeout
 
 NUMBER_OR_AUTO: dict[str, Any] = {
@@ -81,6 +81,22 @@ def vllm_argument_names() -> tuple[str, ...]:
     )
 
 
+@cache
+def tool_parser_names() -> tuple[str, ...]:
+    """Return the names of vLLM's parsers of tool calls, read as the arguments' names are."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ()
+    source = Path(spec.origin).with_name("tool_parsers") / "__init__.py"
+    tables = (
+        node.value
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    )
+    keys = (key for table in tables for key in table.keys)
+    return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
+
+
 class RolloutConfig(Section, title="rollout"):
     """The engines: their number, their size, and the sampling of responses."""
 
@@ -118,8 +134,8 @@ class RolloutConfig(Section, title="rollout"):
     """Further arguments of vLLM's engine, under its names, such as enforce_eager. Without them,
     enable_prefix_caching is true and max_num_batched_tokens 8192. An engine without a GPU runs
     without graphs and splits no prompt in any case; its block_size is 32."""
-    tools: ToolsConfig = ToolsConfig()
-    """The tool that responses may call while they are written."""
+    environments: tuple[EnvironmentConfig, ...] = ()
+    """The environments that answer responses turn by turn."""
 
     def conflicts(self) -> Iterator[str]:
         if self.expert_parallel and self.tensor_parallel == 1:
@@ -127,6 +143,18 @@ class RolloutConfig(Section, title="rollout"):
                 "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "
                 "rollout.tensor_parallel above 1, or turn it off"
             )
+        labels = [one.label for one in self.environments]
+        for label in sorted({one for one in labels if labels.count(one) > 1}):
+            yield f'rollout.environments: two have the name "{label}": give one another `name`'
+        known = tool_parser_names()
+        for one in self.environments:
+            if one.tool_parser is not None and known and one.tool_parser not in known:
+                near = difflib.get_close_matches(one.tool_parser, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+                yield (
+                    f'rollout.environments.tool_parser = "{one.tool_parser}": vLLM has no such '
+                    f"parser{hint}"
+                )
         yield from self._vllm_conflicts()
 
     @property
@@ -199,10 +227,12 @@ class BranchingConfig(Section, title="sampling.branching"):
 class SamplingConfig(Section, title="sampling"):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): the groups of a step's batch."""
 
-    mode: Literal["sync", "rounds", "partial", "one_step_off"] = "sync"
+    mode: Literal["sync", "rounds", "partial", "one_step_off", "async"] = "sync"
     """sync: the first mixed groups in prompt order; every earlier group is waited for. rounds:
     fixed rounds that wait for their longest response. partial: unfinished responses continue in the
-    next step, with its weights. one_step_off: as sync, while the trainer updates."""
+    next step, with its weights. one_step_off: as sync, while the trainer updates. async: engines
+    always generate; each publication of weights stops responses at a token, from which they
+    continue, and a batch is taken as soon as there is one."""
     prompts_per_step: PositiveInt = 512
     """Groups in one step's batch."""
     responses_per_prompt: Annotated[int, Field(ge=2)] = 16
@@ -218,9 +248,9 @@ class SamplingConfig(Section, title="sampling"):
     accuracy_range: Pair[Annotated[float, Field(ge=0.0, le=1.0)]] = (0.0, 1.0)
     """Shares of correct responses between which a group is mixed; both bounds are excluded."""
     max_staleness: NonNegativeInt = 0
-    """Largest age of a trained token, in weight publications. Surplus groups are kept for the next
-    step, at most half of prompts_per_step. 0: they are dropped, and their prompts are sampled again
-    with the next weights."""
+    """Largest age of a trained token, in weight publications: 0 with "sync" and "rounds", 1 with
+    "one_step_off", at least 1 with "partial", at least 2 with "async". Groups that would become too
+    old are waited for."""
     rest_after: PositiveInt | None = None
     """Leave a prompt out after this many all-correct groups in a row; none: never."""
     rest_epochs: PositiveInt = 2
@@ -250,15 +280,27 @@ class SamplingConfig(Section, title="sampling"):
             )
 
     def _staleness_conflicts(self) -> Iterator[str]:
-        if self.mode in ("partial", "one_step_off") and self.max_staleness == 0:
+        if self.mode == "partial" and self.max_staleness == 0:
             yield (
-                f'sampling.mode = "{self.mode}" trains on tokens of earlier weights: set '
+                'sampling.mode = "partial" trains on tokens of earlier weights: set '
                 "sampling.max_staleness to at least 1"
             )
-        if self.mode == "rounds" and self.max_staleness > 0:
+        if self.mode == "one_step_off" and self.max_staleness != 1:
+            yield (
+                f"sampling.max_staleness = {self.max_staleness}, but every token of "
+                'sampling.mode = "one_step_off" is one publication old: set it to 1'
+            )
+        if self.mode == "async" and self.max_staleness < 2:
+            yield (
+                f'sampling.max_staleness = {self.max_staleness} with sampling.mode = "async": a '
+                "group that is requested while the trainer updates would be due in the next batch; "
+                'set it to at least 2, or sampling.mode = "one_step_off" for 1'
+            )
+        if self.mode in ("sync", "rounds") and self.max_staleness > 0:
             yield (
                 f"sampling.max_staleness = {self.max_staleness} has no effect with "
-                'sampling.mode = "rounds", which discards surplus groups: set it to 0'
+                f'sampling.mode = "{self.mode}", which discards surplus groups: set it to 0, or '
+                'sampling.mode = "partial"'
             )
 
     def _branching_conflicts(self) -> Iterator[str]:
@@ -269,10 +311,10 @@ class SamplingConfig(Section, title="sampling"):
                 f"sampling.responses_per_prompt = {self.responses_per_prompt}, or no response is "
                 "left to branch"
             )
-        if initial is not None and self.mode == "partial":
+        if initial is not None and self.carries:
             yield (
                 "sampling.branching needs whole responses, but with sampling.mode = "
-                '"partial" they are stopped in the middle: choose another mode'
+                f'"{self.mode}" they are stopped in the middle: choose another mode'
             )
 
     @property
@@ -281,29 +323,14 @@ class SamplingConfig(Section, title="sampling"):
         return self.branching.initial_rollouts or self.responses_per_prompt
 
     @property
-    def sampler_staleness(self) -> int:
-        """Largest age of a token at the end of its step, in publications to the engines."""
-        return self.max_staleness - (self.mode == "one_step_off")
+    def carries(self) -> bool:
+        """Whether groups that are not in a batch continue, so that speed decides what is in it."""
+        return self.mode in ("partial", "async")
 
     @property
-    def discards_surplus(self) -> bool:
-        """Whether groups after the last one of a batch are sampled again in the next step."""
-        return self.sampler_staleness == 0 and self.mode != "rounds"
-
-    @property
-    def reserve_size(self) -> int:
-        """Largest number of groups in the reserve."""
-        if self.sampler_staleness == 0:
-            return 0
-        if self.mode == "partial":
-            # no started group may be dropped; `PartialPlan` limits their number instead
-            return self.max_staleness * self.prompts_per_step
-        return self.prompts_per_step // 2
-
-    @property
-    def follows_speed(self) -> bool:
-        """Whether the groups of a step depend on the engines' speed."""
-        return self.sampler_staleness > 0
+    def overlaps(self) -> bool:
+        """Whether groups are generated while the trainer updates."""
+        return self.mode in ("one_step_off", "async")
 
     @property
     def round_size(self) -> int:

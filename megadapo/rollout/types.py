@@ -11,11 +11,14 @@ from typing import Protocol
 import numpy as np
 
 from megadapo.data.group import Response
+from megadapo.environments.environment import Task
 from megadapo.rollout.config import BranchingConfig
-from megadapo.rollout.tools import ToolsConfig
 
 SEED_BITS = 63
 """vLLM seeds are signed 64-bit integers."""
+MAX_ONE_PASS = 1024
+"""Longest sequence that is scored in one pass: vLLM's older runner holds the logits of all its
+tokens at once, 0.6 GB with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,34 @@ class SamplingSettings:
     temperature: float
     top_p: float
     max_tokens: int
-    """Longest response in tokens, including tool output."""
-    tools: ToolsConfig = ToolsConfig()
+    """Longest response in tokens, including output of environments."""
     branching: BranchingConfig = BranchingConfig()
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a response. The engine adds the end tokens of the model's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRequest:
+    """The environment that answers the responses of a group."""
+
+    environment: int
+    """Its place in rollout.environments."""
+    label: str
+    """Its name in metrics."""
+    task: Task
+    stop: tuple[str, ...]
+    """Texts that end an action in the middle of a turn."""
+    output: str = "{}"
+    """Frame of texts within the model's turn; see `Environment.output`."""
+    max_turns: int
+    max_turn_tokens: int | None = None
+    max_observation_tokens: int
+    tool_parser: str | None = None
+
+    @property
+    def area(self) -> str:
+        """Prefix of its metrics."""
+        return f"environment/{self.label}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +63,7 @@ class OpenGroup:
     """A group that is being generated: a prompt, and the responses so far.
 
     The driver submits it without responses, or with those of a group that was stopped. The engine
-    returns it with all responses.
+    returns it with all responses; they have no text while one of them is unfinished.
     """
 
     key: int
@@ -47,7 +73,12 @@ class OpenGroup:
     """One seed per response."""
     responses: tuple[Response, ...] = ()
     """Empty, or one per seed; engines continue unfinished ones and keep finished ones."""
+    until: tuple[int, ...] = ()
+    """Number of tokens at which each response stops as unfinished; empty: no response stops
+    early. Not with branching."""
     settings: SamplingSettings
+    episode: EpisodeRequest | None = None
+    """The environment that answers; None: a single turn."""
     priority: int = 0
     """Scheduling priority; engines serve lower values first."""
     seconds: float = 0.0
@@ -58,6 +89,11 @@ class OpenGroup:
         """Largest number of responses that are generated at the same time."""
         first = self.settings.branching.initial_rollouts
         return len(self.seeds) if first is None else min(first, len(self.seeds))
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a response was stopped before its end."""
+        return any(one.finish_reason == "unfinished" for one in self.responses)
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +112,22 @@ class StopReport:
     """Number of tokens generated for the groups, without those they started with."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """Tokens of a sequence whose log-probs an engine computes with its current weights."""
+
+    token_ids: tuple[int, ...]
+    """A prompt and the beginning of its response, up to the last token to score."""
+    positions: np.ndarray
+    """[n] int64 indices of the tokens to score, ascending, above 0."""
+    temperature: float
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether one pass scores all tokens; otherwise each is a request of its own."""
+        return self.temperature == 1.0 and len(self.token_ids) <= MAX_ONE_PASS
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCounts:
     """The work of an engine since it started."""
@@ -86,6 +138,8 @@ class EngineCounts:
     With branching, a response whose slot a branch of the same group reuses is not counted."""
     num_tokens: int
     """Number of generated tokens."""
+    num_waiting: int = 0
+    """Number of responses that wait for their environment."""
 
 
 class LogprobTable(Protocol):
@@ -129,10 +183,9 @@ def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np
     if table is None:
         return values
     starts, ends = table.start_indices, table.end_indices
-    each_has_one = len(starts) == len(token_ids) and all(map(operator.lt, starts, ends))
-    if each_has_one and [table.token_ids[start] for start in starts] == list(token_ids):
-        values[:] = [table.logprobs[start] for start in starts]
-        return values
+    each_has_one = len(table.token_ids) == len(starts) and all(map(operator.lt, starts, ends))
+    if each_has_one and list(table.token_ids) == list(token_ids):
+        return np.array(table.logprobs, dtype=np.float32)
     bounds = zip(token_ids, table.start_indices, table.end_indices, strict=False)
     for position, (token, start, end) in enumerate(bounds):
         for entry in range(start, end):

@@ -242,7 +242,7 @@ class Evaluations:
             tokenizer=self._inputs.tokenizer,
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
-            tools=config.rollout.tools,
+            episodes=self._inputs.episodes,
         )
 
     def _journal(self, step: int) -> EvaluationJournal | None:

@@ -30,10 +30,15 @@ from megadapo.errors import DataError
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
+from megadapo.rollout.episodes.actor import EpisodeHostActor
+from megadapo.rollout.episodes.host import check_environments
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.rollout.sampling.scoring import SupportsGenerate
+from megadapo.rollout.simulated import SimulatedSampler, SimulatedSchedule
 from megadapo.rollout.types import SamplingSettings
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
@@ -91,6 +96,8 @@ class SamplingInputs(RunPrompts):
     """Everything that sampling needs besides engines: prompts, tokenizer and scorer."""
 
     scorer: Scorer
+    episodes: EpisodeRequests | None = None
+    """Environments of prompts; None: every prompt has a single turn."""
 
     @property
     def verifier(self) -> Verifier:
@@ -109,7 +116,16 @@ class SamplingInputs(RunPrompts):
             loaded = RunPrompts.load(config)
         with phases.phase("start verifier"):
             scorer = stack.enter_context(Scorer(config.reward, decoder_of(loaded.tokenizer)))
-        return cls(**vars(loaded), scorer=scorer)
+        environments = config.rollout.environments
+        described = check_environments(environments) if environments else []
+        episodes = EpisodeRequests(
+            environments=[*zip(environments, described, strict=True)],
+            tokenizer=loaded.tokenizer,
+            seed=config.run.seed,
+        )
+        problems = [problem for one in loaded.held_out.values() for problem in one]
+        episodes.check([*loaded.prompts, *problems], config.data.max_prompt_tokens)
+        return cls(**vars(loaded), scorer=scorer, episodes=episodes)
 
     def start_cross_check(self, sampled: SampledBatch) -> None:
         """Start the symbolic comparison of a batch's answers, saved groups first."""
@@ -129,10 +145,17 @@ class SamplingInputs(RunPrompts):
         ]
 
     def sampler(
-        self, config: RunConfig, engines: SupportsGenerate, journal: Journal | None = None
+        self,
+        config: RunConfig,
+        engines: SupportsGenerate,
+        journal: Journal | None = None,
+        schedule: Schedule | None = None,
+        simulated: SimulatedSchedule | None = None,
+        host: EpisodeHostActor | None = None,
     ) -> Sampler:
         """Return the sampler of a run at its first step."""
-        return Sampler(
+        new = Sampler if simulated is None else partial(SimulatedSampler, simulated)
+        return new(
             engines,
             self.stream(config),
             self.scorer,
@@ -141,7 +164,6 @@ class SamplingInputs(RunPrompts):
                 temperature=config.rollout.temperature,
                 top_p=1.0,  # the trainer scores tokens with the whole softmax
                 max_tokens=config.rollout.max_response_tokens,
-                tools=config.rollout.tools,
                 branching=config.sampling.branching,
                 stop_ids=stop_ids(self.tokenizer),
             ),
@@ -150,7 +172,10 @@ class SamplingInputs(RunPrompts):
             saved_groups=config.observe.saved_groups,
             is_mixed=has_mixed_steps if config.algorithm.compares_steps else None,
             journal=journal,
+            schedule=schedule,
             max_failed_share=config.reward.max_failed_share,
+            episodes=self.episodes,
+            host=host,
         )
 
 
@@ -238,7 +263,7 @@ def _load_prompts(
         source,
         columns=config.data.columns,
         check_gold=config.reward.check_gold,
-        with_extra_info=config.reward.reads_extra_info,
+        with_extra_info=config.reads_extra_info,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megadapo.cluster.calls import Watch
+from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.sampling.ahead import AheadSampler
+from megadapo.rollout.sampling.background import BackgroundSampler
+from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.inputs import (
@@ -24,15 +28,27 @@ from megadapo.run.inputs import (
     load_tokenizer,
     start_cluster,
 )
-from megadapo.run.processes import start_processes, start_trainer, trainer_settings
+from megadapo.run.processes import (
+    at_start,
+    elastic_engines,
+    sends_while_training,
+    start_environments,
+    start_processes,
+    start_trainer,
+    trainer_settings,
+)
+from megadapo.run.repeat import open_schedule, open_simulated
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.state.status import StatusFile
+from megadapo.run.step.probe import ParityProbe
 from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
-from megadapo.weights.sync.publish import Publisher
+from megadapo.weights.sync.publish import Publisher, Sender
+from megadapo.weights.sync.republish import Republisher
 
 OnProgress = Callable[[int, int], None]
 """Receives micro-batches computed and tokens generated, every few seconds."""
@@ -54,18 +70,22 @@ def start_workers(
     checkpoint: Checkpoint | None,
     *,
     replay: Path | None = None,
+    repeated: Path | None = None,
     folder: Path | None = None,
     unfinished: UnfinishedEvaluation | None = None,
     on_progress: OnProgress | None = None,
+    status: StatusFile | None = None,
 ) -> Iterator[Workers]:
     """Start trainer and engines at `checkpoint`, if there is one; end them on exit.
 
     Args:
         replay: folder of saved rollouts to use instead of engines.
+        repeated: folder of a run whose schedule to repeat, or file of a simulated schedule.
         folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
             None: they are lost.
         unfinished: an evaluation of weights older than the checkpoint's, to resume.
         on_progress: called every few seconds while trainer or engines work.
+        status: receives the state of the engines; with it and `folder`, engines join and leave.
 
     Raises:
         ConfigError: steps to replay are not saved.
@@ -79,7 +99,9 @@ def start_workers(
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
         if replay is None:
-            workers = _start_live(config, settings, phases, stack, folder, on_progress)
+            workers = _start_live(
+                config, settings, phases, stack, folder, repeated, on_progress, status
+            )
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
@@ -102,17 +124,23 @@ def _start_live(
     phases: Phases,
     stack: ExitStack,
     folder: Path | None,
+    repeated: Path | None,
     on_progress: OnProgress | None,
+    status: StatusFile | None,
 ) -> Workers:
     inputs = SamplingInputs.start(config, phases, stack)
     pretraining_data = load_pretraining_data(config, phases, inputs.tokenizer)
-    cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
+    first = at_start(config, folder)
+    cluster = start_cluster(first, phases, stack, trains=True, num_engines=first.num_engines)
     watch = Watch()
-    trainer, engines, reserved = start_processes(config, settings, phases, cluster, stack, watch)
+    host = start_environments(
+        config, phases, stack, log_folder=config.run.folder / LOGS_FOLDER, folder=folder
+    )
+    trainer, engines, reserved = start_processes(first, settings, phases, cluster, stack, watch)
     publisher = _publisher(config, trainer, engines)
     reserved_engine = None
     if reserved is not None:
-        pinned = _publisher(config, trainer, reserved, pinned=True)
+        pinned = _publisher(config, trainer, reserved, sender="pinned_sender")
         reserved_engine = ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
     evaluations = Evaluations(
         config,
@@ -126,24 +154,40 @@ def _start_live(
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines, reserved)
     watch.add(trainer.check, engines.check, evaluations.check, cluster.daemons.check, progress)
+    if host is not None:
+        watch.add(host.check)
+    if folder is not None and status is not None and config.cluster.placement == "separate":
+        elastic = elastic_engines(config, cluster, engines, folder, status)
+        watch.add(elastic.check)
+        stack.callback(elastic.close)
     journal = None
     if folder is not None:
         journal = Journal(folder, samples_digest(config))
         stack.callback(journal.close)
-    sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
-    ahead = config.sampling.mode == "one_step_off"
+    simulated = open_simulated(config, folder, repeated)
+    schedule = Schedule() if simulated else open_schedule(config, folder, repeated)
+    stack.callback(schedule.close)
+    sampler: Sampler | BackgroundSampler
+    sampler = inputs.sampler(
+        config, evaluations.sampling_engines, journal, schedule, simulated, host
+    )
+    if config.sampling.overlaps:
+        sampler = BackgroundSampler(sampler, config.run.num_steps)
+    stack.callback(sampler.close)
     gpus = GpuSharing(trainer, engines, reserved, keeps_weights=config.weights.mode == "delta")
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
-        sampler=AheadSampler(sampler, engines, config.run.num_steps) if ahead else sampler,
+        sampler=sampler,
         inputs=inputs,
         evaluations=evaluations,
         publisher=publisher,
         gpus=gpus,
         journal=journal,
+        host=host,
     )
-    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data)
+    probe = ParityProbe(config, engines)
+    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data, probe)
     return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=inputs.tokenizer)
 
 
@@ -167,19 +211,27 @@ def _start_replay(
 
 
 def _publisher(
-    config: RunConfig, trainer: Trainer, engines: Engines, *, pinned: bool = False
+    config: RunConfig, trainer: Trainer, engines: Engines, *, sender: Sender = "weight_sender"
 ) -> Publisher:
+    options: dict[str, Any] = {
+        "tensor_parallel": config.rollout.tensor_parallel,
+        "pipeline_parallel": config.rollout.pipeline_parallel,
+        "expert_parallel": config.rollout.expert_parallel,
+        "dtype": getattr(torch, config.model.dtype),
+        "logs": trainer.logs,
+    }
+    republisher = None
+    if sender == "weight_sender" and sends_while_training(config):
+        # engines that join or restart need not wait for the next publication
+        republisher = Republisher(trainer.ranks, engines, config.weights, **options)
     return Publisher(
         trainer.ranks,
         engines,
         config.weights,
-        tensor_parallel=config.rollout.tensor_parallel,
-        pipeline_parallel=config.rollout.pipeline_parallel,
-        expert_parallel=config.rollout.expert_parallel,
-        dtype=getattr(torch, config.model.dtype),
-        pinned=pinned,
+        sender=sender,
+        republisher=republisher,
         deltas=_sends_deltas(config),
-        logs=trainer.logs,
+        **options,
     )
 
 

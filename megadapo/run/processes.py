@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,14 @@ from megadapo.cluster.calls import Watch
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
+from megadapo.errors import DataError
 from megadapo.models.folder import path_from_anywhere
+from megadapo.rollout.episodes.actor import EpisodeHostActor
+from megadapo.rollout.pool.elastic import ElasticEngines
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.request import read_request
 from megadapo.run.inputs import Phases, start_cluster
+from megadapo.run.state.status import StatusFile
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 
@@ -65,10 +70,87 @@ def start_processes(
     return trainer, engines, reserved
 
 
+def elastic_engines(
+    config: RunConfig, cluster: Cluster, engines: Engines, folder: Path, status: StatusFile
+) -> ElasticEngines:
+    """Return what lets engines join and leave the pool as the file in the run's folder asks."""
+    return ElasticEngines(
+        engines,
+        cluster,
+        folder,
+        driver=status.current.driver,
+        num_engines=config.rollout.num_engines,
+        num_ranks=config.rollout.ranks_per_engine,
+        next_number=config.num_engines,
+        report=status.report_engines,
+    )
+
+
+def at_start(config: RunConfig, folder: Path | None) -> RunConfig:
+    """Return the configuration with the engines to start with: the recipe's, or fewer if the run's
+    folder asks for fewer.
+
+    More engines join later, so a start never waits for more slots than the recipe needs.
+    """
+    request = None
+    if folder is not None and config.cluster.placement == "separate":
+        with suppress(DataError):  # `ElasticEngines` reports it
+            request = read_request(folder)
+    num_engines = config.rollout.num_engines
+    if request is None or request.num_engines >= num_engines:
+        return config
+    rollout = config.rollout.model_copy(update={"num_engines": request.num_engines})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def sends_while_training(config: RunConfig) -> bool:
+    """Return whether engines that join or restart get their weights also during an update.
+
+    Engines generate then all the time. In other modes they wait for the publication after the
+    update, which costs less than a copy of the weights in main memory.
+    """
+    mode: str = config.sampling.mode
+    return mode == "async"
+
+
+def start_environments(
+    config: RunConfig,
+    phases: Phases,
+    stack: ExitStack,
+    *,
+    log_folder: Path,
+    folder: Path | None = None,
+) -> EpisodeHostActor | None:
+    """Start the host of the environments, before the engines ask for it; end it with `stack`.
+
+    Args:
+        folder: the run's folder, where actions and observations survive a kill.
+        log_folder: gets what the environments print.
+
+    Raises:
+        ConfigError: an environment cannot start.
+        InfraError: the host cannot start.
+    """
+    if not config.rollout.environments:
+        return None
+    with phases.phase("start environments"):
+        host = EpisodeHostActor(
+            config.rollout.environments,
+            folder=folder,
+            log_folder=log_folder,
+            timeout_s=config.cluster.start_timeout_s,
+        )
+    stack.callback(host.close)
+    return host
+
+
 def start_engines_alone(
     config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
-) -> Engines:
+) -> tuple[Engines, EpisodeHostActor | None]:
     """Start engines with the weights of model.path and without a trainer; end them with `stack`.
+
+    Returns:
+        The engines, and the host of the environments if there are any.
 
     Raises:
         InfraError: the cluster lacks slots, or an engine did not start.
@@ -77,6 +159,7 @@ def start_engines_alone(
     cluster = start_cluster(
         config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
     )
+    host = start_environments(config, phases, stack, log_folder=log_folder)
     with phases.phase("start engines"):
         engines = _start_engines(
             config,
@@ -88,7 +171,7 @@ def start_engines_alone(
             returns_experts=config.trainer.router_replay,
         )
         engines.wait_until_ready()
-    return engines
+    return engines, host
 
 
 def _start_engines(
@@ -127,6 +210,7 @@ def start_trainer(
             log_folder=config.run.folder / LOGS_FOLDER,
             start_timeout_s=config.cluster.start_timeout_s,
             watch=watch,
+            sends_while_training=sends_while_training(config),
         )
         stack.callback(trainer.shutdown)
     return trainer

@@ -23,7 +23,7 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.step import GroupStats, RejectedGroups, StepCounters
+from megadapo.rollout.sampling.statistics import GroupStats, RejectedGroups, StepCounters
 from megadapo.run.rollouts import Rollouts
 
 REJECTED = ("all_correct", "all_wrong", "out_of_band")
@@ -84,7 +84,7 @@ class ReplayedRollouts(Rollouts):
         trained.sort(key=lambda s: s.prompt_index)
         if not trained:
             raise DataError(f"{path}: has no group that was trained on")
-        generated = [s for s in saved if not s.from_reserve] or trained
+        generated = [s for s in saved if not s.from_reserve]
         counters = StepCounters(
             stats=[
                 GroupStats.from_group(s.group, is_mixed=s.disposition not in REJECTED)
@@ -96,8 +96,7 @@ class ReplayedRollouts(Rollouts):
         )
         for group in (s.group for s in saved if s.disposition in REJECTED):
             counters.rejected.add(group)
-        stale = _groups(s for s in trained if not self._is_fresh(s))
-        batch = counters.batch(_groups(trained), stale, self._config.observe.saved_groups)
+        batch = counters.batch(_groups(trained), self._config.observe.saved_groups)
         return replace(
             batch,
             num_tokens=None,
@@ -114,13 +113,6 @@ class ReplayedRollouts(Rollouts):
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         return [score.symbolic_correct for score in group.scores]
-
-    def _is_fresh(self, saved: SavedGroup) -> bool:
-        """Return whether the current policy version sampled a token of the group."""
-        current = self.policy_version
-        return not saved.from_reserve and any(
-            (one.response.policy_versions == current).any() for one in saved.responses
-        )
 
     def _problems(self, saved: SavedGroup, step: int) -> Iterator[str]:
         """Yield the reasons why a group does not fit the configuration."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,8 +44,13 @@ class RolloutStep:
 
 
 @contextmanager
-def start_rollouts(config: RunConfig, phases: Phases) -> Iterator[Callable[[int], RolloutStep]]:
+def start_rollouts(
+    config: RunConfig, phases: Phases, show: Callable[[str], None]
+) -> Iterator[Callable[[int], RolloutStep]]:
     """Start scorer and engines with the weights of model.path; end them on exit.
+
+    Args:
+        show: gets each warning, after the step that it is about or after an error.
 
     Returns:
         A function that samples and scores the batch of a step, and saves its groups.
@@ -59,8 +63,18 @@ def start_rollouts(config: RunConfig, phases: Phases) -> Iterator[Callable[[int]
     folder = _prepare_folder(config)
     with ExitStack() as stack:
         inputs = SamplingInputs.start(config, phases, stack)
-        engines = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
-        yield partial(_sample, config, folder, inputs.sampler(config, engines), inputs)
+        engines, host = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
+        sampler = inputs.sampler(config, engines)
+
+        def sample(step: int) -> RolloutStep:
+            try:
+                return _sample(config, folder, sampler, inputs, step)
+            finally:
+                of_host = [] if host is None else host.drain_warnings()
+                for line in (*engines.drain_warnings(), *of_host, *inputs.scorer.drain_warnings()):
+                    show(line)
+
+        yield sample
 
 
 def _sample(
@@ -94,12 +108,12 @@ def keeping_every_group(config: RunConfig) -> RunConfig:
     """Return a configuration whose steps have every group that they sample, mixed or not.
 
     Raises:
-        ConfigError: responses have tool output, which no row can keep from training.
+        ConfigError: responses have answers of environments, which no row can keep from training.
     """
-    if config.rollout.tools.tool is not None:
+    if config.rollout.environments:
         raise ConfigError(
-            "--keep: rollout.tools puts tool output into responses, and rows would train on it: "
-            "leave rollout.tools out"
+            "--keep: rollout.environments puts answers into responses, and rows would train on "
+            "them: leave it out"
         )
     observe = config.observe.model_copy(update={"saved_groups": "all"})
     sampling = config.sampling.model_copy(update={"selection": "all"})

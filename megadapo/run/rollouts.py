@@ -12,9 +12,11 @@ from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.sampling.ahead import AheadSampler
+from megadapo.rollout.sampling.background import BackgroundSampler
+from megadapo.rollout.sampling.reserve import Reserve
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations
@@ -34,8 +36,8 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
     sampler = state.get(SAMPLER_STATE)
     if sampler is None:
         return dict(state)
-    waiting = {"waiting": None} if "waiting" in sampler else {}
-    return {**state, SAMPLER_STATE: {**sampler, "reserve": [], "unfinished": [], **waiting}}
+    empty = {"reserve": Reserve().to_json(), "counters": None}
+    return {**state, SAMPLER_STATE: {**sampler, **empty}}
 
 
 class Rollouts(ABC):
@@ -57,7 +59,7 @@ class Rollouts(ABC):
         """Return the cross-check's result for each response, None where it is not known."""
 
     def wait(self) -> None:  # noqa: B027
-        """Wait until no response is sampled or scored, so that engines can take weights."""
+        """Wait for all that needs the present weights before newer ones are published."""
 
     def evaluate(self, step: int) -> None:  # noqa: B027
         """Start to score the published weights on the held-out problems."""
@@ -88,13 +90,15 @@ class LiveRollouts(Rollouts):
 
     config: RunConfig
     engines: Engines
-    sampler: Sampler | AheadSampler
+    sampler: Sampler | BackgroundSampler
     inputs: SamplingInputs
     evaluations: Evaluations
     publisher: Publisher
     gpus: GpuSharing
     journal: Journal | None = None
     """The journal that keeps sampled groups until a checkpoint holds their step."""
+    host: EpisodeHostActor | None = None
+    """The host of the environments, if there are any."""
 
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
@@ -107,15 +111,16 @@ class LiveRollouts(Rollouts):
         return replace(batch, groups=groups)
 
     def wait(self) -> None:
-        self.sampler.wait()
+        if not self.config.sampling.carries:
+            self.sampler.cut()
         self.evaluations.finish_pending()
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as `policy_version`."""
         with self.gpus.publishing():
-            report = self.publisher.publish(policy_version)
-            if self.journal is not None:
-                self.journal.begin(policy_version, self.publisher.fingerprint())
+            weights = "" if self.journal is None else self.publisher.fingerprint()
+            report = self.publisher.publish(policy_version, stop_generating=self.sampler.cut)
+            self.sampler.go_on(policy_version, weights)
         return report
 
     def evaluate(self, step: int) -> None:
@@ -128,10 +133,11 @@ class LiveRollouts(Rollouts):
         return self.inputs.cross_checks(group)
 
     def drain_warnings(self) -> list[str]:
-        """Return the warnings of journal, engines, weight updates and reward functions."""
+        """Return the warnings of all parts: journal, engines, environments, updates, rewards."""
         return [
             *(() if self.journal is None else self.journal.drain_warnings()),
             *self.engines.drain_warnings(),
+            *(() if self.host is None else self.host.drain_warnings()),
             *self.publisher.drain_warnings(),
             *self.evaluations.drain_warnings(),
             *self.inputs.scorer.drain_warnings(),

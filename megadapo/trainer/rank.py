@@ -124,6 +124,7 @@ class TrainerRank(TrainedModel):
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
         self.weight_sender = WeightSender(*shards, present=self.offload.weights_of)
         self.pinned_sender = WeightSender(*shards, present=self.offload.weights_of)
+        self.published_sender = WeightSender(*shards, present=self.offload.weights_of)
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
 
     def update(self, request: UpdateRequest) -> UpdateResult:

@@ -31,6 +31,7 @@ from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.types import TrainerSettings, UpdateRequest, UpdateResult
 from megadapo.trainer.worker import TrainerWorker
 from megadapo.weights.disk.files import Files
+from megadapo.weights.sync.peers import PUBLISHED_GROUP
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -63,10 +64,14 @@ class Trainer:
         environments: Sequence[dict[str, str]],
         log_folder: Path,
         watch: Watch,
+        *,
+        sends_while_training: bool = False,
     ) -> None:
         """Create one process per entry of Ray actor `options`; `start` makes it a trainer.
 
-        `watch`: checks that are called every few seconds while the ranks work.
+        Args:
+            watch: checks that are called every few seconds while the ranks work.
+            sends_while_training: whether the ranks can send published weights while they train.
         """
         import ray
 
@@ -80,7 +85,10 @@ class Trainer:
         self._heartbeat_lock = threading.Lock()
         self.checkpoint_bytes = 0
         """Approximate size of a checkpoint's shards, known after the start."""
-        actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
+        # Ray takes the threads of an actor from its class only
+        group: dict[str, Any] = {"concurrency_groups": {PUBLISHED_GROUP: 1}}
+        threads = group if sends_while_training else {}
+        actor: Any = ray.remote(**threads)(TrainerWorker) if threads else ray.remote(TrainerWorker)
         self.ranks: list[ActorHandle[Any]] = [
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank, log)
             for rank, (entry, environment, log) in enumerate(
@@ -98,10 +106,13 @@ class Trainer:
         log_folder: Path,
         start_timeout_s: float = START_TIMEOUT_S,
         watch: Watch | None = None,
+        sends_while_training: bool = False,
     ) -> Trainer:
         """Start the ranks on the cluster's trainer slots; return when all are ready.
 
-        `watch`: checks of the run's other processes.
+        Args:
+            watch: checks of the run's other processes.
+            sends_while_training: whether the ranks can send published weights while they train.
 
         Raises:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
@@ -119,7 +130,8 @@ class Trainer:
             for cores in cluster.trainer_cores()
         ]
         trainer = cls(
-            settings.trainer, options, environments, log_folder.resolve(), watch or Watch()
+            *(settings.trainer, options, environments, log_folder.resolve(), watch or Watch()),
+            sends_while_training=sends_while_training,
         )
         start = partial(
             trainer._gather,

@@ -75,6 +75,8 @@ class RecordedTokens:
     """Response tokens of the recorded sequences, one sequence after another."""
 
     old: np.ndarray  # [n] float32, old log-probs of the ratio; NaN where a token has no loss
+    proximal: np.ndarray
+    """[n] float32, the trainer's log-probs before the step's first update; NaN as in `old`."""
     update: np.ndarray  # [n] float32, log-probs in the first update on the sequence
     advantages: np.ndarray
     """[n] float32, NaN unless ranks compute advantages."""

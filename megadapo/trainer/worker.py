@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -53,8 +54,10 @@ def _named_failures(
 
     @functools.wraps(method)
     def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        # a call beside training must not hide in the heartbeat what the rank works on
+        is_beside = method.__name__ == "published_sender"
         try:
-            with working_on(method.__name__):
+            with nullcontext() if is_beside else working_on(method.__name__):
                 return method(worker, *args, **kwargs)
         except MegadapoError:
             raise
@@ -69,7 +72,11 @@ def _named_failures(
 
 
 class TrainerWorker:
-    """One process of the trainer; its methods are synchronous, one call at a time."""
+    """One process of the trainer; its methods are synchronous, one call at a time.
+
+    Only `published_sender` runs in a thread of its own, if the actor has a concurrency group for
+    it.
+    """
 
     def __init__(self, rank: int, log: Path | None = None) -> None:
         """`log`: receives the output of this process; None does not redirect it."""
@@ -189,6 +196,11 @@ class TrainerWorker:
     def pinned_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the sender of this rank's pinned weights."""
         return getattr(self._policy().pinned_sender, method)(*args, **kwargs)
+
+    @_named_failures
+    def published_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the sender of the weights published last, also beside an update."""
+        return getattr(self._policy().published_sender, method)(*args, **kwargs)
 
     @_named_failures
     def leave(self) -> None:

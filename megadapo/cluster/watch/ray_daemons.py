@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -151,12 +151,12 @@ class RayDaemonWatch:
             self.tick()
 
 
-def leave_ray(group: PlacementGroup, daemons: Mapping[int, str | None]) -> None:
+def leave_ray(groups: Sequence[PlacementGroup], daemons: Mapping[int, str | None]) -> None:
     """Release the slots and disconnect from Ray, at the latest after LEAVE_S per attempt.
 
     `daemons`: start time by pid of the daemons that serve this process alone.
     """
-    leaving = threading.Thread(target=_leave, args=(group,), daemon=True)
+    leaving = threading.Thread(target=_leave, args=(groups,), daemon=True)
     leaving.start()
     leaving.join(LEAVE_S)
     # a daemon that is only stopped can still disconnect after SIGCONT, which harms no other
@@ -172,13 +172,14 @@ def leave_ray(group: PlacementGroup, daemons: Mapping[int, str | None]) -> None:
         atexit.unregister(ray.shutdown)
 
 
-def _leave(group: PlacementGroup) -> None:
+def _leave(groups: Sequence[PlacementGroup]) -> None:
     import ray
     from ray.exceptions import RayError
     from ray.util.placement_group import remove_placement_group
 
     try:
-        remove_placement_group(group)
+        for group in groups:
+            remove_placement_group(group)
     except RayError as error:
         _LOGGER.warning("Ray keeps the slots of this process until it has ended: %s", error)
     ray.shutdown()

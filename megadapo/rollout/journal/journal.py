@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,8 +68,8 @@ class Journal:
             return
         self._open()
 
-    def find(self, digest: bytes) -> dict[str, Any] | None:
-        """Return the entry of a group or whole step with this digest, or None."""
+    def find_group(self, digest: bytes) -> Group | None:
+        """Return the group of the request with this digest, or None."""
         offset = self._offsets.get(digest)
         if offset is None or self._log is None:
             return None
@@ -81,15 +80,8 @@ class Journal:
         if payload is None:
             self._warn(f"cannot read the record at byte {offset}: its prompt is requested again")
             return None
-        entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
-        return entry
-
-    def find_group(self, digest: bytes) -> Group | None:
-        """Return the group of the request with this digest, or None."""
-        entry = self.find(digest)
-        if entry is None:
-            return None
         try:
+            entry = json.loads(payload[DIGEST_BYTES:])
             return replace(decode_group(entry["group"]), seconds=entry["seconds"])
         except (KeyError, TypeError, ValueError) as error:
             self._warn(f"cannot read a group ({error!r}): its prompt is requested again")
@@ -97,12 +89,16 @@ class Journal:
 
     def append_group(self, digest: bytes, group: Group) -> None:
         """Write a group; a disk error adds a warning and ends the journal of these weights."""
-        self._append(digest, {"group": encode_group(group), "seconds": group.seconds})
-
-    def append_step(self, digest: bytes, entry: Mapping[str, Any]) -> None:
-        """Write a whole step, as JSON values."""
-        self._append(digest, entry)
-        self.sync()
+        if not self._writes:
+            return
+        if self._log is None:
+            self._open()
+        entry = {"group": encode_group(group), "seconds": group.seconds}
+        try:
+            if self._writes and self._log is not None:
+                self._offsets[digest] = self._log.append(digest + json.dumps(entry).encode())
+        except OSError as error:
+            self._give_up(error)
 
     def sync(self) -> None:
         """Force all entries to disk."""
@@ -152,17 +148,6 @@ class Journal:
         except OSError as error:
             self._give_up(error)
 
-    def _append(self, digest: bytes, entry: Mapping[str, Any]) -> None:
-        if not self._writes:
-            return
-        if self._log is None:
-            self._open()
-        try:
-            if self._writes and self._log is not None:
-                self._offsets[digest] = self._log.append(digest + json.dumps(entry).encode())
-        except OSError as error:
-            self._give_up(error)
-
     def _give_up(self, error: OSError) -> None:
         """Write nothing more until the next weights; written records stay readable."""
         self._writes = False
@@ -186,7 +171,10 @@ class Journal:
 
 def group_digest(prompt: Prompt, group: OpenGroup) -> bytes:
     """Return a digest of all that determines a group, except for weights and scoring."""
-    parts = (group.key, prompt.to_json(), group.prompt_ids, group.seeds, group.settings)
+    parts = (
+        *(group.key, prompt.to_json(), group.prompt_ids, group.seeds, group.settings),
+        group.episode,
+    )
     digest = hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass"))
     for response in group.responses:
         for array in (response.token_ids, response.policy_versions):
@@ -198,13 +186,19 @@ def group_digest(prompt: Prompt, group: OpenGroup) -> bytes:
 def delete_journals_before(run_folder: Path, policy_version: int) -> None:
     """Delete the journals of earlier policy versions, which a checkpoint has made useless.
 
-    A file that cannot be deleted is tried again with the next checkpoint.
+    Journals of environments stay until a later one exists, which has a copy of open episodes. A
+    file that cannot be deleted is tried again with the next checkpoint.
     """
-    for path in (run_folder / JOURNAL_FOLDER).glob("version-*.log"):
-        match = _FILE_NAME.fullmatch(path.name)
-        if match and int(match[1]) < policy_version:
-            with suppress(OSError):
-                path.unlink()
+    for prefix in ("", "environments-"):
+        found = {}
+        for path in (run_folder / JOURNAL_FOLDER).glob(f"{prefix}version-*.log"):
+            if match := _FILE_NAME.fullmatch(path.name.removeprefix(prefix)):
+                found[int(match[1])] = path
+        if not prefix or any(version >= policy_version for version in found):
+            for version, path in found.items():
+                if version < policy_version:
+                    with suppress(OSError):
+                        path.unlink()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,21 @@ class RecordLog:
             OSError: the file cannot be read or written.
         """
         self.path = path
-        self.cut = ""
-        """Reason why the end of the file was cut off; empty if it was not."""
         self._entry_is_synced = path.exists()
         """Whether the file's directory entry is on disk."""
         self._file = io.FileIO(path, "r+" if self._entry_is_synced else "x+")
         try:
-            self._end = self._scan(read)
+            self._end, self.cut = _scan(self._file, read)
+            """`cut`: reason why the end of the file was cut off; empty if it was not."""
             self._file.truncate(self._end)
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._end
 
     def append(self, payload: bytes) -> int:
         """Add a record and return its offset; a failed write leaves no trace.
@@ -69,7 +73,7 @@ class RecordLog:
         Raises:
             OSError: the file cannot be read.
         """
-        return self._record(offset)[0]
+        return _record(self._file, offset)[0]
 
     def clear(self) -> None:
         """Remove all records.
@@ -96,46 +100,58 @@ class RecordLog:
         with suppress(OSError):
             self._file.close()
 
-    def _scan(self, read: Callable[[int, bytes], None]) -> int:
-        """Read all records, and return the end of the last intact one."""
-        offset, size = 0, os.fstat(self._file.fileno()).st_size
-        while offset < size:
-            payload, problem = self._record(offset)
-            if payload is None:
-                self.cut = f"{problem} at byte {offset} of {size}"
-                break
-            read(offset, payload)
-            offset += _PREFIX.size + len(payload)
-        return offset
-
-    def _record(self, offset: int) -> tuple[bytes | None, str]:
-        """Return the payload at an offset, or None and the problem."""
-        prefix = self._read(offset, _PREFIX.size)
-        if len(prefix) < _PREFIX.size:
-            return None, "a torn record"
-        length, check, _ = _PREFIX.unpack(prefix)
-        if check != _check(length):
-            return None, "a damaged record"
-        if offset + _PREFIX.size + length > os.fstat(self._file.fileno()).st_size:
-            return None, "a torn record"
-        payload = self._read(offset + _PREFIX.size, length)
-        if prefix != _prefix(payload):
-            return None, "a damaged record"
-        return payload, ""
-
-    def _read(self, offset: int, num_bytes: int) -> bytes:
-        """Return `num_bytes` bytes from an offset on; fewer at the end of the file."""
-        parts: list[bytes] = []
-        while num_bytes > 0 and (part := os.pread(self._file.fileno(), num_bytes, offset)):
-            parts.append(part)
-            offset, num_bytes = offset + len(part), num_bytes - len(part)
-        return b"".join(parts)
-
     def _write(self, data: bytes, offset: int) -> None:
         left = memoryview(data)
         while left:
             num_bytes = os.pwrite(self._file.fileno(), left, offset)
             left, offset = left[num_bytes:], offset + num_bytes
+
+
+def read_records(path: Path, read: Callable[[int, bytes], None]) -> None:
+    """Read a file that another process may write, up to its last intact record.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with io.FileIO(path) as file:
+        _scan(file, read)
+
+
+def _scan(file: io.FileIO, read: Callable[[int, bytes], None]) -> tuple[int, str]:
+    """Read all records; return the end of the last intact one, and what is wrong after it."""
+    offset, size = 0, os.fstat(file.fileno()).st_size
+    while offset < size:
+        payload, problem = _record(file, offset)
+        if payload is None:
+            return offset, f"{problem} at byte {offset} of {size}"
+        read(offset, payload)
+        offset += _PREFIX.size + len(payload)
+    return offset, ""
+
+
+def _record(file: io.FileIO, offset: int) -> tuple[bytes | None, str]:
+    """Return the payload at an offset, or None and the problem."""
+    prefix = _read(file, offset, _PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        return None, "a torn record"
+    length, check, _ = _PREFIX.unpack(prefix)
+    if check != _check(length):
+        return None, "a damaged record"
+    if offset + _PREFIX.size + length > os.fstat(file.fileno()).st_size:
+        return None, "a torn record"
+    payload = _read(file, offset + _PREFIX.size, length)
+    if prefix != _prefix(payload):
+        return None, "a damaged record"
+    return payload, ""
+
+
+def _read(file: io.FileIO, offset: int, num_bytes: int) -> bytes:
+    """Return `num_bytes` bytes from an offset on; fewer at the end of the file."""
+    parts: list[bytes] = []
+    while num_bytes > 0 and (part := os.pread(file.fileno(), num_bytes, offset)):
+        parts.append(part)
+        offset, num_bytes = offset + len(part), num_bytes - len(part)
+    return b"".join(parts)
 
 
 def _prefix(payload: bytes) -> bytes:

@@ -13,12 +13,13 @@ import signal
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.cluster.calls import result_of, timeout_error
+from megadapo.cluster.process_log import engine_log
 from megadapo.cluster.watch.diagnostics import HungProcesses, ProcessLocation, save_stacks
 from megadapo.cluster.watch.guard import kill_marked
-from megadapo.errors import ProcessDiedError
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.engine.spec import EngineSpec
@@ -62,6 +63,9 @@ class EngineHandle:
         self.num_starts = 0
         self.start_at = -math.inf
         """Time of `time.monotonic` before which an ended engine must not start again."""
+        self.leave_at: float | None = None
+        """Time of `time.monotonic` at which the engine ends although it has work; it takes no more
+        groups and does not start again. None: it stays."""
         self._restarts: list[float] = []
         """Times of its latest restarts that count towards the limit."""
         self._options, self._actor_class = options, actor_class
@@ -82,11 +86,22 @@ class EngineHandle:
         """Time without a report, which an idle engine sends as well."""
         self._num_asked: int = 0
         self._num_ended: int = 0
+        self._num_waiting: int = 0
+        """Number of responses that wait for their environment, as of the last report."""
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self.actor: ActorHandle[Any] = self._start_actor()
         self._location: ObjectRef[ProcessLocation] = self.actor.location.remote()
         self.awaited: ObjectRef[Any] | None = self.actor.start.remote()
         """The pending start, report or end."""
+
+    def sibling(self, index: int, gpus: tuple[str, ...], options: dict[str, Any]) -> EngineHandle:
+        """Start another engine with the same settings and weights, at another place.
+
+        `options`: Ray's options for its actor.
+        """
+        log_file = engine_log(self.spec.log_file.parent, index)
+        spec = replace(self.spec, index=index, gpus=gpus, log_file=log_file)
+        return EngineHandle(spec, options, self._actor_class)
 
     def started(self) -> None:
         """Note that the process has answered its first request."""
@@ -128,6 +143,10 @@ class EngineHandle:
         self._restarts.append(self.start_at)
         return len(self._restarts)
 
+    def leave(self, within_s: float) -> None:
+        """Take no more groups, and let the engine end once it has none, or after some seconds."""
+        self.leave_at, self.start_at = time.monotonic() + within_s, math.inf
+
     def give_up(self) -> None:
         """Leave the engine ended for good."""
         self.state = "gone"
@@ -137,6 +156,12 @@ class EngineHandle:
     def load(self) -> int:
         """Number of responses in flight."""
         return self._num_asked - self._num_ended
+
+    @property
+    def slots_used(self) -> int:
+        """Number of responses in flight that have or want a slot of the engine."""
+        # not more than twice the slots, so that responses find one soon when they return
+        return self.load - min(self._num_waiting, self.spec.config.max_num_seqs)
 
     @property
     def incarnation(self) -> EngineIncarnation:
@@ -191,7 +216,9 @@ class EngineHandle:
         """Take over the counts of a report."""
         # those of a stop may overtake those of a report that was sent before it
         self._num_ended = max(self._num_ended, counts.num_ended)
-        if counts.num_tokens != self.num_tokens:
+        self._num_waiting = counts.num_waiting
+        if counts.num_tokens != self.num_tokens or counts.num_waiting:
+            # environments have time limits of their own
             self.num_tokens = counts.num_tokens
             self._stalled_s = 0.0
 
@@ -209,25 +236,6 @@ class EngineHandle:
             InfraError: the call failed.
         """
         return result_of(ref, name=self.name, doing=doing, describe_death=self.describe_death)
-
-    def wait_for(self, ref: ObjectRef[Any], deadline: float) -> str | None:
-        """Wait for a call; return None if it finished, the cause if the engine died, "" if late.
-
-        If vLLM's processes die, vLLM never answers the call; the next report fails in its place.
-        """
-        import ray
-
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            if ray.wait([ref], timeout=min(left, WATCH_S))[0]:
-                return None
-            if self.awaited is not None and ray.wait([self.awaited], timeout=0)[0]:
-                try:
-                    self.read(self.awaited, "generate")  # `Engines` takes it later
-                except ProcessDiedError as error:
-                    return str(error)
-            if not left:
-                return ""
 
     def describe_death(self) -> str:
         """Return a message that the process died, with the cause from its log."""

@@ -29,6 +29,8 @@ LEAVE_TIMEOUT_S = 5.0
 SHUTDOWN_TIMEOUT_S = 30.0
 RESTART_WINDOW_S = 3600.0
 """Time for which rollout.max_engine_restarts limits the restarts of one engine."""
+NO_ANSWER = ("ending", "ended", "gone")
+"""States of an engine without a process."""
 MIN_ENGINES = 0.5
 """Share of the engines below which the run ends: a restart of the driver starts all of them."""
 
@@ -36,7 +38,7 @@ MIN_ENGINES = 0.5
 class EnginePool:
     """All engine processes of a run; a dead one is started again and gets the current weights.
 
-    Only one thread may use a pool at a time; `on_update_start` may be called by any.
+    One thread may publish weights while another one generates; see `Engines`.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
@@ -48,10 +50,14 @@ class EnginePool:
         self._warnings: list[str] = []
         self._republish: Callable[[int], object] | None = None
         self._weights_are_current = False
-        """Whether the trainer still has the weights that it published last."""
+        """Whether the trainer can still send the weights that it published last."""
         self._trainer_has_gpus = False
         """Whether the trainer uses the memory of these engines' GPUs, so that none may start."""
-        self._lock, self._republishing = threading.RLock(), threading.RLock()
+        self._republishes_any_time = False
+        """Whether the trainer keeps the weights that it published last while it changes its own."""
+        self._lock = threading.RLock()
+        self._publishing = threading.Lock()
+        """Held during a publication; also its own thread must not begin another one."""
 
     @classmethod
     def start(
@@ -165,7 +171,10 @@ class EnginePool:
     def activity(self) -> list[EngineActivity]:
         """Return the activity of each engine since the last call, by number."""
         activities = self.call_all("activity", self._config.engine_progress_timeout_s)
-        return [activities.get(index, EngineActivity()) for index in self._handles]
+        staying = [index for index, engine in self._handles.items() if engine.leave_at is None]
+        return [
+            activities.get(index, EngineActivity()) for index in sorted({*staying, *activities})
+        ]
 
     def drain_warnings(self) -> list[str]:
         """Return one line for every engine that died since the last call."""
@@ -187,11 +196,16 @@ class EnginePool:
     def call(
         self, method: str, arguments: Mapping[int, tuple[object, ...]]
     ) -> dict[int, ObjectRef[Any]]:
-        """Call a method of the engines with these numbers, without waiting."""
-        return {
-            index: getattr(self._handles[index].actor, method).remote(*values)
-            for index, values in arguments.items()
-        }
+        """Call a method of the engines with these numbers, without waiting.
+
+        Engines that another thread has found dead are left out.
+        """
+        with self._lock:
+            return {
+                index: getattr(self._handles[index].actor, method).remote(*values)
+                for index, values in arguments.items()
+                if self._handles[index].state not in NO_ANSWER
+            }
 
     def gather(
         self,
@@ -212,20 +226,27 @@ class EnginePool:
         Raises:
             InfraError: too few engines are left.
         """
+        import ray
+
         deadline = time.monotonic() + timeout_s
+        called = {index: (self._handles[index], self.incarnation(index)) for index in refs}
         results: dict[int, Any] = {}
         for index, ref in refs.items():
-            engine = self._handles[index]
+            engine, incarnation = called[index]
+            hangs = not ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()))[0]
             cause = str(timeout_error([engine.name], doing, timeout_s, limit))
-            if (died := engine.wait_for(ref, deadline)) is not None:
-                self.mark_dead(engine, died or cause, hangs=not died)
-                continue
-            try:
-                results[index] = engine.read(ref, doing)
-            except InfraError as error:
-                if not forgive and not isinstance(error, ProcessDiedError):
-                    raise
-                self.mark_dead(engine, str(error))
+            if not hangs:
+                try:
+                    results[index] = engine.read(ref, doing)
+                    continue
+                except InfraError as error:
+                    if not forgive and not isinstance(error, ProcessDiedError):
+                        raise
+                    cause = str(error)
+            with self._lock:
+                # another thread may have found it dead already
+                if engine.incarnation == incarnation and engine.state not in NO_ANSWER:
+                    self.mark_dead(engine, cause, hangs=hangs)
         return results
 
     def call_all(self, method: str, timeout_s: float, *arguments: object) -> dict[int, Any]:
@@ -249,6 +270,9 @@ class EnginePool:
         engine.end(hangs=hangs)
         if hangs:
             cause = f"{cause}; stacks: {engine.spec.log_file}"
+        if engine.leave_at is not None:
+            self._warnings.append(f"{cause}; it was leaving")
+            return
         if is_free:
             action = "restarted when the trainer leaves its GPU"
         else:
@@ -260,16 +284,17 @@ class EnginePool:
             if math.isfinite(engine.start_at):
                 action += f" for {(engine.start_at - now) / 60:.0f} more minutes"
         self._warnings.append(f"{cause}; {action}")
-        total = len(self._handles)
-        num_left = sum(one.start_at <= now for one in self._handles.values())
+        staying = [one for one in self._handles.values() if one.leave_at is None]
+        total, num_left = len(staying), sum(one.start_at <= now for one in staying)
         if num_left < MIN_ENGINES * total:
             left = f"only {num_left} of {total} engines are" if num_left else "no engine is"
             raise InfraError(f"{cause}; {action}; {left} left, and a restart of the run starts all")
 
     def on_update_start(self) -> None:
         """Stop republishing: the trainer's weights are about to change."""
-        with self._republishing:
-            self._weights_are_current = False
+        if not self._republishes_any_time:
+            with self._publishing:
+                self._weights_are_current = False
 
     def on_update_done(self) -> None:
         """Allow republishing: the trainer has the weights that these engines received last."""
@@ -282,17 +307,24 @@ class EnginePool:
         *,
         timeout_s: float,
         republish: Callable[[int], object],
+        any_time: bool = False,
     ) -> None:
         """End an update: clear cached keys and values, and mark samples with the version.
 
-        `republish`: gives the same weights to an engine that is started again.
+        Args:
+            republish: gives the same weights to an engine that joins or is started again.
+            any_time: whether it can also while the trainer changes its weights.
         """
         method = "finish_weight_update"
         refs = self.call(method, {index: (policy_version,) for index in indices})
-        for index in self.gather(refs, doing=method, timeout_s=timeout_s):
-            self._handles[index].state = "serving"
-        self.policy_version, self._republish = policy_version, republish
-        self.on_update_done()
+        done = self.gather(refs, doing=method, timeout_s=timeout_s)
+        with self._lock:
+            for engine in self._present:
+                if engine.spec.index in done:
+                    engine.state = "serving"
+            self.policy_version, self._republish = policy_version, republish
+            self._republishes_any_time = any_time
+            self.on_update_done()
 
     @property
     def _serving(self) -> list[EngineHandle]:
@@ -306,11 +338,14 @@ class EnginePool:
         return [engine for engine in self._handles.values() if engine.state in states]
 
     def _update_stale_engines(self) -> None:
-        """Publish the current weights to restarted engines, if the trainer still has them."""
+        """Publish the current weights to engines that joined or restarted, if the trainer can."""
         stale = [engine for engine in self._handles.values() if engine.state == "stale_weights"]
-        if not stale or self._republish is None:
+        # a publication that is under way reaches some of them, and the others wait for its end
+        if not stale or self._republish is None or not self._publishing.acquire(blocking=False):
             return
-        with self._republishing:
+        try:
             for engine in stale:
-                if self._weights_are_current:
+                if self._weights_are_current and engine.leave_at is None:
                     self._republish(engine.spec.index)
+        finally:
+            self._publishing.release()

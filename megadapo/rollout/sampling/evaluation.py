@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from megadapo.data.group import Group
-from megadapo.data.prompts import Prompt, render
+from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
 from megadapo.rollout.sampling.accuracy import Evaluation, consensus, mean_of_sets, summary
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
-from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
 from megadapo.tokens.stops import stop_ids
 
@@ -55,7 +55,7 @@ class HeldOutRequests:
         tokenizer: PreTrainedTokenizerBase,
         max_response_tokens: int,
         seed: int,
-        tools: ToolsConfig | None = None,
+        episodes: EpisodeRequests | None = None,
     ) -> HeldOutRequests:
         """Create the requests of each named set; responses never branch.
 
@@ -71,15 +71,16 @@ class HeldOutRequests:
             temperature=config.temperature,
             top_p=config.top_p,
             max_tokens=max_response_tokens,
-            tools=tools or ToolsConfig(),
             stop_ids=stop_ids(tokenizer),
         )
+        episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
         requests = tuple(
             OpenGroup(
                 key=-number,
-                prompt_ids=tuple(render(prompt, tokenizer)),
+                prompt_ids=episodes.prompt_ids(prompt),
                 seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
                 settings=settings,
+                episode=episodes.request(prompt),
                 priority=EVALUATION_PRIORITY,
             )
             for number, (_, prompt) in enumerate(named, start=1)
@@ -107,7 +108,7 @@ class HeldOutRequests:
         """Return a digest of all that determines a result, except for weights and scoring."""
         request = self.requests[-key - 1]
         gold = self.prompt(key).ground_truth
-        parts = (request.prompt_ids, request.seeds, gold, request.settings)
+        parts = (request.prompt_ids, request.seeds, gold, request.settings, request.episode)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -143,11 +144,10 @@ class EvaluationInProgress:
         """Number of problems with a result in the journal."""
 
     def __enter__(self) -> Self:
-        self._pool.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.__exit__(*error)
+        self._pool.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -203,9 +203,10 @@ class EvaluationInProgress:
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
             if not group.responses:
-                name, (failed, reason) = group.prompt.id, group.failures[-1]
+                last = group.failures[-1]
                 raise InfraError(
-                    f"evaluation: {failed} failed on all responses to problem {name}: {reason}"
+                    f"evaluation: {last.source} failed on all responses to problem "
+                    f"{group.prompt.id}: {last.reason}"
                 )
             # as if the responses without a score were like the others
             scale = self._held_out.samples_per_problem / len(group.responses)

@@ -1,13 +1,13 @@
-"""The next prompt to request: the stream, without prompts on cooldown or already consumed."""
+"""The next prompt to request: the stream, without prompts on cooldown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megadapo.data.prompts import Prompt, PromptStream
-from megadapo.rollout.sampling.plans import KeepRate
-from megadapo.rollout.sampling.step import GroupStats
+from megadapo.rollout.sampling.keep_rate import KeepRate
+from megadapo.rollout.sampling.statistics import GroupStats
 
 Level = Literal["unseen", "all_wrong", "mixed", "all_correct"]
 LEVELS: tuple[Level, ...] = ("unseen", "all_wrong", "mixed", "all_correct")
@@ -94,8 +94,6 @@ class PromptCursor:
         self.next_index = 0
         self._prompts = prompts
         self._history = history
-        self._consumed: set[int] = set()
-        """Prompt indices from `next_index` on that must not be requested again."""
         self._skipped: list[int] = []
         """Prompt indices on cooldown that this step skipped."""
 
@@ -110,9 +108,7 @@ class PromptCursor:
         skipped: list[int] = []
         while True:
             index, self.next_index = self.next_index, self.next_index + 1
-            if index in self._consumed:
-                self._consumed.remove(index)
-            elif len(skipped) < len(self._prompts) and self._history.on_cooldown(
+            if len(skipped) < len(self._prompts) and self._history.on_cooldown(
                 self.prompt(index).id, self.epoch(index)
             ):
                 skipped.append(index)
@@ -130,18 +126,11 @@ class PromptCursor:
         num_skipped, self._skipped = len(self._skipped), []
         return num_skipped
 
-    def requeue(self, prompt_indices: Collection[int]) -> None:
-        """Put drawn prompts back; all others stay drawn."""
-        if prompt_indices:
-            first = min(prompt_indices)
-            self._consumed |= set(range(first, self.next_index)) - set(prompt_indices)
-            self.next_index = first
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values."""
         return {
             "next_index": self.next_index,
-            "consumed": sorted(self._consumed),
+            "skipped": list(self._skipped),
             "prompts": self._prompts.state_dict(),
         }
 
@@ -151,8 +140,8 @@ class PromptCursor:
         Raises:
             DataError: the state belongs to other prompts or another order.
         """
-        next_index, consumed = int(state["next_index"]), set(map(int, state["consumed"]))
+        next_index, skipped = int(state["next_index"]), [int(index) for index in state["skipped"]]
         self._prompts.check_state(state["prompts"])
         if next_index < 0:
             raise ValueError(f"next_index = {next_index}")
-        self.next_index, self._consumed = next_index, consumed
+        self.next_index, self._skipped = next_index, skipped

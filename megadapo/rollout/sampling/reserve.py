@@ -1,91 +1,95 @@
-"""Groups saved for the next step: surplus groups, and unfinished groups."""
+"""A sampler's state: the groups that wait for a later step, finished and open ones."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 from megadapo.data.group import Group, Response
-from megadapo.data.group_codec import (
-    decode_group,
-    decode_response,
-    encode_group,
-    encode_response,
-)
-from megadapo.errors import CheckpointError
+from megadapo.data.group_codec import decode_group, decode_response, encode_group, encode_response
+from megadapo.rollout.sampling.statistics import StepCounters
 
 
+class OpenEntry(NamedTuple):
+    """An open group."""
+
+    version: int
+    """Policy version of the engines when it was requested."""
+    responses: tuple[Response, ...]
+    """The responses with which the engines have it: those at the latest cut, or none."""
+
+
+@dataclass
 class Reserve:
-    """A bounded queue of surplus groups, ordered by prompt index."""
+    """Requested groups that no step has trained on, by prompt index."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._groups: deque[Group] = deque()
-        self._encoded: dict[int, tuple[Group, dict[str, Any]]] = {}
-        """JSON values of the groups by identity, as most groups stay for many steps."""
+    finished: dict[int, Group] = field(default_factory=dict)
+    """Finished mixed groups."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Policy version of the engines when each finished group was requested."""
+    open: dict[int, OpenEntry] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self._groups)
+    def finish(self, group: Group, *, is_mixed: bool) -> None:
+        """Remove an open group, and keep it as a finished one if it is mixed."""
+        version = self.open.pop(group.prompt_index).version
+        if is_mixed:
+            self.finished[group.prompt_index] = group
+            self.versions[group.prompt_index] = version
 
-    def take(self, num_groups: int, *, oldest_version: int) -> tuple[list[Group], list[Group]]:
-        """Take the first groups, and all groups that are too old.
+    def take(self, prompt_index: int) -> Group:
+        """Remove and return a finished group."""
+        del self.versions[prompt_index]
+        return self.finished.pop(prompt_index)
 
-        Args:
-            num_groups: largest number of usable groups.
-            oldest_version: smallest policy version that a token of a usable group may have.
+    def copy(self) -> Reserve:
+        return Reserve(dict(self.finished), dict(self.versions), dict(self.open))
 
-        Returns:
-            The usable groups, and the groups that are too old.
-        """
-        expired = [group for group in self._groups if group.oldest_version < oldest_version]
-        usable = [group for group in self._groups if group.oldest_version >= oldest_version]
-        self._groups = deque(usable[num_groups:])
-        return usable[:num_groups], expired
+    def to_json(self) -> dict[str, Any]:
+        """Return all groups as JSON values; their numbers stay exact."""
+        return {
+            "finished": [
+                {"version": self.versions[index], "group": encode_group(group)}
+                for index, group in sorted(self.finished.items())
+            ],
+            "open": [
+                {
+                    "prompt_index": index,
+                    "version": version,
+                    "responses": [encode_response(one) for one in responses],
+                }
+                for index, (version, responses) in sorted(self.open.items())
+            ],
+        }
 
-    def put(self, groups: Sequence[Group]) -> int:
-        """Keep as many of the groups as fit, and return their number."""
-        kept = groups[: max(0, self._limit - len(self._groups))]
-        self._groups = deque(sorted([*self._groups, *kept], key=lambda group: group.prompt_index))
-        return len(kept)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return all groups as JSON values; each group is encoded once."""
-        known, self._encoded = self._encoded, {}
-        for group in self._groups:
-            # the entry holds the group as well, so that its id is not reused
-            entry = known.get(id(group)) or (group, encode_group(group))
-            self._encoded[id(group)] = entry
-        return [entry for _, entry in self._encoded.values()]
-
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the contents; if the limit is smaller now, the first groups stay.
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Self:
+        """Return the groups that `to_json` wrote.
 
         Raises:
-            CheckpointError: the state is damaged.
+            AttributeError, KeyError, TypeError, ValueError: the entries are damaged.
         """
-        try:
-            groups = [decode_group(entry) for entry in state]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the saved reserve of groups is damaged: {error!r}") from error
-        self._groups = deque(groups[: self._limit])
+        reserve = cls()
+        for entry in state["finished"]:
+            group = decode_group(entry["group"])
+            reserve.finished[group.prompt_index] = group
+            reserve.versions[group.prompt_index] = int(entry["version"])
+        for entry in state["open"]:
+            responses = tuple(decode_response(one) for one in entry["responses"])
+            reserve.open[int(entry["prompt_index"])] = OpenEntry(int(entry["version"]), responses)
+        return reserve
 
 
-def encode_unfinished(groups: Mapping[int, Sequence[Response]]) -> list[dict[str, Any]]:
-    """Return stopped groups, by prompt index, as JSON values; their numbers stay exact."""
-    return [
-        {"prompt_index": index, "responses": [encode_response(one) for one in responses]}
-        for index, responses in groups.items()
-    ]
+@dataclass(frozen=True)
+class SamplerState:
+    """A sampler's state. Most states are never written, so groups are encoded only on writing."""
 
+    plain: Mapping[str, Any]
+    reserve: Reserve
+    counters: StepCounters | None
+    """Counts of the batch that is not taken; None: it begins again."""
 
-def decode_unfinished(entries: Sequence[Mapping[str, Any]]) -> dict[int, tuple[Response, ...]]:
-    """Return the groups that `encode_unfinished` wrote.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the entries are damaged.
-    """
-    return {
-        int(entry["prompt_index"]): tuple(decode_response(one) for one in entry["responses"])
-        for entry in entries
-    }
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON values; its numbers stay exact."""
+        counters = None if self.counters is None else self.counters.to_json()
+        return {**self.plain, "reserve": self.reserve.to_json(), "counters": counters}

@@ -1,17 +1,14 @@
-"""The batch of one step with its counts, and its JSON form."""
+"""The batch of one step with its counts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megadapo.data.group import Group
-from megadapo.data.group_codec import decode_group, encode_group
-from megadapo.errors import CheckpointError
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.engine.activity import EngineActivity
 
@@ -23,7 +20,7 @@ class SampledGroup:
     group: Group
     disposition: Disposition
     from_reserve: bool
-    """Whether an earlier step generated it."""
+    """Whether an earlier step finished it, and counted it in its statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +35,36 @@ class SampledBatch:
     num_sampled: int
     """Number of groups that finished in this step: all correct, all wrong, out of band or mixed.
 
-    If no stale group is used, groups requested after the last one of the batch do not count: the
-    next step requests them again, and how many finish depends on the engines' speed."""
+    If groups cannot wait for a later step, those requested after the last one of the batch do not
+    count: the next step requests them again, and how many finish depends on the engines' speed."""
     num_all_correct: int
     num_all_wrong: int
     num_from_reserve: int
-    """Number of groups in the batch with tokens of earlier weights."""
+    """Number of groups in the batch that an earlier step finished."""
     num_to_reserve: int
-    """Number of surplus mixed groups kept for the next step."""
+    """Number of finished mixed groups that wait for a later step."""
     num_dropped: int
-    """Number of mixed groups that did not fit into the reserve, or became too old in it."""
+    """Number of mixed groups that became too old."""
     num_surplus: int
-    """Number of mixed groups after the last one of the batch, if no reserve is kept."""
+    """Number of mixed groups after the last one of the batch, if groups cannot wait."""
     num_stopped: int
     """Number of groups stopped before they finished."""
     num_carried: int
     """Number of unfinished groups that continue in the next step."""
     num_resting: int
     """Number of prompts skipped on cooldown."""
+    num_overdue: int = 0
+    """Largest number of open groups that a batch with enough mixed groups waited for, because they
+    would have become too old."""
+    overdue_seconds: float = 0.0
+    """Time for which it waited for them."""
+    num_recomputed: int = 0
+    """Number of tokens that engines read again after cuts."""
     num_unscored: int = 0
-    """Number of groups given up because reward functions failed on their responses."""
+    """Number of groups given up because too few of their responses have a score."""
     num_excluded: int = 0
-    """Number of responses that reward functions failed on, left out of all other counts."""
+    """Number of responses that reward functions or environments failed on, left out of all other
+    counts."""
     num_from_journal: int = 0
     """Number of groups restored from the journal of a killed process."""
     num_tokens: int | None
@@ -82,11 +87,12 @@ class SampledBatch:
     """Time of each group from submission to its last token."""
     engines: tuple[EngineActivity, ...]
     calls_per_response: float = math.nan
-    """Mean number of tool calls; calls in a shared beginning count for each response.
+    """Mean number of calls that an environment answered; those in a shared beginning count for each
+    response.
 
     NaN, here and in the next fields, if there was nothing to count."""
     output_token_share: float = math.nan
-    """Share of tool output in the response tokens."""
+    """Share of response tokens that an environment wrote."""
     branches_per_group: float = math.nan
     entropy_rise_mean: float = math.nan
     """Mean difference of normalised entropy, after a tool call less at the response's start."""
@@ -109,46 +115,3 @@ class SampledBatch:
     def num_kept(self) -> int:
         """Number of groups in the batch."""
         return len(self.groups)
-
-
-def encode_batch(batch: SampledBatch) -> dict[str, Any]:
-    """Return a batch as JSON values; its numbers stay exact."""
-    plain = {field.name: getattr(batch, field.name) for field in fields(SampledBatch)}
-    return {
-        **plain,
-        "groups": [encode_group(group) for group in batch.groups],
-        "engines": [asdict(activity) for activity in batch.engines],
-        "saved": [
-            {
-                "group": encode_group(s.group),
-                "disposition": s.disposition,
-                "from_reserve": s.from_reserve,
-            }
-            for s in batch.saved
-        ],
-    }
-
-
-def decode_batch(entry: Mapping[str, Any]) -> SampledBatch:
-    """Return the batch that `encode_batch` wrote.
-
-    Raises:
-        CheckpointError: the state is damaged.
-    """
-    try:
-        lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
-        groups = {
-            "groups": tuple(decode_group(group) for group in entry["groups"]),
-            "engines": tuple(EngineActivity(**activity) for activity in entry["engines"]),
-            "saved": tuple(
-                SampledGroup(
-                    group=decode_group(s["group"]),
-                    disposition=s["disposition"],
-                    from_reserve=s["from_reserve"],
-                )
-                for s in entry["saved"]
-            ),
-        }
-        return SampledBatch(**{**entry, **lists, **groups})
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the saved batch of the next step is damaged: {error!r}") from error

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 
-from megadapo.data.group import Group, Score
+from megadapo.data.group import FAILED, Failure, Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import OpenGroup, StopReport
+from megadapo.rollout.types import EpisodeRequest, OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
 """Longest single wait for the engines while groups are being scored."""
@@ -65,20 +66,24 @@ class SupportsScore(Protocol):
         """Number of groups to score at the same time."""
 
     def score_group(
-        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+        self,
+        prompt: Prompt,
+        texts: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+        returns: Sequence[float] = (),
     ) -> list[Score]:
-        """Score the responses to one prompt.
+        """Score the responses to one prompt; `returns`: what each earned in its environment.
 
         Raises:
             RewardOutageError: the group should be scored again later.
         """
 
+    def count_failure(self, failure: Failure, prompt: Prompt) -> None:
+        """Count the failure of an environment on a response, which has no score."""
+
 
 class ScoringPool:
-    """The open groups; finished ones are scored in threads and returned when scored.
-
-    Use it as a context manager: leaving it ends all scoring.
-    """
+    """The open groups; finished ones are scored in threads and returned when scored."""
 
     def __init__(
         self,
@@ -93,8 +98,7 @@ class ScoringPool:
             prompt_of: returns the prompt of a group's key.
             executor: runs the scoring; by default a thread pool of the scorer's size.
         """
-        self.reward_seconds = 0.0
-        """Time spent on scoring, most of it while responses are still generated."""
+        self._reward_seconds = 0.0
         self._engines = engines
         self._scorer = scorer
         self._prompt_of = prompt_of
@@ -102,72 +106,108 @@ class ScoringPool:
         self._lock, self._closing = threading.Lock(), threading.Event()
         self.open: set[int] = set()
         """Keys of the groups that have not been returned."""
+        self._stopped: list[OpenGroup] = []
         self._scoring: dict[Future[Group], OpenGroup] = {}
+        self._wanted: set[int] = set()
+        """Identities of the groups whose scores are wanted; read by the scoring threads."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End all scoring, also of groups that wait for the end of an outage."""
         self._closing.set()
         self._executor.shutdown(cancel_futures=True)
+
+    def take_reward_seconds(self) -> float:
+        """Return the time spent on scoring since the last call.
+
+        Most of it passes while responses are still generated.
+        """
+        with self._lock:
+            seconds, self._reward_seconds = self._reward_seconds, 0.0
+        return seconds
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send groups to the engines."""
         self.open.update(group.key for group in groups)
         self._engines.submit(groups)
 
-    def wait(self) -> list[Group]:
+    def wait(self, timeout_s: float | None = None) -> list[Group]:
         """Wait until groups are scored or the engines have capacity; return all scored groups.
+
+        Args:
+            timeout_s: longest wait; None: no limit.
 
         Raises:
             InfraError: an engine failed, or the outage of a reward function is too long.
         """
         if self._engines.num_in_flight:
-            timeout_s = SCORING_POLL_S if self._scoring else None
-            self.score(self._engines.finished(timeout_s))
+            finished = self._engines.finished(SCORING_POLL_S if self._scoring else timeout_s)
+            self._stopped += [group for group in finished if group.is_unfinished]
+            self.score([group for group in finished if not group.is_unfinished])
         elif self._scoring:
-            wait(self._scoring, return_when=FIRST_COMPLETED)
+            wait(self._scoring, timeout_s, return_when=FIRST_COMPLETED)
         return self.scored()
 
     def score(self, groups: Sequence[OpenGroup]) -> None:
         """Start to score open groups that the engines have returned."""
         for group in groups:
+            self._wanted.add(id(group))
             self._scoring[self._executor.submit(self._score, group)] = group
 
     def drop(self, keys: Collection[int]) -> int:
         """Cancel groups, and return the number of tokens spent on them."""
         report = self._engines.stop(keys, keep=False)
-        self.open.difference_update(keys)
+        self._forget(keys)
         return report.num_tokens
 
     def stop(self, *, keep: bool) -> StopReport:
         """Cancel all open groups; `keep`: report their responses so far."""
         report = self._engines.stop(keep=keep)
-        # groups being scored are kept without scores; the next step scores them again
-        unscored = [one for one in self._scoring.values() if one.key in self.open]
-        self.open.clear()
+        # groups being scored are kept without scores, and scored again later
+        unscored = [*self._scoring.values(), *self.take_stopped()]
+        self._forget(set(self.open))
         return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
+
+    def take_stopped(self) -> list[OpenGroup]:
+        """Return the groups that engines have stopped at their `until`."""
+        stopped, self._stopped = self._stopped, []
+        self.open.difference_update(group.key for group in stopped)
+        return stopped
+
+    def _forget(self, keys: Collection[int]) -> None:
+        """Ignore the scores of groups; the same keys may be submitted again."""
+        self.open.difference_update(keys)
+        for future, group in list(self._scoring.items()):
+            if group.key in keys:
+                future.cancel()
+                self._wanted.discard(id(self._scoring.pop(future)))
 
     def scored(self) -> list[Group]:
         """Return the scored groups without waiting."""
         done = [future for future in self._scoring if future.done()]
         for future in done:
-            del self._scoring[future]
+            self._wanted.discard(id(self._scoring.pop(future)))
         groups = [future.result() for future in done]
-        # a group that was dropped while it was scored is not open any more
-        groups = [group for group in groups if group.prompt_index in self.open]
         self.open.difference_update(group.prompt_index for group in groups)
         return groups
 
     def _score(self, group: OpenGroup) -> Group:
         start = time.perf_counter()
         prompt, responses = self._prompt_of(group.key), group.responses
-        if any(one.finish_reason == "unfinished" for one in responses):
-            raise ValueError(f"group {group.key} has an unfinished response")
-        texts = [one.text for one in responses]
-        scores = self._scores(group.key, prompt, texts, [one.token_ids for one in responses])
+        assert not group.is_unfinished, f"group {group.key} has an unfinished response"
+        answered = [one for one in responses if one.failure is None]
+        for one in responses:
+            if one.failure is not None:
+                self._scorer.count_failure(one.failure, prompt)
+        scored = iter(self._scores(group, prompt, answered) if answered else [])
+        # a response whose environment failed has no score
+        scores = [
+            _with_parts(next(scored), one, group.episode)
+            if one.failure is None
+            else Score(0.0, False, "", failure=one.failure)
+            for one in responses
+        ]
         with self._lock:
-            self.reward_seconds += time.perf_counter() - start
+            self._reward_seconds += time.perf_counter() - start
         return Group(
             prompt_index=group.key,
             prompt=prompt,
@@ -178,17 +218,34 @@ class ScoringPool:
         ).without_failures()
 
     def _scores(
-        self, key: int, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+        self, group: OpenGroup, prompt: Prompt, responses: Sequence[Response]
     ) -> list[Score]:
         """Score a group, again and again while a function has an outage and the group is open."""
         pause_s, until = FIRST_PAUSE_S, time.monotonic() + OUTAGE_S
+        texts, token_ids = zip(*((one.text, one.token_ids) for one in responses), strict=True)
+        of_episodes = [] if group.episode is None else [[one.episode_return for one in responses]]
         while True:
             try:
-                return self._scorer.score_group(prompt, texts, token_ids)
+                return self._scorer.score_group(prompt, texts, token_ids, *of_episodes)
             except RewardOutageError as error:
-                if time.monotonic() + pause_s > until or key not in self.open:
+                if time.monotonic() + pause_s > until or id(group) not in self._wanted:
                     raise
                 logger.warning("%s; trying again in %g s", error, pause_s)
                 if self._closing.wait(pause_s):
                     raise
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _with_parts(score: Score, response: Response, episode: EpisodeRequest | None) -> Score:
+    """Return a score with what the response's environment counted, if it had one."""
+    if episode is None:
+        return score
+    counted = {
+        "return": response.episode_return,
+        "turns": float(len(response.actions)),
+        "seconds": math.fsum(turn.seconds for turn in response.turns),
+        FAILED: 0.0,
+        **dict(response.metrics),
+    }
+    parts = ((f"{episode.area}/{name}", value) for name, value in counted.items())
+    return replace(score, parts=(*score.parts, *parts))

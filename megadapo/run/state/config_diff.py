@@ -18,7 +18,11 @@ RESERVE_KEYS = (
     *("data.train", "data.columns", "data.chat_template_kwargs"),
     *("data.max_prompt_tokens", "data.overlong_prompts"),
     *("reward.rule", "reward.pattern", "reward.decide", "reward.functions"),
-    *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
+    *(
+        "rollout.temperature",
+        "rollout.max_response_tokens",
+        "rollout.environments",
+    ),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
     "sampling.accuracy_range",
 )
@@ -70,15 +74,9 @@ def check_config_diff(
             accepted.
     """
     folder = checkpoint.path.parent.parent
-    # as JSON, which has no tuples
-    old, new = (
-        dict(_leaves(json.loads(json.dumps(plain))))
-        for plain in (checkpoint.config, to_dict(config))
-    )
     changes = {
-        key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
-        for key in new | old
-        if old.get(key) != new.get(key) and key not in START_KEYS
+        key: f"{json.dumps(before)} -> {json.dumps(after)}"
+        for key, (before, after) in changed_keys(checkpoint.config, to_dict(config)).items()
     }
     refused = [key for key in changes if _within(key, keys) and not _within(key, tuple(accepted))]
     if refused and folder.resolve() == config.run.folder.resolve():
@@ -93,6 +91,22 @@ def check_config_diff(
             )
         )
     return [f"changed: {key}: {line}" for key, line in changes.items()]
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each dotted key that differs, without the keys of a start."""
+    # as JSON, which has no tuples
+    before, after = (dict(_leaves(json.loads(json.dumps(plain)))) for plain in (old, new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in after | before
+        if before.get(key) != after.get(key) and key not in START_KEYS
+    }
+
+
+def decides_learning(key: str) -> bool:
+    """Return whether a dotted key decides what is learned."""
+    return _within(key, (*LEARNING_KEYS, *SUPERVISED_KEYS))
 
 
 def samples_digest(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -63,6 +64,13 @@ class Status:
     """Time of the last growth of these counters, or change of phase or step."""
     longest_pause_s: float = 0.0
     """Longest time between two such changes, also of earlier drivers."""
+    engines: dict[str, Any] | None = None
+    """State of the engines, as `rollout/pool/elastic.py` reports it; None: they cannot change."""
+
+    @property
+    def driver(self) -> str:
+        """A name of the driver that no other one has."""
+        return f"{self.host} {self.pid} {self.started}"
 
     def stall_limit_s(self, stall_s: float = STALL_S) -> float:
         """Return the seconds without progress, at least `stall_s`, after which a driver hangs."""
@@ -73,7 +81,8 @@ class StatusFile:
     """The status file of the run that this process drives."""
 
     def __init__(self, folder: Path, *, num_steps: int) -> None:
-        """Write the status of a driver that starts."""
+        """Write the status of a driver that starts; any thread may change it."""
+        self._lock = threading.RLock()
         self._path = folder / STATUS_FILE
         restarts = checkpoint_step = 0
         longest_pause_s, step_ended = 0.0, None
@@ -107,18 +116,28 @@ class StatusFile:
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status, and write it if one differs."""
-        status = replace(self._status, **changes)
-        if status != self._status:
-            self._status = replace(status, updated=_now(), **self._progress())
-            self._write()
+        with self._lock:
+            status = replace(self._status, **changes)
+            if status != self._status:
+                self._status = replace(status, updated=_now(), **self._progress())
+                self._write()
 
     def report_progress(self, micro_batches: int, tokens: int) -> None:
         """Update the progress counters; write them at most every `PROGRESS_S` seconds."""
-        seen = replace(self._status, micro_batches=micro_batches, tokens=tokens)
-        if seen != self._status:
-            self._status, self._has_news = replace(seen, **self._progress()), True
-        if self._has_news and time.monotonic() > self._written_at + PROGRESS_S:
-            self._write()
+        with self._lock:
+            seen = replace(self._status, micro_batches=micro_batches, tokens=tokens)
+            if seen != self._status:
+                self._status, self._has_news = replace(seen, **self._progress()), True
+            if self._has_news and time.monotonic() > self._written_at + PROGRESS_S:
+                self._write()
+
+    def report_engines(self, engines: dict[str, Any]) -> None:
+        """Update the state of the engines; write it at once if more than their speed changed."""
+        with self._lock:
+            changed = _without_speed(engines) != _without_speed(self._status.engines)
+            self._status = replace(self._status, engines=engines)
+            if changed:
+                self._write()
 
     def _progress(self) -> dict[str, Any]:
         """Return the fields that change with every progress."""
@@ -183,6 +202,14 @@ def rewrite_status(folder: Path, **changes: Any) -> None:
 
 def _json(status: Status) -> str:
     return json.dumps(asdict(status), indent=2) + "\n"
+
+
+def _without_speed(engines: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the state of the engines without what changes all the time."""
+    if engines is None:
+        return None
+    members = [[one["number"], one["node"], one["state"]] for one in engines["engines"]]
+    return {**engines, "engines": members}
 
 
 def _now() -> str:

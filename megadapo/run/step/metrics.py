@@ -36,6 +36,7 @@ def step_metrics(
     return {
         **update_metrics(step, update),
         "time/reward_s": sampled.reward_seconds,
+        "time/overdue_s": sampled.overdue_seconds,
         **_responses(sampled, config),
         **reflection_shares(
             [response.text for group in sampled.groups for response in group.responses],
@@ -77,10 +78,12 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "groups/unscored": sampled.num_unscored,
         "groups/stopped": sampled.num_stopped,
         "groups/carried": sampled.num_carried,
+        "groups/overdue": sampled.num_overdue,
         "groups/resting": sampled.num_resting,
         "groups/from_journal": sampled.num_from_journal,
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
+        "tokens/recomputed": sampled.num_recomputed,
     }
 
 
@@ -116,14 +119,16 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
         "response_length/max": float(longest),
         "response_length/truncated_fraction": sampled.truncated_fraction,
     }
-    values |= {f"reward/{name}": value for name, value in sampled.reward_parts.items()}
+    for name, value in sampled.reward_parts.items():
+        # what environments count has its own area
+        values[name if name.startswith("environment/") else f"reward/{name}"] = value
     return {name: _measured(value) for name, value in values.items()}
 
 
 def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:
-    """Return metrics of tools and branches; null if responses use none or were replayed."""
+    """Return metrics of tools, environments and branches; null without, and in a replay."""
     generated = sampled.num_tokens is not None
-    calls = generated and config.rollout.tools.tool is not None
+    calls = generated and bool(config.rollout.environments)
     branches = generated and config.sampling.branching.is_on
     return {
         "tools/calls_per_response": _measured(sampled.calls_per_response) if calls else None,
@@ -188,8 +193,8 @@ def step_warnings(
         )
     if sampled.num_dropped:
         yield (
-            f"step {step}: {sampled.num_dropped} groups dropped: the reserve is full, or they "
-            "are older than sampling.max_staleness allows"
+            f"step {step}: {sampled.num_dropped} groups dropped: they are older than "
+            "sampling.max_staleness allows"
         )
     if update.num_dropped_tokens:
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,11 @@ def saved_groups(
     known = None if config.algorithm.advantage == "gae" else advantages
     trained = _trained_responses(sampled, recorded, known, update)
     decode = decoder_of(tokenizer)
+    names = {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
     for entry in sampled.saved:
         group = entry.group
         untrained = [_Trained()] * len(group.responses)
@@ -73,7 +78,14 @@ def saved_groups(
             prompt_ids=group.prompt_ids,
             responses=_saved_responses(entry, results, cross_checks(group), config, decode),
             failures=group.failures,
+            control_tokens=_control_tokens(group, names),
         )
+
+
+def _control_tokens(group: Group, names: Mapping[int, str]) -> dict[int, str]:
+    """Return the names of the special tokens in a group's responses by their ids."""
+    found = {int(one) for response in group.responses for one in np.unique(response.token_ids)}
+    return {number: names[number] for number in sorted(found & names.keys())}
 
 
 def _trained_responses(

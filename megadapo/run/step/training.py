@@ -18,6 +18,7 @@ from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
+from megadapo.run.step.probe import ParityProbe, probed_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
@@ -50,17 +51,19 @@ def make_batch(
         rewards=rewards,
         num_tokens=num_tokens,
     )
-    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
-    indices = (group.prompt_index for group in groups for _ in group.responses)
     packed = pack(
         groups,
         values,
         loss_weights(groups, algorithm, num_tokens),
         mini_batch_size=algorithm.responses_per_mini_batch,
         rewards=rewards,
-        recorded=[sequence for sequence, index in enumerate(indices) if index in saved],
     )
-    return packed, values
+    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
+    indices = (group.prompt_index for group in groups for _ in group.responses)
+    recorded = {sequence for sequence, index in enumerate(indices) if index in saved}
+    probed = probed_sequences(packed, config, policy_version=policy_version)
+    recorded |= {one.sequence for one in probed}
+    return replace(packed, recorded=sorted(recorded)), values
 
 
 class TrainerState:
@@ -119,8 +122,11 @@ class StepTrainer(TrainerState):
         gpus: GpuSharing,
         algorithm: AlgorithmConfig,
         pretraining_data: PretrainingStream | None = None,
+        probe: ParityProbe | None = None,
     ) -> None:
+        """`probe`: compares the engines' weights with the trainer's; None without engines."""
         super().__init__(trainer, gpus)
+        self._probe = probe
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
         server = algorithm.reference.server
         self._teacher = None if server is None else TeacherServer(server)
@@ -128,10 +134,10 @@ class StepTrainer(TrainerState):
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch.
+        """Train on one step's batch, and let the engines score some of its stale tokens.
 
         Raises:
-            InfraError: a rank failed, or the teacher's server does not answer.
+            InfraError: a rank or an engine failed, or the teacher's server does not answer.
         """
         if self._teacher is not None:
             batch = replace(batch, logprobs_ref=self._teacher.logprobs(batch))
@@ -142,7 +148,13 @@ class StepTrainer(TrainerState):
             kl_reward_coef=self._kl_controller.coef,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
+        pending = None
+        if self._probe is not None:
+            pending = self._probe.begin(batch, policy_version=step - 1)
         result = self.apply(request)
+        if pending is not None:
+            probed = pending.metrics(result.recorded)
+            result = replace(result, metrics=result.metrics | probed)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)

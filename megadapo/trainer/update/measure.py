@@ -35,6 +35,7 @@ class UpdateRecorder:
             + [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in sequences]
         )
         self._old = np.full(len(self._places), np.nan, dtype=np.float32)
+        self._proximal = self._old.copy()
         self._update = self._old.copy()
         self._advantages = self._old.copy()
 
@@ -52,15 +53,21 @@ class UpdateRecorder:
             wanted = self._places[slots] == micro_batch.source
             if not wanted.any():
                 continue
-            assert micro_batch.logprobs_old is not None, "computed before the first update"
-            kept = [(self._old, micro_batch.logprobs_old), (self._update, current)]
+            old, proximal = micro_batch.logprobs_old, micro_batch.proximal
+            assert old is not None and proximal is not None, "computed before the first update"
+            kept = [(self._old, old), (self._proximal, proximal), (self._update, current)]
             if micro_batch.has_computed_advantages:
                 kept.append((self._advantages, micro_batch.advantages))
             for values, found in kept:
                 values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
 
     def tokens(self) -> RecordedTokens:
-        return RecordedTokens(old=self._old, update=self._update, advantages=self._advantages)
+        return RecordedTokens(
+            old=self._old,
+            proximal=self._proximal,
+            update=self._update,
+            advantages=self._advantages,
+        )
 
 
 Probe = Callable[[Sequence[MicroBatch]], MiniBatchSums]

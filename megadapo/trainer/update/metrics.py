@@ -127,7 +127,7 @@ class MiniBatchSums(Sums):
         self.approx_kl += _kl_from_old(micro_batch, output.logprobs)
         positive, size = gradient_sizes(
             output.logprobs[micro_batch.rows],
-            _policy_inputs(micro_batch, output.logprobs, objective),
+            policy_inputs(micro_batch, output.logprobs, objective),
             objective,
         )
         self.positive_gradient += positive
@@ -181,9 +181,10 @@ def _kl_from_old(micro_batch: MicroBatch, logprobs: Tensor) -> float:
     return float((log_ratios.expm1() - log_ratios).sum().item())
 
 
-def _policy_inputs(
+def policy_inputs(
     micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
 ) -> PolicyInputs:
+    """Return the inputs [R] of the policy term; a sequence ratio's log replaces old log-probs."""
     old = micro_batch.logprobs_old
     assert old is not None, "computed before the first update"
     return PolicyInputs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 DEADLINE = "weights.deadline_s"
+PUBLISHED_GROUP = "published"
+"""Ray's concurrency group of the calls that send the weights published last."""
 MEETING_S = 600.0
 """Seconds that all ranks and engines have to meet, if `weights.deadline_s` is shorter: the first
 meeting of hundreds of processes is slower than any bucket."""
@@ -26,6 +28,9 @@ class UpdatableEngines(Protocol):
     @property
     def policy_version(self) -> int:
         """Policy version of the weights published last."""
+
+    def publishing(self) -> AbstractContextManager[None]:
+        """Return a block in which no other update starts, with engines that start or restart."""
 
     def updatable(self) -> list[int]:
         """Return the numbers of the engines that an update can reach now."""
@@ -39,7 +44,10 @@ class UpdatableEngines(Protocol):
     def call(
         self, method: str, arguments: Mapping[int, tuple[object, ...]]
     ) -> dict[int, ObjectRef[Any]]:
-        """Call a method of the engines with these numbers, without waiting."""
+        """Call a method of the engines with these numbers, without waiting.
+
+        Engines that cannot answer are left out.
+        """
 
     def gather(
         self,
@@ -62,8 +70,17 @@ class UpdatableEngines(Protocol):
         *,
         timeout_s: float,
         republish: Callable[[int], object],
+        any_time: bool = False,
     ) -> None:
-        """End an update; `republish` gives the same weights to an engine that is started again."""
+        """End an update.
+
+        `republish` gives the same weights to an engine that joins, with `any_time` also while the
+        trainer changes its own.
+        """
+        ...
+
+    def fail(self, index: int, cause: str) -> None:
+        """Mark an engine as dead that cannot take the weights."""
         ...
 
 
@@ -88,16 +105,34 @@ class UpdatePeers:
     ) -> None:
         self._ranks, self._sender, self._logs = list(ranks), sender, logs
         self._engines, self._deadline_s = engines, deadline_s
-        self.targets: list[int] = []
-        """Numbers of the engines that are being updated; lost engines are removed."""
+        self._targets: dict[int, Hashable] = {}
+        """Number and incarnation of the engines that are being updated."""
         self.transport = ""
+
+    @property
+    def targets(self) -> list[int]:
+        """Numbers of the engines that are being updated, without lost ones."""
+        # another thread may have started a lost engine again, which is not connected
+        return [
+            index
+            for index, incarnation in self._targets.items()
+            if self._engines.incarnation(index) == incarnation
+        ]
+
+    def target(self, indices: Sequence[int]) -> None:
+        """Choose the engines to update."""
+        self._targets = {index: self._engines.incarnation(index) for index in indices}
 
     def call_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""
         return self.wait_ranks(self.submit_ranks(method, *args, **kwargs), method)
 
     def submit_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
-        return [getattr(rank, self._sender).remote(method, *args, **kwargs) for rank in self._ranks]
+        calls = [getattr(rank, self._sender) for rank in self._ranks]
+        if self._sender == "published_sender":
+            # in a thread of its own, beside the calls that train
+            calls = [call.options(concurrency_group=PUBLISHED_GROUP) for call in calls]
+        return [call.remote(method, *args, **kwargs) for call in calls]
 
     def wait_ranks(
         self, refs: Sequence[ObjectRef[Any]], doing: str, *, least_s: float = 0.0
@@ -140,13 +175,14 @@ class UpdatePeers:
                 limit=DEADLINE,
                 forgive=forgive,
             )
-        lost = [index for index in self.targets if index not in results]
+        lost = [index for index in self._targets if index not in results]
         if lost and self.transport == "nccl":
             raise InfraError(
                 f"weights: {doing}: rollout engine {lost[0]} is lost, and the other ranks of its "
                 f"process group cannot continue without it (log: logs/engine-{lost[0]}.log)"
             )
-        self.targets = [index for index in self.targets if index in results]
+        for index in lost:
+            del self._targets[index]
         return results
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,13 +19,14 @@ from megadapo.weights.sync.peers import MEETING_S, UpdatableEngines, UpdatePeers
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import SenderInfo
-from megadapo.weights.sync.topology import find_topology
+from megadapo.weights.sync.topology import Device, Topology, find_topology
 from megadapo.weights.sync.update import (
     MAX_DELTA,
     Sums,
     Update,
     UpdateVersions,
     combine_if_small,
+    fill,
     run_rounds,
     write_files,
 )
@@ -33,7 +34,14 @@ from megadapo.weights.sync.update import (
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from megadapo.weights.sync.republish import Republisher
+
 MIB = 1 << 20
+
+Sender = Literal["weight_sender", "pinned_sender", "published_sender"]
+"""Method of a trainer rank that calls one of its senders."""
+FOLDERS = {"weight_sender": "live", "pinned_sender": "pinned", "published_sender": "published"}
+"""Folder of each sender's update files in `weights.folder`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,11 @@ class PublishReport:
     density: float | None = None
     """Share of the elements that changed; None if unknown."""
     pause_seconds: float = 0.0
-    """Time in which engines refused to generate, with neither old nor new weights."""
+    """Time in which no engine generated, from the stop of generation on."""
+
+
+def _nothing_to_stop() -> None:
+    """Do nothing: the engines are idle."""
 
 
 class Publisher:
@@ -59,15 +71,18 @@ class Publisher:
 
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
-            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and for `pinned`
-            a method `pinned_sender` that calls a second one.
+            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and the other
+            methods of `Sender` for senders of pinned weights.
         engines: The rollout engines.
         config: The `[weights]` section.
         tensor_parallel: Ranks of one stage of an engine.
         pipeline_parallel: Stages of an engine.
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
-        pinned: Whether the ranks keep a copy of the weights that `publish` sends, for `republish`.
+        sender: The trainer ranks' method. "pinned_sender" keeps a copy of the weights that
+            `publish` sends.
+        republisher: Sends the weights published last also while the trainer changes its own; None:
+            `republish` does, at other times.
         deltas: Whether updates may send only the changes; the engines must keep their weights
             from one update to the next.
         logs: Log files of the trainer's ranks, for error messages.
@@ -83,13 +98,13 @@ class Publisher:
         pipeline_parallel: int = 1,
         expert_parallel: bool = False,
         dtype: torch.dtype,
-        pinned: bool = False,
+        sender: Sender = "weight_sender",
+        republisher: Republisher | None = None,
         deltas: bool = False,
         logs: Sequence[Path] = (),
     ) -> None:
-        sender = "pinned_sender" if pinned else "weight_sender"
         self._engines, self._config, self._dtype = engines, config, dtype
-        self._pinned = pinned
+        self._sender, self._republisher = sender, republisher
         self._peers = UpdatePeers(trainer_ranks, sender, engines, config.deadline_s, logs)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
@@ -98,7 +113,7 @@ class Publisher:
         self._folder: Path | None = None
         if config.folder is not None:
             # each publisher removes its own older updates
-            self._folder = config.folder.absolute() / ("pinned" if pinned else "live")
+            self._folder = config.folder.absolute() / FOLDERS[sender]
         self._warnings: list[str] = []
         self._schedule: Schedule | None = None
         """Schedule of full updates over the present connection."""
@@ -110,27 +125,38 @@ class Publisher:
         """The plan of every update; the first use connects to the engines."""
         return self._connect(self._engines.updatable()).plan
 
-    def publish(self, policy_version: int) -> PublishReport:
-        """Send the trainer's weights to every running engine. The engines must be idle.
+    def publish(
+        self, policy_version: int, *, stop_generating: Callable[[], None] = _nothing_to_stop
+    ) -> PublishReport:
+        """Send the trainer's weights to every running engine.
 
         Afterwards the engines' prefix caches are empty and their samples carry `policy_version`.
         An engine that fails or hangs meanwhile is lost; the others get their update.
+
+        Args:
+            stop_generating: called once, when all is prepared; afterwards the engines must be idle
+                until this method returns.
 
         Raises:
             InfraError: A rank failed or missed `weights.deadline_s`, or a checksum differs. The
                 message names the bucket and the rank, or the parameter. The engines either have
                 their old weights or refuse to generate.
         """
-        if self._pinned:
-            self._peers.call_ranks("pin")
-        return self._update(self._engines.updatable(), policy_version)
+        with self._engines.publishing():
+            if self._sender == "pinned_sender":
+                self._peers.call_ranks("pin")
+            report = self._update(self._engines.updatable(), policy_version, stop_generating)
+            if self._republisher is not None:
+                # the engines generate already; the trainer waits
+                self._republisher.pin()
+        return report
 
     def republish(self, index: int) -> PublishReport:
         """Send the weights published last, which the trainer still has, to one engine.
 
         The other engines continue to generate; the next `publish` connects to all of them again.
         """
-        return self._update([index], self._engines.policy_version)
+        return self._update([index], self._engines.policy_version, _nothing_to_stop)
 
     def fingerprint(self) -> str:
         """Return a hash of every bit of the trainer's present weights.
@@ -145,25 +171,36 @@ class Publisher:
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
+    def _update(
+        self, targets: Sequence[int], policy_version: int, stop_generating: Callable[[], None]
+    ) -> PublishReport:
         started = time.monotonic()
-        self._peers.targets = list(targets)
+        self._peers.target(targets)
         # without a running engine nothing is sent; engines that are starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
             sums: Sums = []
             if self._folder is not None:
                 update, sums = self._write(update, self._folder)
-            paused = run_rounds(self._peers, update, sums)
+            else:
+                sums.append(fill(self._peers, update, 0))
+        # up to here the engines generate with their old weights; from here on they refuse to
+        paused = time.monotonic()
+        stop_generating()
+        if update is not None:
+            run_rounds(self._peers, update, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
                 self._peers.targets,
                 policy_version,
                 timeout_s=self._config.deadline_s,
-                republish=self.republish,
+                republish=(self._republisher or self).republish,
+                any_time=self._republisher is not None or self._sender == "published_sender",
             )
         ended = time.monotonic()
-        report = PublishReport(policy_version=policy_version, seconds=ended - started)
+        report = PublishReport(
+            policy_version=policy_version, seconds=ended - started, pause_seconds=ended - paused
+        )
         if update is None:
             self._versions.reset()
             return report
@@ -177,7 +214,6 @@ class Publisher:
             verified=verified,
             in_full=in_full,
             density=update.density,
-            pause_seconds=ended - paused,
         )
 
     def _choose(self, targets: Sequence[int]) -> Update:
@@ -245,13 +281,21 @@ class Publisher:
 
     def _connect(self, targets: Sequence[int]) -> Schedule:
         """Connect to the engines to update, unless the same processes are connected."""
-        self._peers.targets = list(targets)
+        self._peers.target(targets)
         incarnations = [self._engines.incarnation(index) for index in targets]
         if self._schedule is None or incarnations != self._incarnations:
             self._schedule, self._incarnations = None, incarnations
             self._schedule = self._open_buckets()
             self._versions.reset()
         return self._schedule
+
+    def _topology(
+        self,
+        ranks: Sequence[Device],
+        engine_nodes: Sequence[str],
+        engine_gpus: Sequence[Sequence[str]],
+    ) -> Topology:
+        return find_topology(self._config.transport, ranks, engine_nodes, engine_gpus)
 
     def _open_buckets(self) -> Schedule:
         """Plan the update of the targets, and open the buckets on both sides."""
@@ -261,11 +305,11 @@ class Publisher:
         infos: list[SenderInfo] = peers.call_ranks("describe")
         layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
         nodes = peers.call_engines("node", doing="find engines")
-        topology = find_topology(
-            self._config.transport,
+        targets = list(nodes)
+        topology = self._topology(
             [(info.node, info.gpu) for info in infos],
-            [nodes[index] for index in peers.targets],
-            [engines.gpus(index) for index in peers.targets],
+            [nodes[index] for index in targets],
+            [engines.gpus(index) for index in targets],
         )
         transport = peers.transport = topology.transport
         plan = make_plan(
@@ -291,7 +335,7 @@ class Publisher:
         )
         both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
         connecting = peers.submit_ranks("connect", offers)
-        own = zip(peers.targets, topology.receiver_of, topology.member_of_each, strict=True)
+        own = zip(targets, topology.receiver_of, topology.member_of_each, strict=True)
         opening = engines.call(
             "init_weight_transfer",
             {

@@ -96,10 +96,11 @@ class WeightReceiver:
             return SharedMemoryInbox(readable)
         if transport == "cuda_ipc":
             return CudaIpcInbox(readable, device)
-        if transport == "nccl":
+        if transport in ("nccl", "gloo"):
             largest_wave = self._full.capacity.waves.get(self._place, 0)
             position = self._plan.chain_position(*self._place, member)
-            return PointToPointInbox(offers, largest_wave, device, position)
+            where = device if transport == "nccl" else torch.device("cpu")
+            return PointToPointInbox(offers, largest_wave, where, position)
         if transport == "folder":
             return FolderInbox(offers, device)
         raise InfraError(f"weights.transport: unknown transport {transport!r}.")

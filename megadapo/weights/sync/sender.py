@@ -22,6 +22,8 @@ from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemor
 from megadapo.weights.sync.transports.interface import Offer, Outbox
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SenderInfo:
@@ -111,6 +113,10 @@ class WeightSender:
         if transport == "nccl":
             return PointToPointOutbox(
                 num_bytes, self._device, rank=self._rank, num_ranks=self._plan.num_ranks
+            )
+        if transport == "gloo":
+            return PointToPointOutbox(
+                num_bytes, CPU, rank=self._rank, num_ranks=self._plan.num_ranks
             )
         if transport == "folder" and folder is not None:
             return FolderOutbox(folder, num_bytes, self._device, rank=self._rank)

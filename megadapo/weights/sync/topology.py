@@ -27,7 +27,8 @@ class Topology:
     @property
     def engines_per_receiver(self) -> tuple[int, ...]:
         """Number of engines of each receiver, if one forwards messages to the next."""
-        receivers = range(len(self.receivers)) if self.transport == "nccl" else ()
+        is_chained = self.transport in ("nccl", "gloo")
+        receivers = range(len(self.receivers)) if is_chained else ()
         return tuple(self.receiver_of.count(one) for one in receivers)
 
     @property
@@ -75,6 +76,20 @@ def find_topology(
         for rank in ranks
     ]
     return Topology(transport, receiver_of, receivers, sources, Hosts(nodes, engine_nodes))
+
+
+def topology_beside_training(transport: str, num_ranks: int, num_engines: int) -> Topology:
+    """Return a topology that takes nothing from the trainer's devices and process groups.
+
+    Messages go from main memory straight to the engines, since ranks that train cannot relay any.
+
+    Args:
+        transport: The `weights.transport` setting.
+    """
+    transport = "folder" if transport == "folder" else "gloo"
+    here = ["here"]
+    hosts = Hosts(here * num_ranks, here)
+    return Topology(transport, [0] * num_engines, here, None, hosts)
 
 
 def _choose_transport(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,16 +116,14 @@ def combine_if_small(
     return (delta if sum(delta.sizes) <= MAX_DELTA * plan.num_bytes else None), density
 
 
-def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> float:
-    """Move an update into the engines round by round, and compare checksums.
+def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
+    """Move an update into the idle engines round by round, and compare checksums.
 
     Senders fill the bucket of the next round while engines read the present one.
 
     Args:
-        sums: Checksums of rounds that are already in files; those of the others are appended.
-
-    Returns:
-        The time at which the engines stopped generating.
+        sums: Checksums of the rounds that are already in a bucket or in files; those of the others
+            are appended.
     """
     num_rounds, delta = update.num_rounds, update.delta
     begin = {
@@ -134,20 +131,15 @@ def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> float:
         "with_checksums": update.compares_at_end,
         "delta": None if delta is None else asdict(delta),
     }
-    if not sums:
-        sums.append(_fill(peers, update, 0))
-    # Up to here the engines have their old weights; from here on they refuse to generate.
-    paused = time.monotonic()
     peers.call_engines("start_weight_update", doing="start")
     for number in range(num_rounds):
         taking = _take(peers, {"round": number} | ({"begin": begin} if number == 0 else {}))
         if len(sums) < num_rounds:
-            sums.append(_fill(peers, update, number + 1))
+            sums.append(fill(peers, update, number + 1))
         peers.wait_engines(taking, f"bucket {number} of {num_rounds}")
     if update.compares_at_end:
         by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
         peers.wait_engines(_take(peers, {"checksums": by_sender}), "checksums", forgive=False)
-    return paused
 
 
 def write_files(
@@ -162,7 +154,7 @@ def write_files(
         Checksums, and the problem of an engine rank that cannot open the files. Its weights are
         unchanged.
     """
-    sums = [_fill(peers, update, number) for number in range(update.num_rounds)]
+    sums = [fill(peers, update, number) for number in range(update.num_rounds)]
     files: dict[str, WrittenFile] = {}
     for written in peers.call_ranks("written"):
         files |= written
@@ -177,7 +169,8 @@ def write_files(
     return sums, None
 
 
-def _fill(peers: UpdatePeers, update: Update, number: int) -> list[list[int]]:
+def fill(peers: UpdatePeers, update: Update, number: int) -> list[list[int]]:
+    """Fill the bucket of a round on every trainer rank, and return its checksums."""
     refs = peers.submit_ranks("fill", number, with_checksums=update.compares_at_end)
     return peers.wait_ranks(refs, f"bucket {number} of {update.num_rounds}")
 

@@ -1,21 +1,21 @@
-"""The state of one sampling step: open, kept and rejected groups, and their statistics."""
+"""The statistics of a step: its finished groups, the rejected ones, and the groups to save."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
+from typing import Any, Self
 
 from megadapo.data.group import Group, RewardParts
+from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.sampling.plans import Plan
 from megadapo.rollout.sampling.sampled_batch import SampledBatch, SampledGroup
-from megadapo.rollout.sampling.scoring import ScoringPool
-from megadapo.rollout.types import OpenGroup
 
 _TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
@@ -38,13 +38,15 @@ class GroupStats:
     is_mixed: bool
     seconds: float
     num_excluded: int = 0
-    """Number of responses that a reward function failed on, left out of the group."""
+    """Number of responses that have no score, after failures, and are left out of the group."""
+    num_interrupted: int = 0
+    """Number of them whose episode a restart interrupted."""
     parts: RewardParts = ()
     """Reward parts of all responses."""
     num_generated: int
     """Number of sampled tokens; shared tokens count once."""
     num_output_tokens: int = 0
-    """Number of tokens of tool output."""
+    """Number of tokens that environments wrote."""
     num_calls: int = 0
     num_branches: int = 0
     entropy_rises: tuple[float, ...] = ()
@@ -59,6 +61,7 @@ class GroupStats:
             num_correct=sum(group.correct),
             num_responses=len(responses),
             num_excluded=len(group.failures),
+            num_interrupted=sum(one.is_interruption for one in group.failures),
             reward_sum=float(sum(group.rewards)),
             parts=group.parts,
             lengths=group.lengths,
@@ -67,17 +70,28 @@ class GroupStats:
             seconds=group.seconds,
             num_generated=group.num_generated,
             num_output_tokens=sum(group.lengths) - sum(group.num_sampled),
-            num_calls=sum(len(one.calls) for one in responses),
+            num_calls=sum(turn.is_call for one in responses for turn in one.turns),
             num_branches=sum(one.branch is not None for one in responses),
             entropy_rises=tuple(
-                call.entropy - one.entropy for one in responses for call in one.calls
+                turn.entropy - one.entropy
+                for one in responses
+                for turn in one.turns
+                if turn.is_call
             ),
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values; a rise that was not measured is None."""
+        rises = [None if math.isnan(rise) else rise for rise in self.entropy_rises]
+        return {**asdict(self), "entropy_rises": rises}
 
-def accuracy_histogram(stats: Iterable[GroupStats]) -> Counter[int]:
-    """Count groups by their number of correct responses."""
-    return Counter(group.num_correct for group in stats)
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the statistics that `to_json` wrote."""
+        rises = tuple(math.nan if rise is None else rise for rise in entry["entropy_rises"])
+        parts = tuple((name, value) for name, value in entry["parts"])
+        lengths = tuple(entry["lengths"])
+        return cls(**{**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths})
 
 
 class RejectedGroups:
@@ -97,6 +111,18 @@ class RejectedGroups:
         groups.append(group)
         if self._limit != "all" and len(groups) > self._limit:
             groups.remove(max(groups, key=lambda one: one.prompt_index))
+
+    def copy(self) -> RejectedGroups:
+        """Return a copy that later groups do not change."""
+        copied = RejectedGroups(self._limit)
+        for disposition, groups in self._groups.items():
+            copied._groups[disposition] = [*groups]
+        return copied
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups that are kept."""
+        return [group for groups in self._groups.values() for group in groups]
 
     def counted(self, stats: Sequence[GroupStats]) -> list[SampledGroup]:
         """Return the kept groups that are in a step's statistics."""
@@ -122,18 +148,43 @@ class StepCounters:
     num_surplus_unseen: int = 0
     num_stopped: int = 0
     num_carried: int = 0
+    num_overdue: int = 0
+    overdue_seconds: float = 0.0
+    num_recomputed: int = 0
     num_resting: int = 0
     num_from_journal: int = 0
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
     engines: Sequence[EngineActivity] = ()
+    overdue_since: float | None = None
+    """On the monotonic clock; None: a batch with enough mixed groups waits for no other."""
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
     @property
     def num_excluded(self) -> int:
-        """Number of responses that reward functions failed on, left out of all other counts."""
+        """Number of responses without a score, left out of all other counts."""
         of_unscored = sum(len(group.failures) for group in self.unscored)
         return of_unscored + sum(group.num_excluded for group in self.stats)
+
+    @property
+    def num_interrupted(self) -> int:
+        """Number of them whose episode a restart interrupted."""
+        of_unscored = sum(one.is_interruption for group in self.unscored for one in group.failures)
+        return of_unscored + sum(group.num_interrupted for group in self.stats)
+
+    def add(self, group: Group, *, is_mixed: bool) -> None:
+        """Count a finished group, and keep it if it is rejected."""
+        self.stats.append(GroupStats.from_group(group, is_mixed=is_mixed))
+        if not is_mixed:
+            self.rejected.add(group)
+
+    def count_overdue(self, num_awaited: int) -> None:
+        """Count the groups that a batch with enough mixed groups waits for, and the time."""
+        self.num_overdue = max(self.num_overdue, num_awaited)
+        now = time.monotonic()
+        if self.overdue_since is not None:
+            self.overdue_seconds += now - self.overdue_since
+        self.overdue_since = now if num_awaited else None
 
     def forget_after(self, last: int) -> None:
         """Count groups behind the batch's last prompt index as surplus, not in the statistics.
@@ -147,13 +198,56 @@ class StepCounters:
         self.num_surplus_unseen = sum(group.is_mixed for group in unseen)
         self.num_tokens_stopped += sum(group.num_generated for group in unseen)
 
-    def batch(
-        self, kept: Sequence[Group], stale: Sequence[Group], saved_groups: SavedGroups
-    ) -> SampledBatch:
-        """Return the batch of `kept`, of which `stale` have tokens of earlier weights."""
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known before a batch is taken, as JSON values."""
+        return {
+            **{name: getattr(self, name) for name in self._numbers()},
+            "stats": [one.to_json() for one in self.stats],
+            "unscored": [encode_group(group) for group in self.unscored],
+            "dropped": [encode_group(group) for group in self.dropped],
+            "rejected": [encode_group(group) for group in self.rejected.groups],
+            "engines": [asdict(one) for one in self.engines],
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], saved_groups: SavedGroups) -> Self:
+        """Return the counters that `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: the entry is damaged.
+        """
+        counters = cls(
+            **{name: entry[name] for name in cls._numbers()},
+            stats=[GroupStats.from_json(one) for one in entry["stats"]],
+            unscored=[decode_group(one) for one in entry["unscored"]],
+            dropped=[decode_group(one) for one in entry["dropped"]],
+            rejected=RejectedGroups(saved_groups),
+            engines=[EngineActivity(**one) for one in entry["engines"]],
+        )
+        for one in entry["rejected"]:
+            counters.rejected.add(decode_group(one))
+        return counters
+
+    def copy(self) -> StepCounters:
+        """Return a copy that later groups do not change."""
+        return replace(
+            self,
+            stats=[*self.stats],
+            unscored=[*self.unscored],
+            dropped=[*self.dropped],
+            rejected=self.rejected.copy(),
+        )
+
+    @classmethod
+    def _numbers(cls) -> list[str]:
+        return [name for name, value in vars(cls).items() if isinstance(value, int | float)]
+
+    def batch(self, kept: Sequence[Group], saved_groups: SavedGroups) -> SampledBatch:
+        """Return the batch of `kept`."""
+        counted = {group.prompt_index for group in self.stats}
         lengths = [n for group in self.stats for n in group.lengths]
         num_responses = len(lengths)
-        sampled = [*self._mixed_groups(kept, stale), *self.rejected.counted(self.stats)]
+        sampled = [*self._mixed_groups(kept), *self.rejected.counted(self.stats)]
         return SampledBatch(
             groups=tuple(kept),
             num_sampled=len(self.stats),
@@ -161,12 +255,15 @@ class StepCounters:
             num_all_wrong=sum(not s.num_correct for s in self.stats),
             num_unscored=len(self.unscored),
             num_excluded=self.num_excluded,
-            num_from_reserve=len(stale),
+            num_from_reserve=sum(group.prompt_index not in counted for group in kept),
             num_to_reserve=len(self.to_reserve),
             num_dropped=len(self.dropped),
             num_surplus=len(self.surplus) + self.num_surplus_unseen,
             num_stopped=self.num_stopped,
             num_carried=self.num_carried,
+            num_overdue=self.num_overdue,
+            overdue_seconds=self.overdue_seconds,
+            num_recomputed=self.num_recomputed,
             num_resting=self.num_resting,
             num_from_journal=self.num_from_journal,
             num_tokens=sum(group.num_generated for group in self.stats),
@@ -183,8 +280,8 @@ class StepCounters:
             saved=choose_saved(sampled, saved_groups),
         )
 
-    def _mixed_groups(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
-        old = {group.prompt_index for group in stale}
+    def _mixed_groups(self, kept: Sequence[Group]) -> list[SampledGroup]:
+        counted = {group.prompt_index for group in self.stats}
         dispositions: tuple[tuple[Disposition, Sequence[Group]], ...] = (
             ("trained", kept),
             ("to_reserve", self.to_reserve),
@@ -193,65 +290,13 @@ class StepCounters:
         )
         return [
             SampledGroup(
-                group=group, disposition=disposition, from_reserve=group.prompt_index in old
+                group=group,
+                disposition=disposition,
+                from_reserve=group.prompt_index not in counted,
             )
             for disposition, groups in dispositions
             for group in groups
         ]
-
-
-@dataclass(kw_only=True)
-class SamplingStep:
-    """The step in progress: its plan, its open requests and its groups so far."""
-
-    plan: Plan
-    pool: ScoringPool
-    counters: StepCounters
-    kept: dict[int, Group] = field(default_factory=dict)
-    """Mixed groups by prompt index."""
-    stopped: list[int] = field(default_factory=list)
-    """Prompt indices of cancelled requests."""
-    digests: dict[int, bytes] = field(default_factory=dict)
-    """Digest of each request by prompt index, if there is a journal."""
-
-    def add(self, group: Group, *, is_mixed: bool) -> None:
-        """Keep a finished group if it is mixed, otherwise only its statistics."""
-        self.plan.finish(group.prompt_index, is_mixed)
-        self.counters.stats.append(GroupStats.from_group(group, is_mixed=is_mixed))
-        if is_mixed:
-            self.kept[group.prompt_index] = group
-        else:
-            self.counters.rejected.add(group)
-
-    def leave_out(self, group: Group) -> None:
-        """Give up a group with too few scored responses; it says nothing about its prompt."""
-        self.plan.finish(group.prompt_index, is_mixed=False)
-        self.counters.unscored.append(group)
-
-    def drop_unneeded(self) -> None:
-        """Cancel groups that can no longer get into the batch."""
-        if self.plan.is_full or not (indices := self.plan.cannot_make_batch()):
-            return
-        self.plan.drop(indices)
-        self.stopped += indices
-        self.counters.num_tokens_stopped += self.pool.drop(indices)
-
-    def stop(self, *, keep: bool) -> Sequence[OpenGroup]:
-        """Stop open groups; `keep`: return them, to be continued in the next step."""
-        num_open = len(self.plan.open)
-        report = self.pool.stop(keep=keep)
-        if keep:
-            self.counters.num_carried = num_open
-        else:
-            self.stopped += self.plan.open
-            self.counters.num_tokens_stopped += report.num_tokens
-        self.counters.num_stopped = len(self.stopped)
-        self.counters.stats.sort(key=lambda group: group.prompt_index)
-        return report.unfinished
-
-    def surplus(self, chosen: Collection[int]) -> list[Group]:
-        """Return mixed groups that are not in the batch, by prompt index."""
-        return [self.kept[index] for index in sorted(self.kept.keys() - set(chosen))]
 
 
 def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[SampledGroup, ...]:
@@ -277,29 +322,6 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
         for place in range(shares[disposition])
     }
     return tuple(sampled for sampled in ordered if sampled.group.prompt_index in chosen)
-
-
-def describe_shortfall(
-    num_found: int, num_needed: int, histogram: Mapping[int, int], num_responses: int
-) -> str:
-    """Return the message for a batch with too few mixed groups, with a histogram and advice."""
-    num_asked = sum(histogram.values())
-    num_wrong = histogram.get(0, 0)
-    num_correct = histogram.get(num_responses, 0)
-    bars = "\n".join(
-        f"  {correct:>3} of {num_responses} correct: {count} groups"
-        for correct, count in sorted(histogram.items())
-    )
-    advice = (
-        "the problems are too hard for the model, or the scorer cannot read the answers: check both"
-        if num_wrong >= num_correct
-        else "the problems are too easy for the model: use harder ones"
-    )
-    return (
-        f"the batch has only {num_found} of {num_needed} groups after {num_asked} requests: "
-        f"{num_wrong} groups were all incorrect, {num_correct} all correct\n{bars}\n{advice}, or "
-        "raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
-    )
 
 
 def _tool_use(stats: Sequence[GroupStats]) -> dict[str, float]:

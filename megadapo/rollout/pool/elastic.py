@@ -1,0 +1,243 @@
+"""Engines join and leave during a run, until it has the engines that `engines.json` asks for.
+
+Which engine generates a group changes no response, so none of this changes what a run learns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megadapo.cluster.places import Place, PlaceRequest
+from megadapo.errors import DataError, InfraError
+from megadapo.rollout.pool.members import ChangingPool, Member
+from megadapo.rollout.pool.request import EngineRequest, read_request
+
+CHECK_S = 2.0
+"""Shortest time between two looks at the request."""
+RETRY_S = 30.0
+"""Seconds after a place that failed until another one is asked for."""
+RATE_S = 30.0
+"""Seconds over which an engine's speed is measured."""
+
+
+class EnginePlaces(Protocol):
+    """The cluster's interface that engines use which join or leave."""
+
+    def alive_nodes(self) -> Collection[str] | None:
+        """Return the addresses of the nodes that are up; None if that is not known now."""
+
+    def engine_node(self, index: int) -> str: ...
+
+    def trainer_nodes(self) -> list[str]: ...
+
+    def request_engine(self, num_ranks: int, *, without: Collection[str] = ()) -> PlaceRequest: ...
+
+    def add_engine(self, index: int, place: Place) -> None: ...
+
+    def release_engine(self, index: int) -> None: ...
+
+
+class ElasticEngines:
+    """The engines of a run, kept at the number that is wanted.
+
+    Args:
+        engines: the pool; it must have places of its own, not those of the trainer.
+        places: the cluster.
+        folder: the run's folder.
+        driver: identifies this driver in requests.
+        num_engines: number of engines without a request.
+        num_ranks: ranks of an engine.
+        next_number: number of the next engine that joins.
+        report: receives the state of the engines, for status.json.
+    """
+
+    def __init__(
+        self,
+        engines: ChangingPool,
+        places: EnginePlaces,
+        folder: Path,
+        *,
+        driver: str,
+        num_engines: int,
+        num_ranks: int,
+        next_number: int,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._engines, self._places, self._folder = engines, places, folder
+        self._driver, self._num_ranks, self._next_number = driver, num_ranks, next_number
+        self._report = report
+        self._checking, self._is_closed = threading.Lock(), False
+        self._request = self._default = EngineRequest(num_engines=num_engines)
+        self._problem: str | None = None
+        """Reason why the present request is not followed."""
+        self._waiting: list[PlaceRequest] = []
+        self._postponed: set[int] = set()
+        """Engines that leave when another one serves."""
+        self._ask_at = self._check_at = 0.0
+        self._tokens: dict[int, deque[tuple[float, int]]] = {}
+
+    def check(self) -> None:
+        """Compare the engines with the request, and start and end some; any thread may call it.
+
+        Raises:
+            InfraError: all engines are lost with their nodes.
+        """
+        now = time.monotonic()
+        if now < self._check_at or not self._checking.acquire(blocking=False):
+            return
+        try:
+            alive = self._places.alive_nodes()
+            if self._is_closed or alive is None:
+                return
+            # a slow disk must not keep the engines, so their pool is not held meanwhile
+            self._read()
+            with self._engines.unless_busy() as is_free:
+                if not is_free:
+                    return
+                self._forget_lost(alive)
+                self._leave(now)
+                self._join(now)
+                view = self._view(now)
+            self._check_at = now + CHECK_S
+            self._report(view)
+        finally:
+            self._checking.release()
+
+    def close(self) -> None:
+        """Withdraw the requests for places, and change nothing any more."""
+        self._is_closed = True
+        for waiting in self._waiting:
+            waiting.cancel()
+        self._waiting = []
+
+    def _read(self) -> None:
+        """Read the request; one that is damaged changes nothing."""
+        try:
+            request = read_request(self._folder)
+        except DataError as error:
+            self._note(str(error))
+            return
+        self._request = self._default if request is None else request.for_driver(self._driver)
+        self._note(None)
+
+    def _note(self, problem: str | None) -> None:
+        if problem is not None and problem != self._problem:
+            self._engines.note(problem)
+        self._problem = problem
+
+    def _forget_lost(self, alive: Collection[str]) -> None:
+        """Forget engines whose node is gone; others replace them on nodes with free slots."""
+        members = self._engines.members()
+        away = [one.number for one in members if one.state in ("lost", "starting", "leaving")]
+        for number in away:
+            node = self._places.engine_node(number)
+            if node in alive:
+                continue
+            lost = f"rollout engine {number} is gone with its node {node}"
+            if len(self._engines.members()) == 1:
+                raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
+            self._engines.forget(number)
+            self._places.release_engine(number)
+            self._engines.note(f"{lost}; another one starts when a node has free slots")
+
+    def _leaving(self, staying: Sequence[Member]) -> list[int]:
+        """Return the engines that should leave: the named ones, and the last ones above the number
+        that is wanted."""
+        request = self._request
+        nodes = set(request.leave_nodes)
+        chosen = [
+            one.number
+            for one in staying
+            if one.number in request.leave or self._places.engine_node(one.number) in nodes
+        ]
+        others = [one for one in staying if one.number not in chosen]
+        surplus = len(others) + len(self._waiting) - request.num_engines
+        while surplus > 0 and self._waiting:
+            self._waiting.pop().cancel()
+            surplus -= 1
+        others.sort(key=lambda one: (one.state == "serving", -one.number))
+        return chosen + [one.number for one in others[: max(0, surplus)]]
+
+    def _leave(self, now: float) -> None:
+        staying = [one for one in self._engines.members() if one.stays]
+        leaving = self._leaving(staying)
+        self._postponed = set()
+        serving = {one.number for one in staying if one.state == "serving"}
+        for number in leaving:
+            left = serving - {number}
+            if not left:
+                self._postponed.add(number)
+                continue
+            serving = left
+            self._engines.leave(number, within_s=self._request.within_s)
+            self._engines.note(
+                f"rollout engine {number} leaves within {self._request.within_s:g} s"
+            )
+        for number in self._engines.finish_leaving(now):
+            self._places.release_engine(number)
+            self._tokens.pop(number, None)
+            self._engines.note(f"rollout engine {number} has left")
+
+    def _join(self, now: float) -> None:
+        staying = [one for one in self._engines.members() if one.stays]
+        num_staying = len(staying) - len(self._postponed)
+        missing = self._request.num_engines - num_staying - len(self._waiting)
+        if missing > 0 and now >= self._ask_at:
+            nodes = self._request.leave_nodes
+            self._waiting += [
+                self._places.request_engine(self._num_ranks, without=nodes) for _ in range(missing)
+            ]
+        still_waiting = []
+        for waiting in self._waiting:
+            try:
+                place = waiting.poll()
+            except InfraError as error:
+                self._ask_at = now + RETRY_S
+                self._engines.note(f"no rollout engine joins: {error}")
+                continue
+            if place is None:
+                still_waiting.append(waiting)
+                continue
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._places.add_engine(number, place)
+            self._engines.join(number, place)
+            self._engines.note(f"rollout engine {number} joins on {place.node}")
+        self._waiting = still_waiting
+
+    def _view(self, now: float) -> dict[str, Any]:
+        """Return the state of the engines for status.json."""
+        return {
+            "wanted": self._request.num_engines,
+            "problem": self._problem,
+            "waiting_for_slots": len(self._waiting),
+            "trainer_nodes": self._places.trainer_nodes(),
+            "engines": [
+                {
+                    "number": one.number,
+                    "node": self._places.engine_node(one.number),
+                    "state": "leaves when another one serves"
+                    if one.number in self._postponed
+                    else one.state,
+                    "load": one.load,
+                    "tokens": one.num_tokens,
+                    "tokens_per_s": self._rate(one, now),
+                }
+                for one in self._engines.members()
+            ],
+        }
+
+    def _rate(self, member: Member, now: float) -> float | None:
+        """Return an engine's tokens per second in the last seconds; None if not known yet."""
+        seen = self._tokens.setdefault(member.number, deque())
+        if seen and member.num_tokens < seen[-1][1]:
+            seen.clear()  # another process
+        seen.append((now, member.num_tokens))
+        while now - seen[0][0] > RATE_S:
+            seen.popleft()
+        seconds = now - seen[0][0]
+        return round((member.num_tokens - seen[0][1]) / seconds, 1) if seconds else None

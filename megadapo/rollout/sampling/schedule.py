@@ -1,0 +1,344 @@
+"""The schedule: all that clocks decide in a run whose groups may wait for a later step.
+
+A `Take` makes a batch: it says which requested groups were still open. A `Cut` stops everything in
+flight, before engines get new weights: it says how many tokens each open response had. Between two
+cuts is a period with one policy version. Seeds, weights and these two answers determine every
+token, so a run that repeats them repeats itself, with any number of engines at any speed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from megadapo.data.group import Group
+from megadapo.errors import ConfigError, InfraError, OracleError
+from megadapo.rollout.journal.record_log import RecordLog, read_records
+
+SCHEDULE_FILE = "schedule.log"
+FORMAT = 1
+WEIGHTS_DIGITS = 16
+"""Digits of a fingerprint of weights that a cut keeps."""
+Counts = Mapping[int, tuple[int, ...]]
+"""Number of tokens of each response of each open group, by prompt index."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Take:
+    """A batch was taken."""
+
+    step: int
+    next_index: int
+    """Prompt index after the last requested one."""
+    open: frozenset[int]
+    """Prompt indices of requested groups that were not settled."""
+    digests: Mapping[int, int]
+    """32-bit digest of each group of the batch, by prompt index."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The engines were stopped and got weights."""
+
+    policy_version: int
+    weights: str
+    """Fingerprint of the weights."""
+    next_index: int
+    counts: Counts
+
+    @property
+    def open(self) -> Collection[int]:
+        """Prompt indices of requested groups that were not settled."""
+        return self.counts.keys()
+
+
+class Schedule:
+    """The takes and cuts of a run: repeated from files while there are any, and then recorded.
+
+    A run that resumes repeats its own records after the checkpoint's. If it cannot, because its
+    configuration has changed, it decides again from there on. A run that repeats another one stops
+    at the first difference, or counts it.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        rules: str = "",
+        *,
+        source: Path | None = None,
+        is_strict: bool = True,
+    ) -> None:
+        """Open the run's own schedule, and read the one to repeat.
+
+        Args:
+            path: file of the run's schedule; None: it is kept in memory only.
+            rules: identifies how groups are requested, generated, scored and selected.
+            source: file of the schedule of another run, to repeat.
+            is_strict: raise an error at a difference from `source`; otherwise count it.
+
+        Raises:
+            ConfigError: `source` is no schedule, or one of a run with other rules.
+            InfraError: the run's own file cannot be read.
+        """
+        self.position = 0
+        """Number of records that are done."""
+        self.num_differences = 0
+        """Number of differences from `source`."""
+        self._path, self._is_strict = path, is_strict
+        self._header = json.dumps({"format": FORMAT, "rules": rules}).encode()
+        self._log: RecordLog | None = None
+        self._records: list[Take | Cut] = []
+        if path is not None:
+            self._open(path)
+        self._num_written = len(self._records)
+        if source is not None:
+            self._records += self._read_source(source)[len(self._records) :]
+
+    @property
+    def next(self) -> Take | Cut | None:
+        """The record to repeat; None: the run decides."""
+        return self._records[self.position] if self.position < len(self._records) else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return 0 if self._log is None else self._log.num_bytes
+
+    def is_due(self, kind: type[Take | Cut], next_index: int, open_groups: Iterable[int]) -> bool:
+        """Return whether the next record is of a kind, and exactly its groups are settled."""
+        record = self.next
+        if not isinstance(record, kind) or next_index < record.next_index:
+            return False
+        return all(index in record.open for index in open_groups)
+
+    def may_settle(self, prompt_index: int) -> bool:
+        """Return whether a scored group counts before the next record."""
+        return self.next is None or prompt_index not in self.next.open
+
+    def until(self, prompt_index: int) -> tuple[int, ...]:
+        """Return the counts at which a group's responses stop at the next cut; empty: nowhere."""
+        for record in self._records[self.position : self.position + 2]:
+            if isinstance(record, Cut):
+                return record.counts.get(prompt_index, ())
+        return ()
+
+    def resume_at(self, position: int) -> None:
+        """Continue after the records of a checkpoint."""
+        if position > len(self._records):
+            self._give_up("has lost records")
+            self._records, position = [], 0
+        self.position = position
+
+    def take(
+        self, step: int, next_index: int, open_groups: Iterable[int], batch: Sequence[Group]
+    ) -> None:
+        """Record that a batch was taken, or compare it with the record to repeat.
+
+        Raises:
+            OracleError: it differs from the schedule that the run repeats.
+        """
+        digests = {group.prompt_index: _digest(group) for group in batch}
+        self._done(Take(step, next_index, frozenset(open_groups), digests))
+
+    def cut(self, policy_version: int, weights: str, next_index: int, counts: Counts) -> bool:
+        """Record that the engines have new weights, or compare with the record to repeat.
+
+        Returns:
+            False if the cut is done already: a resumed run publishes the weights of its checkpoint
+            again.
+
+        Raises:
+            OracleError: it differs from the schedule that the run repeats.
+        """
+        last = self._records[self.position - 1] if self.position else None
+        if isinstance(last, Cut) and last.policy_version == policy_version:
+            return False
+        self._done(Cut(policy_version, weights[:WEIGHTS_DIGITS], next_index, dict(counts)))
+        return True
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        self._log = None
+
+    def _done(self, made: Take | Cut) -> None:
+        record = self.next
+        if record is not None and record != made:
+            self._differ(_difference(record, made))
+        if self.next is None:
+            self._records.append(made)
+        self.position += 1
+        if self.position > self._num_written:
+            self._num_written = self.position
+            self._append(_encode(self._records[self.position - 1]))
+
+    def _differ(self, difference: str) -> None:
+        """Handle a difference from the record to repeat.
+
+        Raises:
+            OracleError: it is another run's record, and this schedule is strict.
+        """
+        if self.position < self._num_written:
+            logger.warning(
+                "%s: the resumed run cannot repeat what %s says next and decides again (was the "
+                "configuration changed?)",
+                *(difference, self._path),
+            )
+            self._records = self._records[: self.position]
+            self._rewrite()
+        elif self._is_strict:
+            raise OracleError(
+                f"{difference}. The run does not repeat the schedule that --schedule names; "
+                "megadapo diff RUN_A RUN_B shows the first difference of two runs"
+            )
+        else:
+            self.num_differences += 1
+            logger.warning("difference %d from the schedule: %s", self.num_differences, difference)
+
+    def _open(self, path: Path) -> None:
+        header, payloads = b"", list[bytes]()
+
+        def read(offset: int, payload: bytes) -> None:
+            nonlocal header
+            if offset == 0:
+                header = payload
+            else:
+                payloads.append(payload)
+
+        try:
+            self._log = RecordLog(path, read)
+        except OSError as error:
+            raise InfraError(f"{path} cannot be opened: {error.strerror}") from error
+        if self._log.cut:
+            logger.warning("%s: %s; what followed is decided again", path, self._log.cut)
+        if header == self._header:
+            self._records = [_decode(payload) for payload in payloads]
+        else:
+            if header:
+                logger.warning("%s is of a run with other rules, and begins again", path)
+            self._rewrite()
+
+    def _read_source(self, path: Path) -> list[Take | Cut]:
+        payloads: list[bytes] = []
+        try:
+            read_records(path, lambda offset, payload: payloads.append(payload))
+        except OSError as error:
+            raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
+        if not payloads or payloads[0] != self._header:
+            raise ConfigError(
+                f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
+                "rollout keys; repeat it with the configuration in its resolved.json"
+            )
+        records = [_decode(payload) for payload in payloads[1:]]
+        if records[: len(self._records)] != self._records[: len(records)]:
+            raise ConfigError(f"--schedule: {path} is not the schedule of {self._path} so far")
+        return records
+
+    def _rewrite(self) -> None:
+        """Write the header and all present records to an empty file."""
+        self._num_written = len(self._records)
+        if self._log is not None:
+            try:
+                self._log.clear()
+            except OSError as error:
+                self._give_up(f"cannot be written: {error.strerror}")
+            self._append(self._header, *map(_encode, self._records))
+
+    def _append(self, *payloads: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            for payload in payloads:
+                self._log.append(payload)
+            self._log.sync()
+        except OSError as error:
+            self._give_up(f"cannot be written: {error.strerror}")
+
+    def _give_up(self, problem: str) -> None:
+        """Write nothing more: a file with a gap could not be repeated."""
+        self.close()
+        logger.warning("%s %s: the run cannot be repeated from there on", self._path, problem)
+
+
+def _encode(record: Take | Cut) -> bytes:
+    """Return a record as compressed JSON; prompt indices are differences from the one before."""
+    entry: dict[str, Any] = {"next": record.next_index, "open": _gaps(record.open)}
+    if isinstance(record, Take):
+        digests = [record.digests[index] for index in sorted(record.digests)]
+        entry |= {"step": record.step, "batch": _gaps(record.digests), "digests": digests}
+    else:
+        counts = [record.counts[index] for index in sorted(record.counts)]
+        entry |= {"version": record.policy_version, "weights": record.weights, "counts": counts}
+    return zlib.compress(json.dumps(entry, separators=(",", ":")).encode(), 9)
+
+
+def _decode(payload: bytes) -> Take | Cut:
+    entry = json.loads(zlib.decompress(payload))
+    open_groups = list(accumulate(entry["open"]))
+    if "step" in entry:
+        digests = dict(zip(accumulate(entry["batch"]), entry["digests"], strict=True))
+        return Take(entry["step"], entry["next"], frozenset(open_groups), digests)
+    counts = dict(zip(open_groups, map(tuple, entry["counts"]), strict=True))
+    return Cut(entry["version"], entry["weights"], entry["next"], counts)
+
+
+def _gaps(indices: Iterable[int]) -> list[int]:
+    """Return sorted indices as differences from the one before."""
+    ordered = sorted(indices)
+    return [index - before for before, index in zip([0, *ordered], ordered, strict=False)]
+
+
+def _digest(group: Group) -> int:
+    """Return a digest of a group's tokens, their log-probs and versions, and rewards."""
+    digest = zlib.crc32(repr(group.rewards).encode())
+    for one in group.responses:
+        for array in (one.token_ids, one.logprobs, one.policy_versions):
+            digest = zlib.crc32(array.tobytes(), digest)
+    return digest
+
+
+def _difference(record: Take | Cut, made: Take | Cut) -> str:
+    """Return the first difference of what a run did from a record, by step, group and token."""
+    if isinstance(record, Take):
+        if not isinstance(made, Take):
+            return f"version {made.policy_version} is published before step {record.step}"
+        place = f"step {made.step}"
+        if record.step != made.step:
+            return f"{place}: the schedule takes the batch of step {record.step}"
+        for index in sorted(record.digests.keys() | made.digests.keys()):
+            ours, theirs = made.digests.get(index), record.digests.get(index)
+            if ours is None or theirs is None:
+                has = "lacks" if ours is None else "has"
+                return f"{place}, group {index}: the batch {has} it, unlike the schedule's"
+            if ours != theirs:
+                return f"{place}, group {index}: its tokens, log-probs, versions or rewards differ"
+    elif not isinstance(made, Cut):
+        return f"step {made.step} takes a batch before version {record.policy_version}"
+    else:
+        place = f"version {made.policy_version}"
+        if record.policy_version != made.policy_version:
+            return f"{place}: the schedule publishes version {record.policy_version}"
+        if record.weights != made.weights:
+            return f"{place}: the weights differ ({made.weights}, not {record.weights})"
+        for index in sorted(record.counts.keys() & made.counts.keys()):
+            pairs = enumerate(zip(made.counts[index], record.counts[index], strict=True))
+            for response, (ours, theirs) in pairs:
+                if ours != theirs:
+                    return (
+                        f"{place}, group {index}, response {response}: it has {ours} tokens at the "
+                        f"cut, and {theirs} in the schedule"
+                    )
+    only = sorted(set(record.open) ^ set(made.open))
+    if only:
+        return f"{place}, group {only[0]}: it is open in only one of both"
+    return (
+        f"{place}: {made.next_index} groups were requested, and {record.next_index} in the schedule"
+    )

@@ -1,0 +1,186 @@
+"""The window: requested groups that are not trained, and which of them the next batch takes.
+
+It sees only prompt indices; it uses no engines, no texts and no clock. Its batch does not depend on
+which group finishes first, unless groups may wait for a later step.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+
+from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.sampling.keep_rate import (
+    ExpectedMixed,
+    KeepRate,
+    should_oversample,
+    would_go_stale,
+)
+
+
+class Window:
+    """The requested groups that are not trained yet, and the batch that the next step takes.
+
+    Without staleness, the batch has the first mixed groups by prompt index, and every earlier group
+    is waited for: the groups that finish first would be short ones. With staleness, it has the
+    first finished ones. The others continue, and a group is waited for if no later batch could
+    train on it. In rounds, every requested group is waited for.
+    """
+
+    def __init__(
+        self,
+        num_needed: int,
+        max_asked: int,
+        *,
+        step: int = 0,
+        max_staleness: int = 0,
+        most_untrained: int | None = None,
+        round_size: int | None = None,
+    ) -> None:
+        """Start a step whose batch lacks `num_needed` mixed groups.
+
+        Args:
+            max_asked: largest number of groups to request for the step.
+            step: the step that trains on the batch.
+            max_staleness: number of later steps that may train on a group of this one.
+            most_untrained: largest number of groups that are open or wait for a batch; with it,
+                groups are also requested and awaited so that every mixed one finds a batch.
+            round_size: number of groups that are requested and awaited as a whole.
+        """
+        self.num_needed = num_needed
+        self.num_asked = 0
+        self.open: dict[int, KeepRate] = {}
+        """Prompt indices of open groups, each with its keep rate."""
+        self.mixed: list[int] = []
+        """Prompt indices of finished mixed groups, ascending."""
+        self._max_asked, self._step = max_asked, step
+        self._max_staleness, self._most_untrained = max_staleness, most_untrained
+        self._round_size, self._num_left_of_round = round_size, 0
+        self._last_steps: dict[int, int] = {}
+        """Last step that may train on each group, with staleness."""
+        self._num_at_once = 1
+        self._num_open: Counter[KeepRate] = Counter()  # many prompts share a rate
+
+    @classmethod
+    def for_step(cls, config: SamplingConfig, step: int, most_untrained: int) -> Window:
+        """Return the window of a step, without groups; `most_untrained` is of async mode."""
+        round_size = config.round_size if config.mode == "rounds" else None
+        if config.selection == "all" and not config.carries and round_size is None:
+            # every group is kept, so no surplus is needed
+            round_size = config.prompts_per_step
+        return cls(
+            config.prompts_per_step,
+            config.max_asked_per_step,
+            step=step,
+            max_staleness=config.max_staleness if config.carries else 0,
+            most_untrained=most_untrained if config.mode == "async" else None,
+            round_size=round_size,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch can be taken."""
+        return len(self.mixed) >= self.num_needed and not self.num_awaited
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of open groups that a batch with enough mixed groups waits for."""
+        if self._round_size is not None:
+            return len(self.open) + self._num_left_of_round
+        if not self._max_staleness:
+            return sum(index < self._last for index in self.open)
+        last_steps = Counter(self._last_steps[index] for index in self.open)
+        return sum(number for step, number in last_steps.items() if self._must_wait(step))
+
+    def wants(self, rate: KeepRate, last_step: int = 0) -> bool:
+        """Return whether to request another group with this keep rate now.
+
+        `last_step`: the last step that may train on it, with staleness.
+        """
+        if self.num_asked >= self._max_asked:
+            return False
+        if self._round_size is not None:
+            if not self.open and not self._num_left_of_round:
+                num_left = self._max_asked - self.num_asked
+                self._num_left_of_round = min(self._round_size, num_left)
+            return self._num_left_of_round > 0
+        num_mixed, expected = len(self.mixed), self._expected()
+        if not self._max_staleness:
+            num_missing = self.num_needed - num_mixed
+            return should_oversample(num_missing, expected, rate, num_at_once=self._num_at_once)
+        if self._most_untrained is not None:
+            num_places = min(self._num_places(last_step), self._most_untrained)
+            if num_mixed + len(self.open) >= num_places:
+                return False
+        num_usable = self.num_needed + self._max_staleness * self.num_needed // 2
+        return not would_go_stale(num_usable, num_mixed, expected)
+
+    def cannot_make_batch(self) -> list[int]:
+        """Return open prompt indices behind the last mixed group that the batch needs."""
+        if self._max_staleness or self._round_size is not None:
+            return []
+        return [index for index in self.open if index > self._last]
+
+    def chosen(self) -> list[int]:
+        """Return the prompt indices of the batch, ascending; too few if the step fell short."""
+        return self.mixed[: self.num_needed]
+
+    def ask(self, prompt_index: int, rate: KeepRate, last_step: int = 0) -> None:
+        """Count a group as requested in this step."""
+        self.num_asked += 1
+        self._num_left_of_round -= self._round_size is not None
+        self.carry(prompt_index, rate, last_step)
+        self._num_at_once = max(self._num_at_once, len(self.open))
+
+    def carry(self, prompt_index: int, rate: KeepRate | None, last_step: int) -> None:
+        """Add a group of an earlier step; `rate` is None if it has finished as a mixed group."""
+        if self._max_staleness:
+            self._last_steps[prompt_index] = last_step
+        if rate is None:
+            insort(self.mixed, prompt_index)
+        else:
+            self.open[prompt_index] = rate
+            self._num_open[rate] += 1
+
+    def finish(self, prompt_index: int, is_mixed: bool) -> None:
+        """Count a group as finished."""
+        self.drop([prompt_index])
+        if is_mixed:
+            insort(self.mixed, prompt_index)
+
+    def drop(self, prompt_indices: Sequence[int]) -> None:
+        """Count groups as cancelled."""
+        for prompt_index in prompt_indices:
+            self._num_open[self.open.pop(prompt_index)] -= 1
+
+    @property
+    def _last(self) -> float:
+        """Prompt index of the last mixed group that the batch needs."""
+        enough = len(self.mixed) >= self.num_needed
+        return self.mixed[self.num_needed - 1] if enough else math.inf
+
+    def _num_places(self, last_step: int) -> int:
+        """Return the number of groups in the batches of this step to `last_step`."""
+        return max(0, last_step - self._step + 1) * self.num_needed
+
+    def _must_wait(self, last_step: int) -> bool:
+        """Return whether open groups with this last step could miss all batches up to it.
+
+        The batches after this one have a limited number of places for them. If there may be more
+        such groups, this batch must take some of them instead of younger ones.
+        """
+        if last_step <= self._step:
+            return True
+        if self._most_untrained is None:
+            return False
+        left = [*self.open, *self.mixed[self.num_needed :]]
+        num_left = sum(self._last_steps[index] <= last_step for index in left)
+        return num_left > self._num_places(last_step) - self.num_needed
+
+    def _expected(self) -> ExpectedMixed:
+        expected = ExpectedMixed()
+        for rate, num_groups in self._num_open.items():
+            expected.add(rate, num_groups)
+        return expected

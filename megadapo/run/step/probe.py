@@ -1,0 +1,188 @@
+"""The parity probe: engines score stale tokens of a batch with the weights that train it.
+
+Fresh tokens show whether trainer and engines agree. Stale tokens cannot: other weights sampled
+them. But before the update the engines have the weights with which the trainer computes the old
+log-probs of the batch, so both must give the same tokens the same log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from megadapo.config import RunConfig
+from megadapo.data.batch import PackedBatch
+from megadapo.data.group import NO_VERSION
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.scores import PendingScores
+from megadapo.rollout.types import MAX_ONE_PASS, ScoreRequest
+from megadapo.trainer.types import Metrics, RecordedTokens
+
+NUM_SEQUENCES = 4
+"""Sequences that each engine scores in a step, at most 4 * MAX_ONE_PASS tokens: one prefill. Their
+mean has a few percent of noise, while a slice of wrong weights moves nearly every token."""
+MIN_RESPONSE = 256
+"""Response tokens that are read if the prompt leaves less of MAX_ONE_PASS."""
+MAX_REQUESTS = 16
+"""Tokens of a sequence that are scored if each costs a request of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedSequence:
+    """Stale tokens of a sequence that engines score again."""
+
+    sequence: int
+    """Index in the batch."""
+    request: ScoreRequest
+
+
+def probed_sequences(
+    batch: PackedBatch, config: RunConfig, *, policy_version: int
+) -> tuple[ProbedSequence, ...]:
+    """Return the first groups' sequences with the most stale tokens; empty without stale tokens.
+
+    The choice depends on the batch alone, so a repeated step has the same metrics. It follows the
+    training order: the trainer has log-probs of the first mini-batch at least.
+
+    Args:
+        policy_version: of the weights that train the batch.
+    """
+    if config.trainer.router_replay:
+        # the trainer takes the experts that earlier weights chose, the engine chooses its own
+        return ()
+    if config.algorithm.importance.stale_logprobs == "none":
+        return ()  # no stale token is trained on
+    versions = batch.policy_versions
+    is_stale = (versions != NO_VERSION) & (versions != policy_version)
+    if not is_stale.any():
+        return ()
+    is_scored = is_stale & (batch.loss_weights != 0.0) & np.isfinite(batch.logprobs_rollout)
+    found: list[ProbedSequence] = []
+    for first, end in pairwise(np.cumsum([0, *batch.group_sizes]).tolist()):
+        probed = [_probed(batch, is_scored, sequence, config) for sequence in range(first, end)]
+        best = max(probed, key=lambda one: len(one.request.positions))
+        if len(best.request.positions):
+            found.append(best)
+        if len(found) == NUM_SEQUENCES:
+            break
+    return tuple(found)
+
+
+def _probed(
+    batch: PackedBatch, is_scored: np.ndarray, sequence: int, config: RunConfig
+) -> ProbedSequence:
+    start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
+    num_prompt = int(batch.prompt_lengths[sequence])
+    # without its last token: vLLM needs room for one more
+    limit = min(max(MAX_ONE_PASS, num_prompt + MIN_RESPONSE), end - 1 - start)
+    positions = np.flatnonzero(is_scored[start : start + limit])
+    read = int(positions[-1]) + 1 if len(positions) else 0
+    request = ScoreRequest(
+        token_ids=tuple(batch.tokens[start : start + read].tolist()),
+        positions=positions,
+        temperature=config.rollout.temperature,
+    )
+    if not request.in_one_pass:
+        # with branching, vLLM's older runner would take the probable tokens of its entropies away
+        # from all responses that run beside such requests
+        number = 0 if config.sampling.branching.is_on else MAX_REQUESTS
+        request = replace(request, positions=_spread(positions, number))
+    return ProbedSequence(sequence, request)
+
+
+def _spread(positions: np.ndarray, number: int) -> np.ndarray:
+    """Return up to `number` of the positions, the last one among them, at even distances."""
+    if len(positions) <= number:
+        return positions
+    chosen: np.ndarray = positions[np.arange(1, number + 1) * len(positions) // max(1, number) - 1]
+    return chosen
+
+
+class ParityProbe:
+    """The comparison of every engine's weights with the trainer's, once a step.
+
+    All engines score the same tokens. So a fault of one is seen in the step in which it happens,
+    its mean is not diluted by the others, and the number of engines does not change the metrics.
+    """
+
+    def __init__(self, config: RunConfig, engines: Engines) -> None:
+        self._config, self._engines = config, engines
+
+    def begin(self, batch: PackedBatch, *, policy_version: int) -> PendingProbe | None:
+        """Let the engines score stale tokens of the batch; None without stale tokens.
+
+        Engines that share the trainer's memory have answered when it returns.
+        """
+        chosen = probed_sequences(batch, self._config, policy_version=policy_version)
+        if not chosen:
+            return None
+        scores = self._engines.score([one.request for one in chosen])
+        pending = PendingProbe(batch, chosen, scores, self._engines)
+        if self._engines.shares_gpus:
+            pending.wait()
+        return pending
+
+
+class PendingProbe:
+    """A probe whose engines still work beside the update."""
+
+    def __init__(
+        self,
+        batch: PackedBatch,
+        chosen: Sequence[ProbedSequence],
+        scores: PendingScores,
+        engines: Engines,
+    ) -> None:
+        self._batch, self._chosen, self._pending = batch, chosen, scores
+        self._engines = engines
+        self._scores: list[list[np.ndarray]] | None = None
+
+    def wait(self) -> list[list[np.ndarray]]:
+        """Wait for the engines, so that they may take weights, and return their log-probs."""
+        if self._scores is None:
+            self._scores = self._pending.result()
+            self._engines.warn(*self._pending.warnings)
+        return self._scores
+
+    def metrics(self, recorded: RecordedTokens | None) -> Metrics:
+        """Return the probe's metrics, given the tokens of the batch's recorded sequences."""
+        assert recorded is not None, "the update records the probed sequences"
+        known = trainer_logprobs(self._batch, self._chosen, recorded)
+        return compare(known, self.wait())
+
+
+def trainer_logprobs(
+    batch: PackedBatch, chosen: Sequence[ProbedSequence], recorded: RecordedTokens
+) -> list[np.ndarray]:
+    """Return the trainer's log-probs of the tokens that engines score, before the update."""
+    members = np.asarray(batch.recorded, dtype=np.int64)
+    lengths = np.diff(batch.cu_seqlens)[members] - batch.prompt_lengths[members]
+    starts = dict(zip(members.tolist(), np.cumsum(lengths) - lengths, strict=True))
+    return [
+        recorded.proximal[
+            starts[one.sequence] + one.request.positions - batch.prompt_lengths[one.sequence]
+        ]
+        for one in chosen
+    ]
+
+
+def compare(known: Sequence[np.ndarray], scores: Sequence[Sequence[np.ndarray]]) -> Metrics:
+    """Return the metrics of the engine that differs most from the trainer.
+
+    Args:
+        known: the trainer's log-probs of each sequence; NaN where it computed none, as in updates
+            that `algorithm.max_kl` left out.
+        scores: the same of each engine; NaN breaks every bound.
+    """
+    trainer = np.concatenate(known).astype(np.float64)
+    has_value = np.isfinite(trainer)
+    gaps = [np.abs(np.concatenate(own) - trainer)[has_value] for own in scores]
+    if not gaps or not has_value.any():
+        return {"parity/probe_abs_mean": None, "parity/probe_abs_max": None}
+    return {
+        "parity/probe_abs_mean": float(np.max([gap.mean() for gap in gaps])),
+        "parity/probe_abs_max": float(np.max([gap.max() for gap in gaps])),
+    }
