@@ -15,7 +15,7 @@ from megadapo.algorithm.kl_control import MAX_ERROR
 from megadapo.cluster.config import ClusterConfig
 from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
-from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.config import ENVIRONMENT, RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import Section
 from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
@@ -262,29 +262,52 @@ def _check_cpu_optimizers(
 
 def _check_stale_logprobs(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     leaves_out = algorithm.importance.stale_logprobs == "none"
-    if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
+    if leaves_out and sampling.overlaps:
         yield (
             'algorithm.importance.stale_logprobs = "none" leaves stale tokens out of the loss, and '
             f'with sampling.mode = "{sampling.mode}" those are whole groups: set it to '
-            '"recompute" or "rollout", or sampling.max_staleness = 0'
+            '"recompute" or "rollout"'
         )
 
 
-def _check_one_step_off(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[str]:
-    if sampling.mode == "one_step_off" and cluster.placement == "colocated":
+def _check_overlap(
+    sampling: SamplingConfig, cluster: ClusterConfig, evaluation: EvaluationConfig
+) -> Iterator[str]:
+    if sampling.mode == "async" and evaluation.every and evaluation.placement != "engine":
         yield (
-            'sampling.mode = "one_step_off" generates while the trainer updates, but with '
+            f'evaluation.placement = "{evaluation.placement}" waits for engines that sampling.mode '
+            '= "async" always uses: set it to "engine", or evaluation.every = 0'
+        )
+    if sampling.overlaps and cluster.placement == "colocated":
+        yield (
+            f'sampling.mode = "{sampling.mode}" generates while the trainer updates, but with '
             'cluster.placement = "colocated" the engines sleep then: set it to "separate"'
+        )
+
+
+def _check_environments(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+    named = [one for one in reward.functions if one.function == ENVIRONMENT]
+    if named and not rollout.environments:
+        yield (
+            f'reward.functions: "{ENVIRONMENT}" is what a response earns in its environment, and '
+            "there is none: add one to rollout.environments"
         )
 
 
 def _check_branching(
     sampling: SamplingConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
 ) -> Iterator[str]:
-    if sampling.branching.is_on and rollout.tools.tool is None:
+    if sampling.branching.is_on and not rollout.environments:
         yield (
-            "sampling.branching.initial_rollouts: responses branch after calls of a tool, and "
-            "there is none: set rollout.tools.tool, or leave it out"
+            "sampling.branching.initial_rollouts: responses branch behind answers of an "
+            "environment, and there is none: add one to rollout.environments, or leave it out"
+        )
+    once = [one.label for one in rollout.environments if one.recovery == "once"]
+    if sampling.branching.is_on and once:
+        yield (
+            f'rollout.environments.recovery = "once" of {", ".join(once)} does not repeat actions, '
+            "and a branch needs those of its parent: take another one, or leave "
+            "sampling.branching.initial_rollouts out"
         )
     if algorithm.shared_prefix == "hard" and not sampling.branching.is_on:
         yield (
@@ -312,6 +335,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_router_replay,
     _check_cpu_optimizers,
     _check_stale_logprobs,
-    _check_one_step_off,
+    _check_overlap,
     _check_branching,
+    _check_environments,
 )

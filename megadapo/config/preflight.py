@@ -60,7 +60,13 @@ def check_run(
     """
     problems: list[MegadapoError] = []
     warnings = config.warnings()
-    of_rollouts = (_check_critic, _check_teacher, _check_prompts, _check_rewards)
+    of_rollouts = (
+        _check_critic,
+        _check_teacher,
+        _check_prompts,
+        _check_rewards,
+        _check_environments,
+    )
     checks = (
         *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
         *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
@@ -265,7 +271,7 @@ def _check_prompts(config: RunConfig) -> list[str]:
 
 def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
     """Yield the rows of prompts; a prompt or gold answer that cannot be used is an error."""
-    with_extra_info = config.reward.reads_extra_info
+    with_extra_info = config.reads_extra_info
     for row in read_rows(source, config.data.columns, with_extra_info=with_extra_info):
         _, gold, data_source = row.messages, row.ground_truth, row.data_source
         try:
@@ -318,6 +324,14 @@ def _check_resume(config: RunConfig) -> list[str]:
 def _check_rewards(config: RunConfig) -> list[str]:
     """Import every reward function in its worker process."""
     check_functions(config.reward.functions, config.reward.isolation)
+    return []
+
+
+def _check_environments(config: RunConfig) -> list[str]:
+    """Start and end every environment."""
+    from megadapo.rollout.episodes.host import check_environments
+
+    check_environments(config.rollout.environments)
     return []
 
 

@@ -65,6 +65,11 @@ class RunConfig(Section, title="megadapo"):
         """Whether the trainer computes the same bits twice: on a CPU, or if deterministic."""
         return self.trainer.deterministic or not self.cluster.uses_cuda
 
+    @property
+    def reads_extra_info(self) -> bool:
+        """Whether further columns of the prompts are read, by a reward function or environment."""
+        return self.reward.reads_extra_info or bool(self.rollout.environments)
+
     def warnings(self) -> list[str]:
         """Return a warning for each warm-up that is longer than the run."""
         warmups = {"trainer": self.trainer.optimizer.warmup_steps}

@@ -32,7 +32,8 @@ class PackedBatch:
     rewards: np.ndarray  # [S] float64, shaped
     group_sizes: np.ndarray  # [K] int64, sequences of each group, in order
     recorded: Sequence[int] = ()
-    """Sequences whose log-probs the update returns, for the saved rollouts; ascending."""
+    """Sequences whose log-probs the update returns, for saved rollouts and the parity probe;
+    ascending."""
     experts: tuple[np.ndarray, ...] = ()
     """[m, layers, K] expert numbers of each sequence; empty if any sequence has none.
 
@@ -64,7 +65,6 @@ def pack(
     *,
     mini_batch_size: int,
     rewards: np.ndarray,
-    recorded: Sequence[int] = (),
 ) -> PackedBatch:
     """Pack the S responses of one step's groups, in order.
 
@@ -83,7 +83,6 @@ def pack(
         rewards=rewards,
         group_sizes=[len(group.responses) for group in groups],
         mini_batch_size=mini_batch_size,
-        recorded=recorded,
     )
 
 
@@ -116,7 +115,6 @@ def _packed(
     rewards: np.ndarray,
     group_sizes: Sequence[int],
     mini_batch_size: int,
-    recorded: Sequence[int] = (),
 ) -> PackedBatch:
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     lengths = np.array([len(one.token_ids) for one in responses], dtype=np.int64)
@@ -152,6 +150,5 @@ def _packed(
         mini_batches=mini_batches(group_sizes, mini_batch_size),
         rewards=np.asarray(rewards, dtype=np.float64),
         group_sizes=np.array(group_sizes, dtype=np.int64),
-        recorded=recorded,
         experts=experts if len(experts) == len(responses) else (),
     )

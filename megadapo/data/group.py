@@ -12,27 +12,55 @@ from megadapo.algorithm.groups import Branch, Steps, branches_among
 from megadapo.data.prompts import Prompt
 
 NO_VERSION = -1
-"""The policy version of a token that was given, not sampled: prompt tokens and tool output."""
+"""The policy version of a token that was given, not sampled: of prompts, tools, environments."""
 NO_ANSWER = "[INVALID]"
 """The answer of a response in which a rule finds none, as verl writes it."""
 
-FinishReason = Literal["stop", "length", "unfinished"]
+FinishReason = Literal["stop", "length", "unfinished", "failed"]
 RewardParts = tuple[tuple[str, float], ...]
 """(name, value) of each part of a reward."""
 FAILED = "failed"
 """Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
+INTERRUPTED = "interrupted"
+"""Cause of the failure of an episode that a restart interrupted and that must not be repeated."""
 MIN_RESPONSES = 2
 """Fewest responses of a group: a single one has nothing to be compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A tool call inside a response."""
+class Turn:
+    """A turn of the model inside a response, and the output of a tool or environment behind it."""
 
     end: int
-    """Number of response tokens up to the end of the tool's output."""
+    """Number of response tokens up to the end of the output."""
     entropy: float = math.nan
-    """Normalised entropy of the first tokens after the call; NaN if it was not measured."""
+    """Normalised entropy of the first tokens after the output; NaN if it was not measured."""
+    reward: float = 0.0
+    """Reward that its environment gave for the turn."""
+    seconds: float = 0.0
+    """Time that the environment took."""
+    is_call: bool = True
+    """Whether the output answers a call; False behind the last turn, and behind a stop text that
+    ends no call."""
+
+
+class Failure(NamedTuple):
+    """A failure of a reward function or an environment on a response."""
+
+    function: str
+    """Name of the function in metrics, or "environment/NAME"."""
+    reason: str
+
+    @property
+    def source(self) -> str:
+        """The failure in words."""
+        kind, slash, name = self.function.partition("/")
+        return f"{kind} {name}" if slash else f"reward function {kind}"
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether only a restart is the cause: an episode that is not repeated was open then."""
+        return self.reason.startswith(INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,16 +71,20 @@ class Response:
     """
 
     token_ids: np.ndarray
-    """[n] int32, including the end-of-sequence token if there is one, and tool output."""
+    """[n] int32, including the end-of-sequence token if there is one, and output of tools and
+    environments."""
     logprobs: np.ndarray
     """[n] float32 engine log-probs at the sampling temperature; NaN if the engine gave none."""
     finish_reason: FinishReason
-    """An unfinished response was stopped; a later request can continue it."""
+    """An unfinished response was stopped; a later request can continue it. A failed one has no
+    score, because its environment failed."""
     text: str
     """The response decoded without special tokens."""
     policy_versions: np.ndarray
-    """[n] int32 policy version that sampled each token, NO_VERSION on tool output."""
-    calls: tuple[ToolCall, ...] = ()
+    """[n] int32 policy version that sampled each token, NO_VERSION on output of tools and
+    environments."""
+    turns: tuple[Turn, ...] = ()
+    """Turns with an output behind them."""
     entropy: float = math.nan
     """Normalised entropy of its first tokens; NaN if it was not measured."""
     branch: Branch | None = None
@@ -62,6 +94,10 @@ class Response:
 
     The last token of a response is sampled but never read, so the engine has no experts for it.
     None if the engine does not return them."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """(name, value) of each number that its environment counted."""
+    failure: Failure | None = None
+    """Failure of its environment, if the finish reason is "failed"."""
 
     @property
     def truncated(self) -> bool:
@@ -69,22 +105,30 @@ class Response:
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """[n] bool, False on tool output."""
+        """[n] bool, False on output of tools and environments."""
         return np.asarray(self.policy_versions != NO_VERSION)
+
+    @property
+    def actions(self) -> list[slice]:
+        """The sampled tokens of each of its turns; an output with none before it has no action."""
+        starts = [0, *(turn.end for turn in self.turns)]
+        sampled = self.is_sampled
+        found = (
+            slice(start, start + int(sampled[start : turn.end].sum()))
+            for start, turn in zip(starts, self.turns, strict=False)
+        )
+        return [one for one in found if one.start < one.stop]
+
+    @property
+    def episode_return(self) -> float:
+        """The sum of what its turns earned in its environment."""
+        return math.fsum(turn.reward for turn in self.turns)
 
     @property
     def oldest_version(self) -> float:
         """The earliest policy version among its sampled tokens; infinite without any."""
         versions = self.policy_versions[self.is_sampled]
         return int(versions.min()) if len(versions) else math.inf
-
-
-class Failure(NamedTuple):
-    """A failure of a reward function on a response."""
-
-    function: str
-    """Name of the function in metrics."""
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.group import NO_VERSION, Failure, Group, Response, Score, ToolCall
+from megadapo.data.group import NO_VERSION, Failure, Group, Response, Score, Turn
 from megadapo.data.prompts import Prompt
 
 MAX_VERSION = int(np.iinfo(np.int32).max)
@@ -71,10 +71,15 @@ def encode_response(response: Response, *, readable: bool = False) -> dict[str, 
         "logprobs_rollout": encode_floats(logprobs) if readable else _pack(logprobs, "<f4"),
         "finish_reason": response.finish_reason,
         "policy_versions": encode_versions(response.policy_versions),
-        "calls": [[call.end, _finite_or_none(call.entropy)] for call in response.calls],
+        "turns": [
+            [one.end, _finite_or_none(one.entropy), one.reward, one.seconds, one.is_call]
+            for one in response.turns
+        ],
         "entropy": _finite_or_none(response.entropy),
         "branch": None if response.branch is None else list(response.branch),
         "experts": encode_experts(response.experts),
+        "metrics": dict(response.metrics),
+        "failure": None if response.failure is None else list(response.failure),
     }
 
 
@@ -95,10 +100,12 @@ def decode_response(entry: Mapping[str, Any]) -> Response:
         finish_reason=entry["finish_reason"],
         text=entry["text"],
         policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
-        calls=tuple(ToolCall(end=int(end), entropy=_or_nan(h)) for end, h in entry["calls"]),
+        turns=tuple(map(_decode_turn, entry["turns"] if "turns" in entry else entry["calls"])),
         entropy=_or_nan(entry["entropy"]),
         branch=_decode_branch(entry["branch"]),
         experts=decode_experts(entry["experts"]),
+        metrics=tuple((name, float(value)) for name, value in entry.get("metrics", {}).items()),
+        failure=Failure(*map(str, entry["failure"])) if entry.get("failure") else None,
     )
 
 
@@ -215,6 +222,18 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
     if (ascending[..., 1:] == ascending[..., :-1]).any():
         raise ValueError("a token is routed to one expert twice")
     return experts
+
+
+def _decode_turn(entry: Sequence[Any]) -> Turn:
+    # older files have calls of tools alone
+    end, entropy, reward, seconds, is_call = entry if len(entry) > 2 else [*entry, 0.0, 0.0, True]
+    return Turn(
+        end=int(end),
+        entropy=_or_nan(entropy),
+        reward=float(reward),
+        seconds=float(seconds),
+        is_call=bool(is_call),
+    )
 
 
 def _decode_branch(pair: Sequence[int] | None) -> Branch | None:

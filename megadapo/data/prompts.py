@@ -140,17 +140,24 @@ def _warn_of_controls(
 
 
 def render(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None = None
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a prompt: by the chat template, or its plain contents without one.
 
     Names of control tokens in the messages are plain text, as `tokens/chat.py:chat_ids` explains.
 
+    Args:
+        tools: JSON schemas of tools that the chat template shows to the model.
+
     Raises:
         DataError: the prompt is too long, has no tokens, or does not fit the chat template.
     """
     if tokenizer.chat_template:
-        ids = _by_template(prompt, tokenizer)
+        ids = _by_template(prompt, tokenizer, tools)
     else:
         ids = prompt_ids("".join(content for _, content in prompt.messages), tokenizer)
     if not ids:
@@ -288,9 +295,11 @@ def _prompt_id(prompt: Prompt, *, has_state: bool) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _by_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _by_template(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
     try:
-        return chat_ids(prompt.messages, tokenizer)
+        return chat_ids(prompt.messages, tokenizer, tools=tools)
     except jinja2.TemplateError as error:
         raise DataError(
             f"{_describe(prompt)} does not fit the tokenizer's chat template: {error}"

@@ -18,9 +18,10 @@ class OracleConfig(Section, title="oracles"):
     ratio_first_max_error: NonNegativeFloat = 0.0
     """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
     logprob_abs_mean: NonNegativeFloat | None = None
-    """Mean |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
+    """Mean |log-prob(trainer) - log-prob(engine)| in nats: over the freshly sampled tokens, and
+    over stale tokens that the engines score again."""
     logprob_abs_max: NonNegativeFloat | None = None
-    """Largest |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
+    """Largest |log-prob(trainer) - log-prob(engine)| in nats over the same tokens."""
     max_skipped_steps: PositiveInt = 3
     """Steps in a row with a skipped (non-finite) update after which the run stops."""
 
@@ -29,6 +30,10 @@ RATIO = "ratio_first_max_error"
 _DISAGREE = (
     "trainer and engine disagree about the same tokens: look at the weight transfer, the dtypes "
     "and the sampling temperature"
+)
+_PROBE_DISAGREES = (
+    "trainer and engines disagree about stale tokens that both score with the same weights: look "
+    "at the weight transfer"
 )
 BOUNDED = (
     (
@@ -39,8 +44,12 @@ BOUNDED = (
     ),
     ("logprob_abs_mean", "parity/logprob_abs_mean", _DISAGREE),
     ("logprob_abs_max", "parity/logprob_abs_max", _DISAGREE),
+    ("logprob_abs_mean", "parity/probe_abs_mean", _PROBE_DISAGREES),
+    ("logprob_abs_max", "parity/probe_abs_max", _PROBE_DISAGREES),
 )
 """(key of `[oracles]`, the metric that it bounds, what a broken bound means)."""
+PROBED = ("parity/probe_abs_mean", "parity/probe_abs_max")
+"""Metrics of the parity probe."""
 
 
 def check_oracles(
@@ -86,12 +95,15 @@ def check_oracles(
 
 
 def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
-    """Return whether a step keeps a bound. A missing value or NaN breaks it."""
-    # parity is not measured if the current weights sampled no token of the batch
-    if metric.startswith("parity/") and record.get("staleness/token_share") == 1.0:
-        return True
+    """Return whether a step keeps a bound. NaN breaks it, and so does a missing value unless the
+    step has no such token."""
     value = record.get(metric)
-    return value is not None and value <= bound
+    if value is not None:
+        return value <= bound
+    # a step without stale tokens has no probe, and one without fresh tokens has nothing else; a
+    # probe that no engine answered is missing too, with a warning
+    is_all_stale = record.get("staleness/token_share") == 1.0
+    return metric in PROBED or (metric.startswith("parity/") and is_all_stale)
 
 
 def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:

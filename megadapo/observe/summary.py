@@ -121,9 +121,10 @@ def costs(records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
     def total(name: str) -> int:
         return round(sum(values(name)))
 
-    def worst(name: str) -> int | float | None:
+    def worst(*names: str) -> int | float | None:
         """Return the largest value; NaN counts as the largest."""
-        return max(values(name), key=lambda value: (math.isnan(value), value), default=None)
+        found = [value for name in names for value in values(name)]
+        return max(found, key=lambda value: (math.isnan(value), value), default=None)
 
     time_row = ("time in steps", str(timedelta(seconds=total("time/step_s"))))
     if not has_rollouts(records[-1]):
@@ -142,7 +143,8 @@ def costs(records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
     if cache_use is not None:
         preemptions = f"{total('rollout/preemptions'):,} preemptions"
         rows.append(("key-value cache", f"{cache_use:.0%} in use at most, {preemptions}"))
-    ratio, gap = worst("policy/ratio_first_max_error"), worst("parity/logprob_abs_max")
+    ratio = worst("policy/ratio_first_max_error")
+    gap = worst("parity/logprob_abs_max", "parity/probe_abs_max")
     return [
         *rows,
         ("first ratio off by", _cell(ratio, "{:.1e} at most")),

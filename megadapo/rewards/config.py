@@ -27,8 +27,10 @@ from megadapo.section import Section, Timeout
 
 Isolation = Literal["auto", "require"]
 
-IN_PROCESS = ("rule", *get_args(Rule))
-"""Functions that only compare strings, in bounded time; they run in the driver."""
+ENVIRONMENT = "environment"
+"""Name of the function that returns what a response has earned in its environment."""
+IN_PROCESS = ("rule", *get_args(Rule), ENVIRONMENT)
+"""Functions that only compare strings or add, in bounded time; they run in the driver."""
 LOCAL_MODEL = "local_reward_model"
 """Name of the function whose processes load a reward model."""
 IN_WORKERS = {
@@ -242,7 +244,7 @@ class RewardConfig(Section, title="reward"):
     """Functions that score a response: the reward is the weighted sum of their scores."""
     max_failed_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """Share of a step's responses above which the run stops before it trains on them, if reward
-    functions failed on so many and left them out. A supervisor restarts it."""
+    functions or environments failed on so many and left them out. A supervisor restarts it."""
     rule: Rule = "answer"
     """Place of the answer: the last `Answer:` line ("answer"), the last boxed expression ("boxed"),
     or the second if the first is missing ("answer_or_boxed"); the last number, compared as a number
@@ -312,7 +314,7 @@ class RewardConfig(Section, title="reward"):
 
     def rule_of(self, function: RewardFunction) -> Rule | None:
         """Return the string rule that a function stands for, if it is one."""
-        if not function.is_in_process:
+        if not function.is_in_process or function.function == ENVIRONMENT:
             return None
         return self.rule if function.function == "rule" else cast(Rule, function.function)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import logging
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +15,9 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardError, RewardOutageError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardFunction
+from megadapo.rewards.failures import FailureCounts
 from megadapo.rewards.steps import step_ends
 from megadapo.rewards.workers.processes import Reply
-
-logger = logging.getLogger(__name__)
-
-MAX_REASONS = 50
-"""Number of different failures of a function that are counted separately."""
-MAX_TOLD = 5
-"""Number of failures that one warning lists."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +45,7 @@ class Runner(abc.ABC):
         """`decode`: of the tokenizer; only needed for steps of the text."""
         self.config = config
         self._decode = decode
-        self._failures: Counter[str] = Counter()
-        self._unreported: Counter[str] = Counter()
+        self._failures = FailureCounts(f"reward function {config.label}")
         self._num_repeats = 0
         self._lock = threading.Lock()
 
@@ -92,19 +83,11 @@ class Runner(abc.ABC):
     def drain_warning(self) -> str | None:
         """Return a summary of the failures since the last call, if there were any."""
         with self._lock:
-            failures, self._unreported = self._unreported, Counter()
             num_repeats, self._num_repeats = self._num_repeats, 0
-        lines = []
-        if num_repeats:
-            lines.append(f"could not score a group {num_repeats} times, and it was scored again")
-        if failures:
-            reasons = "; ".join(f"{n} x {reason}" for reason, n in failures.most_common(MAX_TOLD))
-            excludes = self.config.reaction(is_outage=False) != "score"
-            given = "were left out" if excludes else f"scored {self.config.failure_score:g}"
-            responses = f"{failures.total()} responses, which {given}"
-            lines.append(f"failed on {responses}: {reasons}")
-        told = f"reward function {self.config.label} {'; it '.join(lines)}"
-        return told if lines else None
+        excludes = self.config.reaction(is_outage=False) != "score"
+        given = "were left out" if excludes else f"scored {self.config.failure_score:g}"
+        repeated = f"could not score a group {num_repeats} times, and it was scored again"
+        return self._failures.drain_warning(given, *[repeated] * bool(num_repeats))
 
     def _check_outage(self, scores: Sequence[FunctionScore]) -> None:
         """Raise RewardOutageError if an outage leaves too few responses, or any must wait."""
@@ -157,10 +140,4 @@ class Runner(abc.ABC):
                 f"reward function {label} failed on a response to prompt {prompt.id}: {failure}. "
                 'Set its on_failure = "exclude" to leave such a response out and continue'
             )
-        with self._lock:
-            is_known = failure in self._failures or len(self._failures) >= MAX_REASONS
-            reason = failure if failure in self._failures or not is_known else "other reasons"
-            self._failures[reason] += 1
-            self._unreported[reason] += 1
-        if not is_known:
-            logger.warning("reward function %s, prompt %s: %s", label, prompt.id, failure)
+        self._failures.add(failure, prompt.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,8 +13,10 @@ import numpy as np
 from megadapo.algorithm.groups import Steps
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
+from megadapo.errors import RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
+from megadapo.rewards.failures import FailureCounts
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.verifier import Verifier
@@ -31,6 +34,8 @@ class Scorer:
         """`decode`: of the tokenizer; for functions that score steps of the text."""
         self._config = config
         self._is_rule_alone = config.is_rule_alone
+        self._of_environments: dict[str, FailureCounts] = {}
+        self._lock = threading.Lock()
         if not config.compares_symbolically:
             config = config.model_copy(update={"symbolic": False, "decide": "rule"})
         with ExitStack() as stack:
@@ -50,12 +55,17 @@ class Scorer:
         self.close()
 
     def score_group(
-        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+        self,
+        prompt: Prompt,
+        texts: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+        returns: Sequence[float] = (),
     ) -> list[Score]:
         """Score the responses to one prompt.
 
         Args:
             token_ids: [n] int32 of each response.
+            returns: what each response has earned in its environment, if it had one.
 
         Raises:
             RewardError: a function failed, and its on_failure is "stop".
@@ -65,8 +75,16 @@ class Scorer:
         if self._is_rule_alone:
             return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))
         applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
-        columns = [self._score(one, prompt, texts, token_ids) for one in applying]
+        columns = [self._score(one, prompt, texts, token_ids, returns) for one in applying]
         return [_combined(applying, row) for row in zip(*columns, strict=True)]
+
+    def count_failure(self, failure: Failure, prompt: Prompt) -> None:
+        """Count the failure of an environment on a response, which has no score."""
+        with self._lock:
+            counts = self._of_environments.setdefault(
+                failure.function, FailureCounts(failure.source)
+            )
+        counts.add(failure.reason, prompt.id)
 
     @property
     def num_threads(self) -> int:
@@ -74,9 +92,12 @@ class Scorer:
         return max((runner.num_threads for runner in self._runners.values()), default=1)
 
     def drain_warnings(self) -> list[str]:
-        """Return the failures of functions and of the cross-check since the last call."""
-        failures = (runner.drain_warning() for runner in self._runners.values())
-        return [*self.verifier.drain_warnings(), *(one for one in failures if one is not None)]
+        """Return failures since the last call: of cross-check, functions and environments."""
+        with self._lock:
+            environments = [*self._of_environments.values()]
+        found = [runner.drain_warning() for runner in self._runners.values()]
+        found += [counts.drain_warning("were left out") for counts in environments]
+        return [*self.verifier.drain_warnings(), *filter(None, found)]
 
     def close(self) -> None:
         """End all processes."""
@@ -88,8 +109,16 @@ class Scorer:
         prompt: Prompt,
         texts: Sequence[str],
         token_ids: Sequence[np.ndarray],
+        returns: Sequence[float],
     ) -> list[Score]:
         """Return one function's scores, as if it were the only function."""
+        if function.function == ENVIRONMENT:
+            if len(returns) != len(texts):
+                raise RewardError(
+                    f'{prompt.data_source}: reward.functions has "{ENVIRONMENT}", and no entry of '
+                    "rollout.environments plays these prompts: set data_sources in one of both"
+                )
+            return [Score(one, one > function.right_above, "") for one in returns]
         golds = [prompt.ground_truth] * len(texts)
         if function.function == "rule":
             return self.verifier.score_batch(texts, golds)

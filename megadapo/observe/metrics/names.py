@@ -13,6 +13,7 @@ METRICS = {
     "time/train_s": "Seconds of old log-probs, reference, critic and updates.",
     "time/sync_s": "Seconds of the weight update, sleeping and waking of engines included.",
     "time/reward_s": "Seconds that responses waited to be scored.",
+    "time/overdue_s": "Seconds that a batch with enough mixed groups waited for groups/overdue.",
     "time/evaluate_s": "Seconds the run waited for evaluations since the previous record.",
     "time/checkpoint_s": "Seconds spent on checkpoints since the previous record, so on the "
     "checkpoint of the previous step.",
@@ -29,8 +30,9 @@ METRICS = {
     "train/slowest_rank": "Trainer rank, counted from 0, that was slowest for the old log-probs.",
     "tokens_per_s": "Tokens generated per second of the step.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
-    "reward/excluded": "Responses left out of their groups because a reward function failed on "
-    "them; no other metric but reward/NAME/failed counts them.",
+    "reward/excluded": "Responses left out of their groups because a reward function or an "
+    "environment failed on them; no other metric but reward/NAME/failed and "
+    "environment/NAME/failed counts them.",
     "reward/overlong_penalty_mean": "Mean soft overlong punishment of the same responses.",
     "reward/shaped_mean": "Sum of reward/mean and reward/overlong_penalty_mean.",
     "accuracy/mean": "Share of correct responses among all generated.",
@@ -46,14 +48,16 @@ METRICS = {
     "groups/all_correct_share": "Share of groups/all_correct in groups/sampled.",
     "groups/all_wrong_share": "Share of groups/all_wrong in groups/sampled.",
     "groups/from_reserve": "Groups of the batch that an earlier step completed.",
-    "groups/to_reserve": "Mixed groups kept for the next step.",
+    "groups/to_reserve": "Finished mixed groups that wait for a later step.",
     "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
-    "groups/unscored": "Groups given up because reward functions failed on all of their responses, "
-    "or on all but one; other prompts took their places.",
+    "groups/unscored": "Groups given up because reward functions or environments failed on all of "
+    "their responses, or on all but one; other prompts took their places.",
     "groups/stopped": "Groups ended before completion. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
     "groups/carried": "Unfinished groups that continue in the next step.",
+    "groups/overdue": "Most groups that a batch with enough mixed groups waited for, because they "
+    "would have become older than sampling.max_staleness. Depends on the engines' speed.",
     "groups/resting": "Prompts left out by sampling.rest_after.",
     "groups/from_journal": "Groups read from the journal of a killed process instead of being "
     "generated again.",
@@ -61,9 +65,12 @@ METRICS = {
     "branches share is counted once.",
     "tokens/stopped": "Tokens of groups that were stopped. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
+    "tokens/recomputed": "Tokens that engines read again after a publication had stopped them.",
     "tokens/trained": "Response tokens with a loss weight; a shared prefix counts once per branch.",
-    "tools/calls_per_response": "Mean tool calls of a response; null without rollout.tools.",
-    "tools/token_share": "Share of response tokens that a tool wrote.",
+    "tools/calls_per_response": "Mean calls of a response: calls of tools, or turns that its "
+    "environment answered, except for the last one; null without rollout.environments.",
+    "tools/token_share": "Share of response tokens that an environment wrote; the policy sampled "
+    "the others.",
     "tools/branches_per_group": "Responses of a group that branch off another one; null without "
     "sampling.branching.",
     "tools/entropy_rise": "Mean normalised entropy after a tool call, minus its value at the "
@@ -114,6 +121,10 @@ METRICS = {
     "trainer's in two micro-batch shapes. A token's gap is at most the sum of both causes.",
     "parity/engine_abs_max": "Largest distance of the engine's log-prob from the range of the "
     "trainer's in two micro-batch shapes.",
+    "parity/probe_abs_mean": "Mean |log-prob(trainer) - log-prob(engine)| over some stale tokens, "
+    "both with the weights before the update, of the engine that differs most; null without stale "
+    "tokens.",
+    "parity/probe_abs_max": "Largest |log-prob(trainer) - log-prob(engine)| over these tokens.",
     "staleness/token_share": "Share of tokens with a loss weight that earlier weights sampled.",
     "staleness/mean": "Mean number of publications between sampling and training of a token.",
     "staleness/max": "Largest number of publications between sampling and training of a token.",
@@ -153,7 +164,7 @@ METRICS = {
     "weights/density": "Share of elements that changed since the previous update; null after a "
     "full update.",
     "weights/update_s": "Seconds of the whole update, within time/sync_s.",
-    "weights/pause_s": "Seconds of the update in which engines had neither old nor new weights.",
+    "weights/pause_s": "Seconds of the update after generation was stopped for it.",
     "memory/driver_mib": "Private memory of the driver in MiB; memory/* shows leaks.",
     "memory/rank_min_mib": "Smallest private memory of a trainer rank after the updates.",
     "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",
@@ -171,8 +182,21 @@ METRICS = {
 
 METRIC_NAMES = tuple(METRICS)
 
-OWN_AREAS = ("reward/", "reflection/", "held_out/")
-"""Prefixes of names that the configuration and its reward functions give."""
+OWN_AREAS = ("reward/", "environment/", "reflection/", "held_out/")
+"""Prefixes of names that the configuration, reward functions and environments give."""
+
+UNREPEATED = (
+    *("time/", "tokens_per_s", "rollout/", "weights/", "memory/", "train/slowest_rank"),
+    *(
+        "groups/stopped",
+        "groups/dropped",
+        "groups/from_journal",
+        "groups/overdue",
+        "tokens/stopped",
+    ),
+)
+"""Prefixes of names whose values a repeated run does not repeat: they depend on the engines' speed,
+on lost processes, or on memory."""
 
 _NOTES = """\
 `reward.functions` beyond the rule add names: `reward/NAME` is the mean score of a function without
@@ -181,6 +205,11 @@ that it failed on. A function that scores steps also has `reward/NAME/steps`, th
 steps, and `reward/NAME/step_mean`, the mean score of a step. A step without such values leaves
 them out.
 
+Each entry of `rollout.environments` adds the means of its episodes: `environment/NAME/return`,
+`environment/NAME/turns`, `environment/NAME/seconds` for the time that it took, and every number
+that it counts; `environment/NAME/failed` is the share of responses that it failed on, which have no
+score.
+
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
 `eval/accuracy`, which is their mean. `megadapo sft` and `megadapo reward-model` have
 `held_out/NAME/loss`, and for pairs `held_out/NAME/pair_accuracy`.
@@ -188,6 +217,12 @@ If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each se
 If saved rollouts are trained on again, everything that needs engines is null, group metrics
 describe the saved groups, and `parity/*` compares with the saved log-probs.
 """
+
+
+def is_repeated(name: str) -> bool:
+    """Return whether a run with the same configuration has the same values of a metric."""
+    is_time = name.startswith("environment/") and name.endswith("/seconds")
+    return not is_time and not name.startswith(UNREPEATED)
 
 
 def metrics_page() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -21,7 +22,8 @@ class Panel:
     lines: Mapping[str, str]
     """Label of each metric, in the order that they are drawn."""
     rest_of: str = field(default="", kw_only=True)
-    """Prefix of metrics that users name, such as the parts of a reward; all are lines."""
+    """Pattern of metrics that users name, such as the parts of a reward; all are lines, whose
+    labels are the pattern's group."""
     band: tuple[str, ...] = field(default=(), kw_only=True)
     """Two metrics with a filled area between them, the higher one first; a label may follow."""
     log: bool = field(default=False, kw_only=True)
@@ -43,8 +45,8 @@ class Panel:
         """
         lines = {name: label for name, label in self.lines.items() if name in names}
         if self.rest_of:
-            own = [n for n in names if n.startswith(self.rest_of) and n not in METRICS]
-            lines |= {name: name.removeprefix(self.rest_of).replace("_", " ") for name in own}
+            found = (re.fullmatch(self.rest_of, name) for name in names if name not in METRICS)
+            lines |= {match[0]: match[1].replace("_", " ") for match in found if match}
         is_empty = not lines or (self.against and self.against not in names)
         if is_empty and not (self.held_out and HELD_OUT in names):
             return None

@@ -39,6 +39,7 @@ RUNNING: tuple[Section, ...] = (
                     "tokens/generated": "generated",
                     "tokens/trained": "trained on",
                     "tokens/stopped": "of stopped responses",
+                    "tokens/recomputed": "read again",
                 },
                 band=("tokens/generated", "tokens/trained", "not trained on"),
                 in_plot=True,
@@ -51,7 +52,11 @@ RUNNING: tuple[Section, ...] = (
             Panel(
                 "Groups left for later",
                 "a step",
-                {"groups/carried": "carried on", "groups/resting": "resting"},
+                {
+                    "groups/carried": "carried on",
+                    "groups/resting": "resting",
+                    "groups/overdue": "waited for, too old for a later step",
+                },
             ),
             Panel("Groups from the journal", "a step", {"groups/from_journal": "read"}),
         ),
@@ -99,6 +104,11 @@ RUNNING: tuple[Section, ...] = (
             ),
             Panel("Age", "policy versions", {"staleness/mean": "mean", "staleness/max": "largest"}),
             Panel(
+                "Wait for the oldest groups",
+                "seconds of a step",
+                {"time/overdue_s": "with enough other groups"},
+            ),
+            Panel(
                 "Drift of stale tokens",
                 "|log-prob change|, nats",
                 {
@@ -129,6 +139,13 @@ RUNNING: tuple[Section, ...] = (
                 in_plot=True,
             ),
             Panel(
+                "Parity on stale tokens",
+                "|trainer - engine|, nats",
+                {"parity/probe_abs_max": "largest", "parity/probe_abs_mean": "mean"},
+                log=True,
+                bound="logprob_abs_max",
+            ),
+            Panel(
                 "Parity by cause",
                 "nats",
                 {
@@ -156,7 +173,7 @@ RUNNING: tuple[Section, ...] = (
             Panel(
                 "Time of the update",
                 "seconds",
-                {"weights/update_s": "whole update", "weights/pause_s": "engines without weights"},
+                {"weights/update_s": "whole update", "weights/pause_s": "no engine generates"},
             ),
         ),
     ),

@@ -21,7 +21,7 @@ TRAINING: tuple[Section, ...] = (
                 "share of problems",
                 {"eval/pass_at_k": "pass@k", "eval/cons_at_k": "cons@k"},
             ),
-            Panel("Held-out sets", "", {}, rest_of="held_out/"),
+            Panel("Held-out sets", "", {}, rest_of=r"held_out/(.+)"),
             Panel(
                 "Ordered pairs",
                 "share of pairs",
@@ -39,7 +39,7 @@ TRAINING: tuple[Section, ...] = (
                 },
                 in_plot=True,
             ),
-            Panel("Parts of the reward", "mean", {}, rest_of="reward/"),
+            Panel("Parts of the reward", "mean", {}, rest_of=r"reward/(.+)"),
             Panel(
                 "Left without reward",
                 "a step",
@@ -184,7 +184,7 @@ TRAINING: tuple[Section, ...] = (
                 "Looking back",
                 "share of responses",
                 {ANY_PHRASE: "any phrase"},
-                rest_of=AREA,
+                rest_of=rf"{AREA}(.+)",
                 in_plot=True,
             ),
         ),
@@ -194,7 +194,7 @@ TRAINING: tuple[Section, ...] = (
         (
             Panel("Tool calls", "a response", {"tools/calls_per_response": "calls"}, in_plot=True),
             Panel(
-                "Written by tools",
+                "Written by tools and environments",
                 "share of response tokens",
                 {"tools/token_share": "share"},
                 in_plot=True,
@@ -210,6 +210,31 @@ TRAINING: tuple[Section, ...] = (
                 "normalised",
                 {"tools/entropy_rise": "rise"},
                 in_plot=True,
+            ),
+        ),
+    ),
+    (
+        "Environments",
+        (
+            Panel("Return", "mean of an episode", {}, rest_of=r"environment/(.+)/return"),
+            Panel("Turns", "of an episode", {}, rest_of=r"environment/(.+)/turns"),
+            Panel(
+                "Time",
+                "seconds of an episode",
+                {},
+                rest_of=r"environment/(.+)/seconds",
+            ),
+            Panel(
+                "Failures",
+                "share of responses",
+                {},
+                rest_of=r"environment/(.+)/failed",
+            ),
+            Panel(
+                "Counts",
+                "mean of an episode",
+                {},
+                rest_of=r"environment/(.+/(?!(?:return|turns|seconds|failed)$)[^/]+)",
             ),
         ),
     ),

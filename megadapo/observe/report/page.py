@@ -39,6 +39,7 @@ _SCRIPTS = (
     "against.js",
     "time.js",
     "distributions.js",
+    "conversation.js",
     "tokens.js",
     "filters.js",
     "group.js",

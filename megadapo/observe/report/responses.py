@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.observe.report.curves import Distributions, HeatMap
+from megadapo.observe.rollouts.conversation import conversation, environment_of
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse, encode_saved_response
 
@@ -86,6 +87,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
             shown: dict[str, object] = {
                 "prompt": group.prompt.to_json(),
                 "responses": [_shown_response(response) for response in group.responses],
+                "control_tokens": group.control_tokens,
             }
             kept.add(entry, _compress(shown))
             num_groups += 1
@@ -144,7 +146,12 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
 def _shown_response(saved: SavedResponse) -> dict[str, object]:
     shown = encode_saved_response(saved)
     del shown["experts"]
+    parts = list(conversation(saved.response)) if saved.response.turns else []
     return shown | {
+        "environment": environment_of(saved),
+        "conversation": [
+            (one.start, one.end, one.turn and [one.turn.reward, one.turn.seconds]) for one in parts
+        ],
         "logprobs_rollout": _rounded(saved.response.logprobs),
         "logprobs_old": _rounded(saved.logprobs_old),
         "logprobs_update": _rounded(saved.logprobs_update),

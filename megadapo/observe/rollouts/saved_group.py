@@ -13,31 +13,35 @@
                     "logprobs_update": [float | null, ...] | null,
                     "finish_reason": "stop" | "length",
                     "policy_versions": [[int, int], ...],
-                    "calls": [[int, float | null], ...], "entropy": float | null,
+                    "turns": [[int, float | null, float, float, bool], ...],
+                    "entropy": float | null,
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "advantages": [float | null, ...] | null,
                     "correct": bool, "answer": str,
                     "rule_correct": bool, "symbolic_correct": bool | null,
                     "reward_parts": {str: float}, "steps": [[int, float], ...],
                     "branch": [int, int] | null,
-                    "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null},
-                   ...],
-     "failures": [[str, str], ...]}
+                    "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null,
+                    "metrics": {str: float}, "failure": null}, ...],
+     "failures": [[str, str], ...], "control_tokens": {str: str}}
 
-Tool output is part of the tokens, with policy version -1 and null log-probs. Log-probs are float32
-in the fewest digits that restore them, and null if not finite; such a token is not trained on.
-Policy versions are runs of tokens, [version, number of tokens].
+Output of tools and environments is part of the tokens, with policy version -1 and null log-probs.
+Log-probs are float32 in the fewest digits that restore them, and null if not finite; such a token
+is not trained on. Policy versions are runs of tokens, [version, number of tokens].
 
 "advantage", "advantages", "logprobs_old" and "logprobs_update" are null in groups that were not
 trained on. Without a trainer, "trained" groups are the ones it would receive; they have an
 advantage and null log-probs. "advantages" is null if every token has "advantage". A step is its
-end, counted in tokens, and its score. `SavedResponse`, `Response` and `Score` describe the fields.
+end, counted in tokens, and its score. A turn is its end, with its output, the entropy behind it,
+its reward, its environment's seconds, and whether the output answers a call. `SavedResponse`,
+`Response` and `Score` describe the fields. "control_tokens" has the names of the special tokens in
+the responses by their ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -105,7 +109,9 @@ class SavedGroup:
     prompt_ids: tuple[int, ...]
     responses: tuple[SavedResponse, ...]
     failures: tuple[Failure, ...] = ()
-    """Failures of reward functions on responses that were left out."""
+    """Failures of reward functions and environments on responses that were left out."""
+    control_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Names of the special tokens in the responses by their ids."""
 
     @property
     def group(self) -> Group:
@@ -131,6 +137,7 @@ def encode_saved(saved: SavedGroup) -> dict[str, Any]:
         "prompt_ids": list(saved.prompt_ids),
         "responses": [encode_saved_response(response) for response in saved.responses],
         "failures": [list(failure) for failure in saved.failures],
+        "control_tokens": {str(number): name for number, name in saved.control_tokens.items()},
     }
 
 
@@ -173,6 +180,10 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
             )
         ),
         failures=group.failures,
+        # files of earlier versions have none
+        control_tokens={
+            int(number): str(name) for number, name in entry.get("control_tokens", {}).items()
+        },
     )
 
 

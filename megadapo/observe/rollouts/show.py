@@ -6,7 +6,7 @@ clear the screen or change the direction of text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich.text import Text
 from megadapo.data.group import Score
 from megadapo.data.group_codec import encode_versions
 from megadapo.errors import DataError
+from megadapo.observe.rollouts.conversation import Part, conversation, environment_of
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
 from megadapo.observe.tables import printable
@@ -139,8 +140,48 @@ def _render_group(
             parts.append(_reward_parts(saved.score))
         if saved.disagreed:
             parts.append(_disagreement(saved))
-        parts.append(_indented(saved.response.text))
+        if saved.response.turns:
+            parts += _conversation(saved, group.control_tokens)
+        else:
+            parts.append(_indented(saved.response.text))
     return Group(*parts, "")
+
+
+def _conversation(
+    saved: SavedResponse, control_tokens: Mapping[int, str]
+) -> Iterator[RenderableType]:
+    """Yield the turns of a response, each with its tokens, and what answered it."""
+    environment, number = environment_of(saved), 0
+    for part in conversation(saved.response):
+        number += part.turn is None
+        size = f"{part.end - part.start} token{'s' * (part.end - part.start != 1)}"
+        if part.turn is None:
+            head = Text(f"  turn {number}: {size}", "bold")
+        elif environment is None:
+            head = Text(f"  tool: {size}", "cyan")
+        else:
+            cost = f"reward {part.turn.reward:+g}, {part.turn.seconds:.3g} s"
+            head = Text(f"  {printable(environment)}: {size}, {cost}", "cyan")
+        yield head
+        if part.start < part.end:
+            text = _text_of(saved, part, control_tokens)
+            yield Padding(text, (0, 0, 0, INDENT), expand=False)
+
+
+def _text_of(saved: SavedResponse, part: Part, control_tokens: Mapping[int, str]) -> Text:
+    """Return the text of a part, with the names of control tokens dimmed."""
+    text = Text(style="" if part.turn is None else "cyan")
+    place = slice(part.start, part.end)
+    ids = saved.response.token_ids[place].tolist()
+    for number, piece in zip(ids, saved.tokens[place], strict=True):
+        if number in control_tokens and not piece:
+            text.append(printable(control_tokens[number]), "dim")
+        else:
+            text.append(printable(piece))
+    # templates write line breaks around messages
+    plain = text.plain
+    first = len(plain) - len(plain.lstrip("\n"))
+    return text[first : max(first, len(plain.rstrip("\n")))]
 
 
 def _header(number: int, saved: SavedResponse) -> Text:
@@ -163,7 +204,8 @@ def _header(number: int, saved: SavedResponse) -> Text:
     versions = " then ".join(str(version) for version, _ in encode_versions(sampled))
     text.append(f", policy_version {versions or '-'}", "dim")
     if num_output := len(response.token_ids) - len(sampled):
-        text.append(f", {num_output} tokens of tool output", "dim")
+        author = "tool output" if environment_of(saved) is None else "the environment"
+        text.append(f", {num_output} tokens of {author}", "dim")
     return text
 
 

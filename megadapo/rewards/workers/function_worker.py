@@ -6,7 +6,6 @@ mistake, and anything that it returns or raises becomes a reply.
 
 from __future__ import annotations
 
-import _posixsubprocess
 import asyncio
 import errno
 import importlib
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from megadapo.rewards.steps import COMBINE, StepScore, split_steps
-from megadapo.rewards.workers.worker import CannotStart, Handler, serve
+from megadapo.rewards.workers.worker import CannotStart, Handler, describe_error, forbid, serve
 
 ARGUMENTS = ("messages", "response", "tokens", "ground_truth", "extra_info")
 BATCH_PARAMETER = "responses"
@@ -35,8 +34,6 @@ MAX_NAME = 64
 _OF_THE_CALL = (FileNotFoundError, FileExistsError, PermissionError)
 """Errors of the system that a repeated call meets again."""
 _RESERVED = ("score", "correct", "steps")
-_STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
-_STARTS = "starts a process, and reward.functions.processes is false"
 
 
 def main() -> None:
@@ -161,25 +158,7 @@ def _describe(error: BaseException) -> str:
         return "took longer than reward.functions.timeout_s"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return "printed or wrote more than reward.functions.output_kib"
-    return f"{type(error).__name__}: {error}"[:MAX_ERROR].removesuffix(": ")
-
-
-def forbid(*, network: bool, processes: bool) -> None:
-    """Make Python code raise if it opens a socket or starts a process, until this process ends."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if network and event in ("socket.__new__", "socket.getaddrinfo"):
-            raise PermissionError("opens a socket, and reward.functions.network is false")
-        if processes and (event in _STARTS_PROCESS or event == "subprocess.Popen"):
-            raise PermissionError(_STARTS)
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(_STARTS)
-
-    sys.addaudithook(hook)
-    if processes:
-        # multiprocessing starts processes through this function, without an audit event
-        _posixsubprocess.fork_exec = refuse
+    return describe_error(error, MAX_ERROR)
 
 
 class WrongResult(Exception):

@@ -94,10 +94,12 @@ def enter(*, writable: bool = True) -> int:
     return user
 
 
-def enter_alone() -> int:
+def enter_alone(*, writable: bool = True) -> int:
     """Enter new namespaces as the same process, for a process that starts no others.
 
     It has no network and no access to other files.
+
+    `writable`: as for `enter`.
 
     Returns:
         The user id for `drop_privileges`.
@@ -106,7 +108,7 @@ def enter_alone() -> int:
         OSError: the system does not allow it.
     """
     user = _unshare(_NAMESPACES & ~CLONE_NEWPID)
-    _enter_own_files()
+    _enter_own_files(writable=writable)
     return user
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megadapo.rewards.workers import isolation
-from megadapo.rewards.workers.function_worker import forbid
-from megadapo.rewards.workers.worker import REQUIRED, CannotStart, Handler, serve
+from megadapo.rewards.workers.worker import REQUIRED, CannotStart, Handler, forbid, serve
 
 SELF_TEST = (
     (r"\frac{1}{2}", "0.5", "equal"),

@@ -135,7 +135,7 @@ function responseCard(index, group, response, number, clip) {
       ),
     );
   const body = responseBody(response, group, state.mode, clip, query());
-  explainTokens(body, response, clip);
+  explainTokens(body, response, group, clip);
   return el(
     "article",
     { class: `response ${response.correct ? "correct" : "wrong"}` },
@@ -170,6 +170,7 @@ function responseFacts(response) {
     ["version", versionsText(response)],
     ...Object.entries(response.reward_parts).map(([name, value]) => [name, formatNumber(value)]),
   ];
+  if (response.conversation.length) facts.push(["tokens by author", authorsText(response)]);
   if (response.branch) {
     const [parent, shared] = response.branch;
     facts.push(["branch", `of response ${parent + 1} behind ${plural(shared, "token")}`]);

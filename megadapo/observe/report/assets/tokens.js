@@ -1,7 +1,7 @@
 // One response as text whose tokens carry colours, and the card that explains a token.
 
 const MAX_TOKENS = 1200;
-/** In the place of a policy version: a tool put the token out, nobody sampled it. */
+/** In the place of a policy version: a tool or an environment wrote the token. */
 const NO_VERSION = -1;
 
 const MODES = {
@@ -49,7 +49,7 @@ const tokenVersions = (response) =>
   response.policy_versions.flatMap(([version, count]) => Array(count).fill(version));
 const versionKeys = (group) =>
   versionsOf(group).map((version) =>
-    key(version === NO_VERSION ? "tool" : `version ${version}`, versionVariable(group, version)),
+    key(version === NO_VERSION ? "not sampled" : `version ${version}`, versionVariable(group, version)),
   );
 
 /** The bounds of the ratio in a run's configuration, or DAPO's. */
@@ -98,21 +98,43 @@ function tokenShade(mode, facts, clip) {
 /** The body of a response: plain text with the search marked, or a span for each token. */
 function responseBody(response, group, mode, clip, query) {
   const body = el("div", { class: "response-text", tabindex: 0 });
-  if (mode === "text" || !response.tokens?.length) {
-    body.append(...marked(response.text, query));
-    return body;
-  }
-  fillTokens(body, response, group, mode, clip, MAX_TOKENS);
+  if (mode !== "text" && response.tokens?.length) {
+    fillTokens(body, response, group, mode, clip, MAX_TOKENS);
+  } else if (response.conversation.length) {
+    const text = (start, end) => textNodes(response, group, start, end, query);
+    body.append(...conversationNodes(response, response.tokens.length, text));
+  } else body.append(...marked(response.text, query));
   return body;
+}
+
+const controlToken = (response, group, index) =>
+  response.tokens[index] === "" ? (group.control_tokens[response.token_ids[index]] ?? null) : null;
+
+/** The text of some tokens with the search marked, and the names of control tokens in it. */
+function textNodes(response, group, start, end, query) {
+  const nodes = [];
+  let text = "";
+  for (let index = start; index < end; index++) {
+    text += response.tokens[index];
+    const name = controlToken(response, group, index);
+    if (name === null && index < end - 1) continue;
+    nodes.push(...marked(text, query));
+    text = "";
+    if (name !== null) nodes.push(el("span", { class: "control", "data-name": name }));
+  }
+  return nodes;
 }
 
 function fillTokens(body, response, group, mode, clip, limit) {
   const versions = tokenVersions(response);
   const spans = response.tokens.slice(0, limit).map((token, index) => {
+    const name = controlToken(response, group, index);
     const kinds = ["token"];
     if (token.includes("\n")) kinds.push("line-end");
     if (versions[index] === NO_VERSION) kinds.push("tool-output");
-    const span = el("span", { class: kinds.join(" "), "data-index": index }, token);
+    if (name !== null) kinds.push("control");
+    const facts = { class: kinds.join(" "), "data-index": index, "data-name": name };
+    const span = el("span", facts, token);
     const shade =
       mode === "version"
         ? [versionVariable(group, versions[index]), 40]
@@ -120,7 +142,10 @@ function fillTokens(body, response, group, mode, clip, limit) {
     if (shade && shade[1] >= 1) span.style.backgroundColor = mixedIn(...shade);
     return span;
   });
-  body.replaceChildren(...spans);
+  const nodes = (start, end) => spans.slice(start, end);
+  body.replaceChildren(
+    ...(response.conversation.length ? conversationNodes(response, spans.length, nodes) : spans),
+  );
   const rest = response.tokens.length - limit;
   if (rest > 0) {
     const more = () => fillTokens(body, response, group, mode, clip, response.tokens.length);
@@ -155,12 +180,13 @@ function marked(text, query) {
 const tokenCard = document.getElementById("token-card");
 
 /** Explain the token under the pointer. */
-function explainTokens(body, response, clip) {
+function explainTokens(body, response, group, clip) {
   body.addEventListener("mouseover", (event) => {
     const span = event.target.closest(".token");
     if (!span) return;
     const index = Number(span.dataset.index);
-    tokenCard.replaceChildren(...tokenLines(response, index, tokenFacts(response, index, clip)));
+    const facts = tokenFacts(response, index, clip);
+    tokenCard.replaceChildren(...tokenLines(response, group, index, facts));
     tokenCard.hidden = false;
     const place = span.getBoundingClientRect();
     const below = place.bottom + tokenCard.offsetHeight + 8 < window.innerHeight;
@@ -171,7 +197,7 @@ function explainTokens(body, response, clip) {
   body.addEventListener("mouseleave", () => (tokenCard.hidden = true));
 }
 
-function tokenLines(response, index, facts) {
+function tokenLines(response, group, index, facts) {
   const probability = facts.sampled === null ? null : Math.exp(facts.sampled);
   const lines = [
     ["log-prob, engine", formatNumber(facts.sampled)],
@@ -188,8 +214,9 @@ function tokenLines(response, index, facts) {
       `score of step ${step + 1} of ${response.steps.length}`,
       formatNumber(response.steps[step][1]),
     ]);
+  const name = controlToken(response, group, index);
   return [
-    el("b", {}, el("code", {}, JSON.stringify(response.tokens[index]))),
+    el("b", {}, el("code", {}, name ?? JSON.stringify(response.tokens[index]))),
     el(
       "small",
       {},
