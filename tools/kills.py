@@ -6,6 +6,14 @@ runs for that time or that number of kills; called again it continues. FOLDER/ki
 kill. Each run resumes by itself. In the end its metrics equal those of an undisturbed run, no
 checkpoint was condemned, and no process, shared memory or temporary file of it remains.
 
+With --mode async the batches of a run follow the speed of its engines. Each run has a random number
+of engines, and --changes N slows engines down and lets some join and leave between the kills. Then
+its schedule is repeated undisturbed with another number of engines, which must end with the same
+metrics, records and weights. A repetition stops at the first publication of other weights.
+
+With --environment each run plays episodes. Those of an environment that is lost are continued by
+replay, by its state, or not at all (once); then no action was done twice.
+
 With --faults the run's folder is on a file server that fails, a judge that goes away is asked for
 rewards, and connections, Ray's daemons and the clock are disturbed: tools/faults/infrastructure.py.
 """
@@ -27,16 +35,30 @@ from typing import Any
 
 from megadapo.errors import RunInterruptedError
 from megadapo.observe.metrics.records import read_evaluations
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from faults.disturbed_run import NUM_STEPS, TARGETS, DisturbedRun  # noqa: E402
+from faults.disturbed_run import EPISODES, NUM_STEPS, TARGETS, DisturbedRun  # noqa: E402
+from faults.engine_changes import CHANGES, MOST_ENGINES  # noqa: E402
 from faults.infrastructure import FAULTS, Infrastructure  # noqa: E402
 
-from tests.support.runs.whole_runs import metrics, run, untimed  # noqa: E402 - needs the path above
+from tests.support.runs.episodes import repeated_actions, write_recipe  # noqa: E402
+from tests.support.runs.whole_runs import metrics, run, untimed, weights  # noqa: E402
 
-KILLS_PER_RUN = 5
+QUICKSTART = "configs/quickstart.toml"
+KILLS_PER_RUN = 6
 OVERRIDES = ("--trainer.data_parallel=2", "--trainer.num_threads=1")
 """Two ranks: one that is killed leaves the other waiting for it."""
+ASYNC = (
+    "--sampling.mode=async",
+    "--sampling.max_staleness=3",
+    "--cluster.placement=separate",
+    "--evaluation.every=0",
+    "--rollout.max_num_seqs=8",
+    "--trainer.data_parallel=1",
+)
+"""Few slots: the engines are slower than the trainer, so publications stop responses. One rank
+starts faster."""
 DEADLINES = (
     "--rollout.engine_progress_timeout_s=20",
     "--trainer.progress_timeout_s=20",
@@ -45,10 +67,10 @@ DEADLINES = (
 """For processes that are stopped; Ray's and the driver's are constants: 60 and 120 s."""
 
 
-def undisturbed(folder: Path, overrides: Sequence[str]) -> Path:
-    """The same run without kills; made once."""
+def undisturbed(folder: Path, overrides: Sequence[str], recipe: Path | str = QUICKSTART) -> Path:
+    """Return the folder of a run without kills, which is made once."""
     if not (folder / "plot.png").exists():
-        run(folder, *overrides, num_steps=NUM_STEPS)
+        run(folder, *overrides, num_steps=NUM_STEPS, recipe=recipe)
     return folder
 
 
@@ -59,19 +81,30 @@ def campaign(
     budget_s: float,
     how: signal.Signals,
     infrastructure: Infrastructure | None,
+    is_async: bool = False,
+    environment: str | None = None,
 ) -> list[str]:
     """Continue the kills in FOLDER/kills.json; return the problems of a finished run.
 
     Args:
         targets: a kind of process, or a fault, for each kill.
+        is_async: compare each run with a repetition of its schedule.
+        environment: the recovery of episodes, if runs play any.
     """
-    overrides = (*OVERRIDES, *(DEADLINES if how == signal.SIGSTOP else ()))
+    overrides = (
+        *OVERRIDES,
+        *(ASYNC if is_async else ()),
+        *(DEADLINES if how == signal.SIGSTOP else ()),
+    )
     mount = served = folder
     if infrastructure is not None:
         overrides += infrastructure.overrides
         mount, served = infrastructure.mount, infrastructure.served
     until = time.monotonic() + budget_s
-    expected = undisturbed(folder / "undisturbed", overrides)
+    recipe: Path | str = QUICKSTART
+    if environment is not None:
+        recipe = write_recipe(folder / "recipe", environment)
+    expected = undisturbed(folder / "undisturbed", overrides, recipe)
     step_s = sorted(record["time/step_s"] for record in metrics(expected))[NUM_STEPS // 2]
     log = folder / "kills.json"
     runs: list[dict[str, Any]] = json.loads(log.read_text()) if log.exists() else []
@@ -80,17 +113,22 @@ def campaign(
         if so_far >= len(targets) and (not runs or runs[-1]["ended"]):
             break
         if not runs or runs[-1]["ended"]:
+            if environment is not None:
+                # episodes of another run have the same names
+                (folder / "recipe" / "actions").unlink(missing_ok=True)
             runs.append({"folder": f"run-{len(runs)}", "ended": False, "kills": [], "problems": []})
         entry = runs[-1]
+        num_engines = random.Random(entry["folder"]).randint(1, MOST_ENGINES) if is_async else 1
         disturbed = DisturbedRun(
             mount / entry["folder"],
             served / entry["folder"],
             how,
-            overrides,
+            (*overrides, f"--rollout.num_engines={num_engines}"),
             infrastructure,
             step_s,
             so_far,
             until,
+            recipe=recipe,
         )
         try:
             disturbed.disturb(targets[so_far : so_far + KILLS_PER_RUN])
@@ -99,22 +137,50 @@ def campaign(
             entry["kills"] += [asdict(kill) for kill in disturbed.kills]
             entry["problems"] += [f"left: {name}" for name in disturbed.leftovers()]
             entry["ended"] = code != RunInterruptedError.exit_code
-            if code == 0:
-                entry["problems"] += _differences(disturbed.seen, expected)
-            elif entry["ended"]:
-                entry["problems"].append(f"exit code {code}")
             condemned = (disturbed.seen / "checkpoints").glob("damaged-*")
             entry["problems"] += [f"condemned: {path.name}" for path in condemned]
+            if code == 0 and is_async:
+                entry["problems"] += _repeat(disturbed.seen, overrides, num_engines)
+            elif code == 0 and environment != "once":
+                entry["problems"] += _differences(disturbed.seen, expected)
+            elif code and entry["ended"]:
+                entry["problems"].append(f"exit code {code}")
+            if environment == "once":
+                twice = repeated_actions(folder / "recipe")
+                entry["problems"] += [f"done twice: {action}" for action in twice]
             log.write_text(json.dumps(runs, indent=1) + "\n")
     return [problem for one in runs for problem in one["problems"]]
+
+
+def _repeat(folder: Path, overrides: Sequence[str], num_engines: int) -> list[str]:
+    """Repeat a run's schedule with fewer engines, or two instead of one; return the differences."""
+    repeated = folder.with_name(f"{folder.name}-repeated")
+    other = f"--rollout.num_engines={2 if num_engines == 1 else 1}"
+    try:
+        undisturbed(repeated, (*overrides, other, f"--schedule={folder}"))
+    except AssertionError as error:
+        return [f"the schedule is not repeated: {error}"]
+    problems = _differences(folder, repeated)
+    if weights(folder, NUM_STEPS) != weights(repeated, NUM_STEPS):
+        problems.append("the weights differ")
+    if (folder / SCHEDULE_FILE).read_bytes() != (repeated / SCHEDULE_FILE).read_bytes():
+        problems.append("the schedules differ")
+    return problems
+
+
+def _is_disturbed(name: str, found: dict[str, Any]) -> bool:
+    """Return whether a metric shows what disturbed a run, and no result of it.
+
+    A judge was asked again, or the engines died that would have scored the probe's tokens.
+    """
+    return name.endswith("/retries") or (name.startswith("parity/probe_") and found[name] is None)
 
 
 def _differences(folder: Path, expected: Path) -> list[str]:
     problems = []
     pairs = zip(untimed(metrics(folder)), untimed(metrics(expected)), strict=False)
     for found, wanted in pairs:
-        # how often a judge was asked again is what disturbed the run, and no result of it
-        names = [n for n in wanted if found.get(n) != wanted[n] and not n.endswith("/retries")]
+        names = [n for n in wanted if found.get(n) != wanted[n] and not _is_disturbed(n, found)]
         problems += [f"step {wanted['step']}: {n} {found.get(n)} != {wanted[n]}" for n in names]
     if len(metrics(folder)) != NUM_STEPS:
         problems.append(f"{len(metrics(folder))} of {NUM_STEPS} steps")
@@ -139,15 +205,21 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--changes", type=int, default=0, help="of engines; for --mode async")
     parser.add_argument("--budget_s", type=float, default=1e9)
     parser.add_argument("--signal", default="SIGKILL")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--mode", choices=["sync", "async"], default="sync")
+    parser.add_argument("--environment", choices=["replay", "state", "once"])
+    parser.add_argument("--targets", nargs="+")
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), help="kinds of faults")
     parser.add_argument("--fuse", default=sys.executable, help="a Python that has mfusepy")
     arguments = parser.parse_args()
+    own = EPISODES if arguments.environment else ()
+    targets = arguments.targets or [*own, *TARGETS]
     chosen = [
-        *islice(cycle(arguments.targets), arguments.kills),
+        *islice(cycle(targets), arguments.kills),
         *islice(cycle(arguments.kinds), arguments.faults),
+        *islice(cycle(CHANGES), arguments.changes),
     ]
     random.Random(0).shuffle(chosen)
     with ExitStack() as stack:
@@ -160,6 +232,8 @@ if __name__ == "__main__":
             budget_s=arguments.budget_s,
             how=signal.Signals[arguments.signal],
             infrastructure=below,
+            is_async=arguments.mode == "async",
+            environment=arguments.environment,
         )
     print(table(arguments.folder / "kills.json"))
     sys.exit(1 if found else 0)

@@ -4,10 +4,14 @@ It is trained on generated worked answers, in a short supervised run of DAPO's M
 Some answers are direct, short and usually wrong; the others go step by step and are correct. The
 model learns both styles, so that an outcome reward alone can make it prefer the longer one.
 
+With a file of chats it learns every answer of the assistant in them instead, and gets ChatML as its
+chat template.
+
     python tools/make_base_model.py configs/quickstart-base
     python tools/make_base_model.py configs/chain-base --task arithmetic-chain
     python tools/make_base_model.py configs/experts-base --experts 8
     python tools/make_base_model.py runs/student --layers 2
+    python tools/make_base_model.py configs/agent-base --chats runs/guess-games.jsonl
 
 It is a Qwen2, or with experts a Qwen3-MoE.
 """
@@ -18,7 +22,7 @@ import argparse
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +32,12 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Moe
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
+from megadapo.data.answered import AnswerEncoder
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, pack_responses
-from megadapo.data.group import Response
+from megadapo.data.group import NO_VERSION, Response
+from megadapo.data.rows import Row
+from megadapo.data.sources import read_answered_rows
 from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
@@ -44,6 +51,13 @@ NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
 ROUTER_AUX_LOSS_COEF = 0.01
 """Coefficient that keeps the router from sending most tokens to the first good experts."""
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Example = tuple[list[int], Response]
+"""Token ids of a prompt, and a response to it that the model learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +84,7 @@ RECIPES = {
         direct_share=0.3, batch_size=64, num_steps=800, max_positions=1024, short_first=0.5
     ),
 }
+CHATS = Recipe(direct_share=0.0, batch_size=64, num_steps=700, max_positions=256, short_first=0.0)
 
 
 def main() -> None:
@@ -79,6 +94,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="Hugging Face folder to write")
     parser.add_argument("--task", choices=RECIPES, default="arithmetic", help="built-in task")
+    parser.add_argument("--chats", type=Path, help="file of answered chats to learn instead")
     parser.add_argument("--start", type=Path, help="model to continue from (default: none)")
     parser.add_argument(
         "--experts", type=int, default=0, help="experts per layer (default 0: an MLP)"
@@ -93,10 +109,11 @@ def main() -> None:
     losses = make_base_model(
         options.folder,
         task=options.task,
+        chats=options.chats,
         num_experts=options.experts,
         num_layers=options.layers,
         start=options.start,
-        num_steps=options.steps or RECIPES[options.task].num_steps,
+        num_steps=options.steps,
         lr=options.lr,
         seed=options.seed,
     )
@@ -107,25 +124,34 @@ def make_base_model(
     folder: Path,
     *,
     task: str = "arithmetic",
+    chats: Path | None = None,
     num_experts: int = 0,
     num_layers: int = 4,
     start: Path | None = None,
-    num_steps: int,
+    num_steps: int | None = None,
     lr: float,
     seed: int,
 ) -> list[float]:
     """Train for `num_steps`, export to `folder`, and return the loss of each step in nats.
 
     Args:
+        chats: file of chats to learn instead of the task.
         num_experts: experts per layer; 0 for an MLP.
         start: base model of the same shape to continue from; None for random weights.
     """
-    recipe = RECIPES[task]
-    problems = generate("train", NUM_PROBLEMS, seed, task=task)
-    problems.sort(key=lambda problem: len(problem.terms))
+    recipe = RECIPES[task] if chats is None else CHATS
+    num_steps = num_steps or recipe.num_steps
+    examples: Sequence[Problem] | Sequence[Example]
+    if chats is None:
+        problems = generate("train", NUM_PROBLEMS, seed, task=task)
+        problems.sort(key=lambda problem: len(problem.terms))
+        examples, tokenizer = problems, make_tokenizer(problems)
+    else:
+        rows = list(read_answered_rows(str(chats)))
+        tokenizer = make_chat_tokenizer(rows)
+        examples = chat_examples(rows, tokenizer, recipe)
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary)
-        tokenizer = make_tokenizer(problems)
         tokenizer.save_pretrained(model)
         model_config(tokenizer, recipe, num_experts, num_layers).save_pretrained(model)
         if start is not None:
@@ -138,7 +164,7 @@ def make_base_model(
         losses = []
         with Progress() as progress:
             batches = progress.track(
-                supervised_batches(problems, tokenizer, recipe, num_steps=num_steps, seed=seed),
+                supervised_batches(examples, tokenizer, recipe, num_steps=num_steps, seed=seed),
                 total=num_steps,
                 description="supervised steps",
             )
@@ -167,6 +193,31 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
         texts, vocab_size=512, show_progress=False
     )
     return tokenizer
+
+
+def make_chat_tokenizer(rows: Sequence[Row]) -> Qwen2Tokenizer:
+    """Train the same BPE on chats, with ChatML's tokens, of which one closes a turn."""
+    texts = (text for row in rows[:2000] for message in row.conversation for text in message)
+    start, end = "<|im_start|>", "<|im_end|>"
+    tokenizer: Qwen2Tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        texts, vocab_size=512, show_progress=False, new_special_tokens=[start, end]
+    )
+    tokenizer.eos_token = end
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def chat_examples(rows: Sequence[Row], tokenizer: Qwen2Tokenizer, recipe: Recipe) -> list[Example]:
+    """Return chats as responses from their first answer on, in which only answers are learned."""
+    limit = recipe.max_positions
+    encoder = AnswerEncoder(tokenizer, max_prompt_tokens=limit, max_response_tokens=limit)
+    # ChatML keeps all that was said before, so a chat is one sequence
+    sequences = (encoder.encode(row)[0] for row in rows)
+    return [
+        (ids[:start].tolist(), _answer(ids[start:], wanted[start:]))
+        for ids, wanted in sequences
+        for start in [int(wanted.argmax())]
+    ]
 
 
 def model_config(
@@ -233,7 +284,7 @@ def supervised_config(
 
 
 def supervised_batches(
-    problems: list[Problem],
+    examples: Sequence[Problem] | Sequence[Example],
     tokenizer: Qwen2Tokenizer,
     recipe: Recipe,
     *,
@@ -243,16 +294,16 @@ def supervised_batches(
     """Yield batches of worked answers with advantage 1: the policy loss is minus the log-prob.
 
     Args:
-        problems: problems sorted by length.
+        examples: problems sorted by length, or encoded chats.
     """
     rng = random.Random(f"base-model/{seed}")
     for step in range(num_steps):
-        limit = round(len(problems) * _share_of_problems(step / num_steps, recipe))
+        limit = round(len(examples) * _share_of_problems(step / num_steps, recipe))
         pairs = [
-            _response(problems[rng.randrange(limit)], rng, tokenizer, recipe)
+            _example(examples[rng.randrange(limit)], rng, tokenizer, recipe)
             for _ in range(recipe.batch_size)
         ]
-        num_tokens = sum(len(response.token_ids) for _, response in pairs)
+        num_tokens = sum(int(response.is_sampled.sum()) for _, response in pairs)
         yield pack_responses(
             [prompt for prompt, _ in pairs],
             [response for _, response in pairs],
@@ -268,23 +319,30 @@ def _share_of_problems(progress: float, recipe: Recipe) -> float:
     return 1.0 if grown else 0.1 + 0.9 * progress / recipe.short_first
 
 
-def _response(
-    problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer, recipe: Recipe
-) -> tuple[list[int], Response]:
-    """Return the token ids of a prompt, and a worked answer to it."""
+def _example(
+    example: Problem | Example, rng: random.Random, tokenizer: Qwen2Tokenizer, recipe: Recipe
+) -> Example:
+    """Return an encoded chat as it is, or a problem with a worked answer."""
+    if not isinstance(example, Problem):
+        return example
     kind: Kind = "direct" if rng.random() < recipe.direct_share else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
-    text = worked_answer(problem, rng, kind=kind, wrong=wrong)
-    token_ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    response = Response(
-        token_ids=np.array(token_ids, dtype=np.int32),
+    text = worked_answer(example, rng, kind=kind, wrong=wrong)
+    ids = np.array([*tokenizer.encode(text), tokenizer.eos_token_id], dtype=np.int32)
+    answer = _answer(ids, np.ones(len(ids), dtype=np.bool_))
+    return list(tokenizer.encode(example.text)), answer
+
+
+def _answer(token_ids: np.ndarray, wanted: np.ndarray) -> Response:
+    """Return a response whose `wanted` tokens are learned."""
+    return Response(
+        token_ids=token_ids,
         # no engine sampled these tokens, but only sampled ones have a loss
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
         finish_reason="stop",
-        policy_versions=np.zeros(len(token_ids), dtype=np.int32),
-        text=text,
+        policy_versions=np.where(wanted, 0, NO_VERSION).astype(np.int32),
+        text="",
     )
-    return list(tokenizer.encode(problem.text)), response
 
 
 if __name__ == "__main__":

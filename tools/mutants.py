@@ -142,7 +142,8 @@ def _configure(modules: list[str], tests: list[str]) -> None:
     settings = {
         "source_paths": ["megadapo"],
         "only_mutate": modules,
-        "pytest_add_cli_args_test_selection": tests,
+        # each change runs the tests again, so the long ones would take hours
+        "pytest_add_cli_args_test_selection": [*tests, "-m", "not full"],
         "do_not_mutate_patterns": SKIPPED_LINES,
         "also_copy": ["configs", "tools"],
     }

@@ -11,9 +11,16 @@ import pytest
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.report import write_report
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.tables import TextTable
 from tests.support.processes.chromium import Page, chromium
-from tests.support.rollout.saved_groups import awkward_group
+from tests.support.rollout.saved_groups import (
+    CONTROL,
+    CONTROL_MARK,
+    awkward_group,
+    saved_episode,
+    saved_group,
+)
 from tests.support.runs.demo_run import HOSTILE, demo_run
 from tests.support.runs.recorded_runs import forget
 
@@ -279,6 +286,104 @@ def test_what_a_model_wrote_runs_nothing(page):
         page.wait(f"document.querySelector('[data-mode={mode}]').ariaPressed === 'true'")
         assert page.js(f"document.querySelector('{BODIES}').textContent") == HOSTILE
     assert page.text(".message-text").replace("\n", "\u2028") == HOSTILE
+    assert page.js("document.images.length + document.querySelectorAll('script').length") == 4
+
+
+PARTS = f"{BODIES} .turn"
+
+
+def with_episodes(folder: Path, *groups: SavedGroup) -> Path:
+    with MetricsLog(folder) as log:
+        log.record({"step": 1, "policy_version": 1, "environment/Game/return": 1.5})
+    write_rollouts(rollouts_path(folder, 1), groups)
+    return folder
+
+
+def heads(page: Page) -> list[str]:
+    found = f"[...document.querySelectorAll('{PARTS} .turn-head')]"
+    return page.js(
+        f"{found}.map((node) => [...node.children].map((n) => n.textContent).join(': '))"
+    )
+
+
+def test_an_episode_is_a_conversation(show, tmp_path):
+    """Catches parts with other tokens, rewards or seconds than their own, in every colouring."""
+    game = saved_episode(
+        (f"is it 3?{CONTROL_MARK}", f"user lower{CONTROL_MARK}", 0.0),
+        (f"2{CONTROL_MARK}", "", 1.5),
+    )
+    tool = saved_episode(("1+1=", "[2]", 0.0), last="two", environment=None)
+    group = saved_group(game, tool, control_tokens={CONTROL: "<|im_end|>"})
+    page = show(with_episodes(tmp_path / "run", group))
+    for mode in ("text", "ratio", "clip", "probability", "version"):
+        page.wait(f"document.querySelectorAll('{PARTS}').length === 7")
+        page.click(f"[data-mode={mode}]")
+        page.wait(f"document.querySelector('[data-mode={mode}]').ariaPressed === 'true'")
+        assert heads(page) == [
+            "turn 1: 9 tokens",
+            "Game: 11 tokens, reward 0, 0.25 s",
+            "turn 2: 2 tokens",
+            "Game: 0 tokens, reward +1.5, 0.25 s",
+            "turn 1: 4 tokens",
+            "tool: 3 tokens",
+            "turn 2: 3 tokens",
+        ]
+        texts = page.js(
+            f"[...document.querySelectorAll('{PARTS} .turn-text')].map((n) => n.textContent)"
+        )
+        assert texts == ["is it 3?", "user lower", "2", "", "1+1=", "[2]", "two"]
+        controls = page.js(
+            f"[...document.querySelectorAll('{BODIES} .control')]"
+            ".map((n) => getComputedStyle(n, '::before').content)"
+        )
+        assert controls == ['"<|im_end|>"'] * 3
+    assert page.js(f"document.querySelectorAll('{BODIES} .answer').length") == 3
+    assert "model 11, Game 11" in page.text("#responses")
+    assert "not sampled" in page.text(".mode-bar")
+    page.click("[data-mode=text]")
+    page.type("[name=text]", "LOWER")
+    page.wait("document.querySelector('#responses .answer mark')?.innerText === 'lower'")
+
+
+def test_a_token_of_an_episode_explains_itself(show, tmp_path):
+    """Catches numbers of tokens that count from the beginning of a turn."""
+    game = saved_episode((f"a{CONTROL_MARK}", "user b", 1.0), last="c")
+    page = show(with_episodes(tmp_path / "run", saved_group(game, control_tokens={CONTROL: "<e>"})))
+    page.wait(f"document.querySelectorAll('{PARTS} .token').length === 9")
+    page.move(f"{BODIES} .control")
+    page.wait("!document.getElementById('token-card').hidden")
+    lines = page.text("#token-card").split("\n")
+    assert lines[:2] == ["<e>", "token 2 of 9, id 1000"]
+    page.move(f"{PARTS}:last-child .token")
+    page.wait("document.getElementById('token-card').innerText.includes('token 9 of 9')")
+
+
+def test_a_long_episode_is_shown_in_pieces(show, tmp_path):
+    """Catches turns of the rest that are lost, and parts without any of the first tokens."""
+    episode = saved_episode(("a" * 700, "b" * 700, 0.0), ("c" * 50, "d" * 50, 1.0))
+    page = show(with_episodes(tmp_path / "run", saved_group(episode)))
+    tokens = f"document.querySelectorAll('{PARTS} .token').length"
+    page.wait(f"{tokens} === 1200")
+    assert len(heads(page)) == 2
+    page.click(f"{BODIES} .more")
+    page.wait(f"{tokens} === 1500")
+    assert [one.split(":")[0] for one in heads(page)] == ["turn 1", "Game", "turn 2", "Game"]
+
+
+def test_what_an_environment_wrote_runs_nothing(show, tmp_path):
+    """Its text, its name and the names of control tokens are hostile."""
+    episode = saved_episode((HOSTILE + CONTROL_MARK, HOSTILE, 0.0), environment=HOSTILE)
+    group = saved_group(episode, control_tokens={CONTROL: HOSTILE})
+    page = show(with_episodes(tmp_path / "run", group))
+    for mode in ("text", "ratio", "version"):
+        page.wait(f"document.querySelectorAll('{PARTS}').length === 2")
+        page.click(f"[data-mode={mode}]")
+        page.wait(f"document.querySelector('[data-mode={mode}]').ariaPressed === 'true'")
+        texts = page.js(
+            f"[...document.querySelectorAll('{PARTS} .turn-text')].map((n) => n.textContent)"
+        )
+        assert texts == [HOSTILE, HOSTILE]
+        assert heads(page)[1].startswith(HOSTILE)
     assert page.js("document.images.length + document.querySelectorAll('script').length") == 4
 
 

@@ -112,6 +112,25 @@ print(json.dumps([admits, in_logs, token in seen]))
 """
 
 
+AFTER_ANOTHER = (
+    """
+import ray
+from pathlib import Path
+
+Path.home().joinpath(".ray").mkdir()
+Path.home().joinpath(".ray/auth_token").write_text("b" * 64)
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+ray.shutdown()
+"""
+    + LOCAL
+)
+
+
+def test_ray_of_its_own_starts_after_another_of_the_same_process(tmp_path):
+    """Ray keeps the first token that a process reads, here the one of its user's own clusters."""
+    assert answer_of(AFTER_ANOTHER, HOME=str(tmp_path)) == [False, "", False]
+
+
 @pytest.mark.parametrize("mode", ["", "disabled", "token"])
 def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
     """Loopback belongs to all users of the machine, and Ray runs the code of any process."""
@@ -169,9 +188,68 @@ def test_quickstart_fits_a_single_gpu():
     assert answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES="0") == [["0", "0"], ["0"]]
 
 
+ELASTIC = """
+import json, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster as Nodes
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.nodes import Needs
+from megadapo.errors import InfraError
+
+def wait_for(request, seconds):
+    until = time.monotonic() + seconds
+    while (place := request.poll()) is None and time.monotonic() < until:
+        time.sleep(0.2)
+    return place
+
+folder = Path(sys.argv[1])
+node = {"include_dashboard": False, "num_cpus": 3, "num_gpus": 3, "object_store_memory": 1 << 28}
+nodes = Nodes(initialize_head=True, head_node_args=node)
+config = ClusterConfig(
+    device="cuda", placement="separate", address=nodes.address, allow_unauthenticated=True,
+    check_nodes=False,
+)
+needs = Needs(shared=folder, present={"model.path": folder})
+sizes = {"num_trainer_ranks": 1, "num_engines": 2, "engine_ranks": 1}
+cluster = Cluster.start(config, **sizes, needs=needs)
+gpus = [cluster.engine_gpus(index)[0] for index in (0, 1)]
+request = cluster.request_engine(1)
+answers = {"full": wait_for(request, 2) is None}
+cluster.release_engine(0)
+place = wait_for(request, 60)
+cluster.add_engine(5, place)
+answers["reused"] = cluster.engine_gpus(5) == (gpus[0],)
+late = cluster.request_engine(2)
+answers["one GPU"] = wait_for(late, 2) is None
+nodes.add_node(num_cpus=2, num_gpus=2, object_store_memory=1 << 28)
+answers["two GPUs"] = len(wait_for(late, 60).gpus)
+cluster._needs = Needs(shared=folder, present={"model.path": folder / "missing"})
+cluster.release_engine(1)
+try:
+    wait_for(cluster.request_engine(1), 60)
+except InfraError as error:
+    answers["error"] = str(error)
+answers["free again"] = wait_for(cluster.request_engine(3), 2) is None
+print(json.dumps(answers), flush=True)
+cluster.shutdown()
+nodes.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_engine_that_joins_waits_for_slots_and_for_a_node_that_has_the_model(tmp_path):
+    """Slots of an engine that left are free again, and a node may join later."""
+    answers = answer_of(ELASTIC, str(tmp_path), CUDA_VISIBLE_DEVICES="0,1,2")
+    error = answers.pop("error")
+    assert error.endswith("copy it to that path on every node") and "(model.path)" in error
+    expected = {"full": True, "reused": True, "one GPU": True, "two GPUs": 2, "free again": True}
+    assert answers == expected
+
+
 BUSY_SLOT = """
 import ray
-from megadapo.cluster.cluster import _locate, reserve  # Cluster.start leaves no moment between
+from megadapo.cluster.cluster import locate, reserve  # Cluster.start leaves no moment between
 from megadapo.cluster.config import ClusterConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -187,7 +265,7 @@ class Holder:
 slot = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
 holder = Holder.options(scheduling_strategy=slot).remote()
 ray.get(holder.holds.remote())
-_locate(group, 1, config)
+locate(group, 1, config)
 """
 
 

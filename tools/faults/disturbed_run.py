@@ -21,15 +21,18 @@ from megadapo.errors import DataError
 from megadapo.run.state.status import Status, read_status
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from faults.engine_changes import CHANGES, change_engines  # noqa: E402
 from faults.infrastructure import FAULTS, Infrastructure  # noqa: E402
 from tests.support import COMPILED, REPOSITORY  # noqa: E402 - needs the path above
 from tests.support.runs.whole_runs import command, descendants, marked  # noqa: E402
 
-NUM_STEPS = 8
+NUM_STEPS = 16
+EPISODES = ("environment", "host")
+"""Further kinds of process in a run with environments."""
 TARGETS = ("engine", "rank", "verifier", "everything", "raylet", "vllm", "gcs", "driver")
 MOMENTS = ("start", "rollout", "train", "sync", "any", "checkpoint")
-VICTIMS = {"sockets reset": "engine", "daemon stopped": "raylet"}
-"""Kind of process that a fault of the infrastructure hits."""
+VICTIMS = {"sockets reset": "engine", "daemon stopped": "raylet", "slow-down": "vllm"}
+"""Kind of process that another fault hits."""
 NAMES = {
     "rank": r"ray::TrainerWorker",
     "engine": r"ray::RolloutEngine",
@@ -39,6 +42,8 @@ NAMES = {
     "gcs": r"gcs_server",
     "driver": r"megadapo\.cli",
     "everything": "",
+    "environment": r"environments/worker\.py",
+    "host": r"ray::EpisodeHost",
 }
 """Command line of each kind of process."""
 REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
@@ -57,7 +62,7 @@ class Kill:
     seed: int
     signal: str
     target: str
-    """A kind of process, or a fault of the infrastructure."""
+    """A kind of process, a fault of the infrastructure, or a change of the engines."""
     moment: str
     """Phase in which it was planned."""
     phase: str = ""
@@ -89,6 +94,7 @@ class DisturbedRun:
     until: float
     """On the monotonic clock, when the run is to be stopped."""
     kills: list[Kill] = field(default_factory=list)
+    recipe: Path | str = "configs/quickstart.toml"
     segments: set[str] = field(default_factory=set)
     """Shared memory that any process of the run has had."""
 
@@ -106,7 +112,13 @@ class DisturbedRun:
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
         self.seen.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            command(self.folder, "--restarts=30", *self.overrides, num_steps=NUM_STEPS),
+            command(
+                self.folder,
+                "--restarts=30",
+                *self.overrides,
+                num_steps=NUM_STEPS,
+                recipe=self.recipe,
+            ),
             cwd=REPOSITORY,
             env=environment,
             stdout=(self.seen / "output.txt").open("a"),
@@ -116,8 +128,10 @@ class DisturbedRun:
     def disturb(self, targets: Sequence[str]) -> None:
         """Kill one after the other, each when the run has recovered from the one before."""
         for target in targets:
-            how = "" if target in FAULTS else self.how.name
-            kill = Kill(self.seed, how, target, self._random.choice(MOMENTS))
+            how = self.how.name if target in NAMES else ""
+            # a run that starts cannot be asked for other engines
+            moments = MOMENTS if target not in CHANGES else MOMENTS[1:]
+            kill = Kill(self.seed, how, target, self._random.choice(moments))
             if not self._wait_for(kill.moment) or not self._disturb_once(kill):
                 return
             self.kills.append(kill)
@@ -190,13 +204,15 @@ class DisturbedRun:
             return False
         before = self._status
         kill.phase, kill.step = ("", 0) if before is None else (before.phase, before.step)
-        if kill.target in FAULTS:
+        processes = [process for process, _ in victims]
+        if kill.target in CHANGES:
+            kill.command = change_engines(kill.target, self.seen, processes, self._random)
+        elif kill.target in FAULTS:
             assert self.infrastructure is not None
-            processes = [process for process, _ in victims]
             kill.command = self.infrastructure.cause(kill.target, processes, self._random)
         else:
             kill.command = " ".join(victims[0][1].split())[:60]
-            for process, _ in victims:
+            for process in processes:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(self.how)
         ended_at = time.monotonic()

@@ -10,6 +10,9 @@ hook that runs when the machine ends.
 On a notice it writes RUN/stop and ends. With --wait it ends when the run's driver has ended, and
 does nothing if there is no driver. The driver saves and stops, and with --restarts the run starts
 again when it has its nodes back. The program needs only the standard library.
+
+With --leave-node ADDRESS only the engines on this node leave (`megadapo engines`, which must be
+installed), if there are no trainer ranks on it; ADDRESS is the node's in the Ray cluster.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import http.client
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -68,6 +72,12 @@ def write_stop_file(run_folder: Path, notice: str) -> None:
     own.replace(run_folder / "stop")
 
 
+def leave_node(run_folder: Path, address: str, within_s: float) -> bool:
+    """Ask the engines of a node to leave; return whether the run can do without the node."""
+    words = ["engines", str(run_folder), "--leave-node", address, "--within", f"{within_s:g}"]
+    return subprocess.run([sys.executable, "-m", "megadapo.cli", *words]).returncode == 0
+
+
 def read_lease(run_folder: Path) -> tuple[str | None, float]:
     """Return what identifies the driver of a run, if there is one, and its last heartbeat."""
     lease = run_folder / "lease.json"
@@ -111,6 +121,10 @@ def main() -> int:
     parser.add_argument("--file", type=Path, help="a file that exists when the machine will end")
     parser.add_argument("--signal", action="store_true", help="take SIGTERM as a notice")
     parser.add_argument("--now", metavar="NOTICE", help="stop the run at once for this reason")
+    parser.add_argument("--leave-node", metavar="ADDRESS", help="let engines leave, if possible")
+    parser.add_argument(
+        "--within", type=float, default=60.0, metavar="SECONDS", help="time for these engines"
+    )
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument(
         "--wait", type=float, default=0.0, metavar="SECONDS", help="limit on a wait for its end"
@@ -129,6 +143,9 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     notice = wait_for_notice(asks, every_s=arguments.every)
     print(f"stop_on_notice: {notice}", flush=True)
+    address, within_s = arguments.leave_node, arguments.within
+    if address is not None and leave_node(arguments.run_folder, address, within_s):
+        return 0
     driver, _ = read_lease(arguments.run_folder)
     if arguments.wait and driver is None:
         return 0

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import logprobs, recorded_update
@@ -50,6 +51,18 @@ def test_update_records_tokens(ranks, layout):
 
     replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
     assert sum(whole.rank_tokens) == replicas * len(batch.tokens)
+
+
+def test_proximal_logprobs_of_stale_tokens_are_the_trainers(ranks):
+    """The parity probe would compare an engine with an engine otherwise."""
+    batch = random_batch(RAGGED, num_mini_batches=2, policy_version=3)
+    rollout = ImportanceConfig(stale_logprobs="rollout")
+    (before,) = ranks.on("qwen2-tied", logprobs, batch)
+    (update,) = ranks.on("qwen2-tied", recorded_update, batch, SEQUENCES, importance=rollout)
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    places = np.concatenate([np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in SEQUENCES])
+    assert np.array_equal(update.recorded.old, batch.logprobs_rollout[places])
+    assert np.array_equal(update.recorded.proximal, before[places])
 
 
 def test_advantages_of_ranks_are_returned(ranks):

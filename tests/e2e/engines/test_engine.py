@@ -10,15 +10,18 @@ from transformers import AutoTokenizer
 
 from megadapo.data.group import NO_VERSION
 from megadapo.data.group_codec import encode_group
+from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.environment import Task
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig
+from megadapo.rollout.engine.branching import response_prefix
+from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
     HeldOutRequests,
     InterleavedEngines,
 )
-from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import response_seeds
+from megadapo.rollout.types import EpisodeRequest, ScoreRequest, response_seeds
 from tests.support.rollout.engine_checks import (
     EOS,
     MAX_PROMPT_TOKENS,
@@ -68,6 +71,41 @@ def test_logprobs_match_the_model_at_the_sampling_temperature(engines, reference
     groups = make_requests(12, 3)
     answers = ask(engines, groups, temperature=temperature)
     assert worst_error(reference, groups, answers, temperature) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_given_tokens_are_scored_beside_generation(engines, reference, temperature):
+    """The parity probe compares these with the trainer's log-probs; generation must not notice."""
+    groups = make_requests(12, 3)
+    expected = ask(engines, groups, temperature=temperature)
+    settings = replace(SETTINGS, temperature=temperature)
+    engines.submit([replace(group, settings=settings) for group in groups])
+    requests = []
+    for group in groups[3:6]:
+        ids = (*group.prompt_ids, *expected[group.key][0].token_ids.tolist())
+        positions = np.arange(len(group.prompt_ids), len(ids), 2)
+        request = {"token_ids": ids[: positions[-1] + 1], "positions": positions}
+        requests.append(ScoreRequest(**request, temperature=temperature))
+    pending = engines.score(requests)
+    (scores,) = pending.result()
+    assert pending.warnings == []
+    for request, found in zip(requests, scores, strict=True):
+        ids = request.token_ids
+        own = reference.logprobs(ids[:1], ids[1:], temperature)[request.positions - 1]
+        assert found.dtype == np.float32 and np.abs(found - own).max() < 1e-5
+    answers = {answer.key: answer.responses for answer in all_finished(engines)}
+    assert bits(answers) == bits(expected)
+
+
+def test_scores_without_a_free_slot_are_given_up(engines):
+    """Else the update would wait for them, or find them running."""
+    groups = make_requests(40, 4)
+    engines.submit(groups)
+    request = ScoreRequest(token_ids=(5, 6, 7), positions=np.array([1, 2]), temperature=1.0)
+    (call,) = engines.call("score", {0: ([request], 0.0)}).values()
+    assert engines.gather({0: call}, doing="score", timeout_s=60, forgive=False) == {0: None}
+    engines.stop(keep=False)
+    call_all(engines, "reset_prefix_cache")
 
 
 def test_first_tokens_follow_the_model_distribution(engines, reference):
@@ -198,61 +236,140 @@ def test_too_long_prompt_does_not_end_the_engine(engines):
     assert len(ask(engines, groups)) == 3
 
 
-CALCULATOR = ToolsConfig(
-    tool="calculator", start="1", stop="2", output="<{}1+>", max_calls=2, max_output_tokens=7
-)
-"""A tool that a random model calls often; its output starts a call and is cut off."""
+TOOLS = [
+    {"environment": "tests.support.environments.games:Count", "name": "answers"},
+    {"environment": "mark", "options": {"stop": "2"}},
+]
+"""Tools that a random model calls often."""
 
 
-def test_tool_output_is_not_sampled(engines, reference, model):
+def episode_of(number, **limits):
+    return EpisodeRequest(
+        environment=number,
+        label="tool",
+        task=Task(id="0", messages=[]),
+        stop=("2",),
+        max_observation_tokens=7,
+        **limits,
+    )
+
+
+ANSWERS = episode_of(0, max_turns=2)
+"""Its answers have the stop text, and are cut off."""
+MARK = episode_of(1, max_turns=8)
+
+
+@pytest.fixture(scope="module")
+def host(engines, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("environments")
+    answers, mark = TOOLS
+    log = {"log": str(logs / "actions")}
+    answers = answers | {"options": {"in_turn": "2", "length": 99, "reply": "<{}1+2>", **log}}
+    tools = [EnvironmentConfig(**one) for one in (answers, mark)]
+    actor = EpisodeHostActor(tools, folder=None, log_folder=logs, timeout_s=120)
+    yield actor
+    actor.close()
+
+
+def played(groups, episode):
+    return [replace(group, episode=episode) for group in groups]
+
+
+def calls_of(response):
+    return [turn for turn in response.turns if turn.is_call]
+
+
+def test_tool_output_is_not_sampled(engines, host, reference, model):
     """It has no log-prob and no version, later tokens depend on it, and the limits hold."""
-    groups = make_requests(24, 4)
-    answers = ask(engines, groups, tools=CALCULATOR)
-    assert bits(ask(engines, groups[7:9], tools=CALCULATOR)) == {
+    groups = played(make_requests(24, 4), ANSWERS)
+    answers = ask(engines, groups)
+    assert bits(ask(engines, groups[7:9])) == {
         key: value for key, value in bits(answers).items() if key in (7, 8)
     }
     assert worst_error(reference, groups, answers) < 1e-5
     responses = [response for group in answers.values() for response in group]
-    num_calls = [len(response.calls) for response in responses]
+    num_calls = [len(calls_of(response)) for response in responses]
     assert min(num_calls) == 0 and max(num_calls) == 2, "no calls were tested"
     for response in responses:
         is_output = response.policy_versions == NO_VERSION
         assert (np.isnan(response.logprobs) == is_output).all()
-        ends = [call.end for call in response.calls]
+        ends = [call.end for call in calls_of(response)]
         assert ends == (np.flatnonzero(np.diff(is_output, append=False) & is_output) + 1).tolist()
         assert is_output.sum() <= 7 * len(ends)
         assert len(response.token_ids) <= MAX_RESPONSE_TOKENS
-    full = [r for r in responses if r.calls and r.calls[-1].end == MAX_RESPONSE_TOKENS]
-    assert all(response.finish_reason == "length" for response in full)
+    # an answer that takes the last token
+    full = [r for r in responses if calls_of(r) and calls_of(r)[-1].end == MAX_RESPONSE_TOKENS]
+    assert {response.finish_reason for response in full} == {"length"}
 
 
-def test_stopped_responses_continue_after_tool_output(engines, reference):
+def test_stopped_responses_continue_after_tool_output(engines, host, reference):
     """Earlier calls count, and their output is still no sample."""
-    groups = make_requests(24, 4)
-    settings = replace(SETTINGS, tools=CALCULATOR)
-    engines.submit([replace(group, settings=settings) for group in groups])
+    groups = played(make_requests(24, 4), ANSWERS)
+    engines.submit(groups)
     engines.finished()
     begun = engines.stop(keep=True).unfinished
     parts = {one.key: one.responses for one in begun}
-    answers = ask(engines, begun, tools=CALCULATOR)
+    answers = ask(engines, begun)
     assert begun and worst_error(reference, begun, answers) < 1e-5
-    assert bits(ask(engines, begun, tools=CALCULATOR)) == bits(answers)
+    assert bits(ask(engines, begun)) == bits(answers)
     for key, group in answers.items():
         for part, full in zip(parts[key], group, strict=True):
-            kept = full.calls[: len(part.calls)]
-            assert [call.end for call in kept] == [call.end for call in part.calls]
+            kept = full.turns[: len(part.turns)]
+            assert [call.end for call in kept] == [call.end for call in part.turns]
             # NaN where a call is a response's last token, which is not equal to itself
-            entropies = [[call.entropy for call in calls] for calls in (kept, part.calls)]
+            entropies = [[call.entropy for call in calls] for calls in (kept, part.turns)]
             np.testing.assert_array_equal(*entropies)
-            assert len(full.calls) <= 2
+            assert len(calls_of(full)) <= 2
             assert (full.policy_versions[: len(part.token_ids)] == part.policy_versions).all()
 
 
-@pytest.mark.parametrize("tools", [CALCULATOR, ToolsConfig(tool="mark", stop="2")])
-def test_branches_are_independent_of_the_batch(engines, reference, tools):
+@pytest.mark.parametrize("episode", [None, ANSWERS], ids=["no tool", "tool"])
+def test_responses_stop_at_the_tokens_of_an_earlier_stop(engines, host, episode):
+    """A repeated run has no clock: it must stop and continue each response as the first run did."""
+    groups = played(make_requests(40, 4), episode)
+    engines.submit(groups)
+    parts = {}
+    while not parts:
+        parts = {one.key: one.responses for one in engines.finished()}
+    parts |= {one.key: one.responses for one in engines.stop(keep=True).unfinished}
+    if episode is None:
+        # the last of these tokens end a block of the cache; it has 32 tokens
+        for key, counts in ((1, (0, 25, 26, 27)), (2, (0, 20, 21, 22)), (3, (0, 0, 0, 0))):
+            (whole,) = ask(engines, [groups[key]]).values()
+            parts[key] = tuple(map(first_tokens, whole, counts))
+    expected = ask(engines, with_responses(groups, parts))
+
+    call_all(engines, "reset_prefix_cache")
+    until = {key: tuple(len(one.token_ids) for one in part) for key, part in parts.items()}
+    again = ask(engines, [replace(group, until=until[group.key]) for group in groups])
+    if episode is None:
+        assert bits(again) == bits(parts)
+    # a response that was stopped while its environment answered may have ended here
+    assert tokens_of(again) == tokens_of(parts)
+    reasons = {one.finish_reason for part in again.values() for one in part}
+    assert "unfinished" in reasons and len(reasons) > 1
+    assert bits(ask(engines, with_responses(groups, again))) == bits(expected)
+
+
+def tokens_of(answers):
+    return {key: [tokens for tokens, *_ in group] for key, group in bits(answers).items()}
+
+
+def first_tokens(response, count):
+    if len(response.token_ids) <= count:
+        return replace(response, text="")  # as in every group with an unfinished response
+    return response_prefix(response, count, num_prompt=0)
+
+
+def with_responses(groups, responses):
+    return [replace(group, responses=responses[group.key]) for group in groups]
+
+
+@pytest.mark.parametrize("episode", [ANSWERS, MARK], ids=["answers", "mark"])
+def test_branches_are_independent_of_the_batch(engines, host, reference, episode):
     """The tree has the same bits; a branch has its parent's prefix and its own end."""
     branching = BranchingConfig(initial_rollouts=3, num_tokens=4)
-    groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
+    groups, settings = played(make_requests(10, 8), episode), {"branching": branching}
     slots = engines.capacity
     answers = ask(engines, groups, **settings)
     assert engines.capacity == slots
@@ -269,13 +386,13 @@ def test_branches_are_independent_of_the_batch(engines, reference, tools):
             parent, n = group[branch.parent], branch.num_tokens
             depths.add(parent.branch is not None)
             assert branch.parent < place
-            assert n in [call.end for call in parent.calls]
+            assert n in [call.end for call in parent.turns]
             assert (response.token_ids[:n] == parent.token_ids[:n]).all()
             assert response.logprobs[:n].tobytes() == parent.logprobs[:n].tobytes()
             assert response.entropy == parent.entropy > 0.0
         tails = [response.token_ids.tobytes() for response in group]
         assert len(set(tails)) > 5
-    assert False in depths and (True in depths or tools.tool != "mark"), (
+    assert False in depths and (True in depths or episode is not MARK), (
         "no branch of a branch was tested"
     )
 

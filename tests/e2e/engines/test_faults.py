@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from megadapo.errors import InfraError
-from tests.support.rollout.engine_checks import running_engines
+from tests.support.rollout.engine_checks import actor_pid, running_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 
@@ -24,6 +25,20 @@ def test_failed_start_is_one_message_with_a_remedy(tiny_model, tmp_path, model, 
     folder = tiny_model if model == "tiny" else tmp_path / "nowhere"
     with pytest.raises(InfraError, match=message), running_engines(folder, tmp_path, **config):
         pass
+
+
+def test_call_in_flight_fails_when_the_processes_of_vllm_die(tiny_model, tmp_path):
+    """vLLM never answers such a call: an update waited for it until weights.deadline_s."""
+    with running_engines(tiny_model, tmp_path) as engines:
+        children = psutil.Process(actor_pid(engines, 0)).children(recursive=True)
+        (core,) = [one for one in children if "EngineCore" in " ".join(one.cmdline())]
+        core.suspend()
+        refs = engines.call("weight_versions", {0: ()})
+        time.sleep(1.0)  # so that the call is sent
+        core.kill()
+        assert engines.gather(refs, doing="weight_versions", timeout_s=30) == {}
+        (note,) = engines.drain_warnings()
+        assert "failed in collective_rpc" in note
 
 
 DRIVER = """

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -17,7 +18,7 @@ from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool import pool
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.types import OpenGroup
+from megadapo.rollout.types import OpenGroup, ScoreRequest
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
@@ -120,6 +121,21 @@ def test_stop_reports_every_group(engines):
     # a group that was lost with its engine starts from the prompt again
     assert {len(one.responses) for one in report.unfinished} <= {0, 4}
     assert engines.num_in_flight == 0
+    wait_for_capacity(engines)
+
+
+def test_lost_engine_is_left_out_of_scores(engines):
+    """The step continues with the scores of the others, and says which weights it did not see."""
+    request = ScoreRequest(token_ids=(4, 5, 6), positions=np.array([1, 2]), temperature=1.0)
+    assert len(engines.score([request]).result()) == 3
+    engines.submit(requests(60))
+    pending = engines.score([request, request])
+    os.kill(actor_pid(engines, 0), signal.SIGKILL)
+    os.kill(actor_pid(engines, 1), signal.SIGSTOP)
+    (scores,) = pending.result()
+    assert [one.tolist() for one in scores] == [[1.0, 2.0]] * 2
+    assert [note[:16] for note in pending.warnings] == ["rollout engine 0", "rollout engine 1"]
+    assert len(answers(engines)) == 60
     wait_for_capacity(engines)
 
 

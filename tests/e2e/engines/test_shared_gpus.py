@@ -31,7 +31,11 @@ from tests.support.rollout.engine_checks import actor_pid
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("local_ray")]
 
-RECIPES = [path.stem for path in sorted((REPOSITORY / "configs").glob("qwen*.toml"))]
+RECIPES = [
+    path.stem
+    for path in sorted((REPOSITORY / "configs").glob("qwen*.toml"))
+    if load_config(path).cluster.placement == "colocated"
+]
 
 
 def note(ledger: Path, who: str, *held: str) -> None:

@@ -1,9 +1,11 @@
-"""The tool for base models of built-in tasks learns, and the shipped models are small."""
+"""The tool for base models learns, and the shipped models are small."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megadapo.data.rows import Row
+from megadapo.tokens.turns import Turns
 from tests.support import REPOSITORY
 from tests.support.tools import load_tool
 
@@ -62,3 +64,45 @@ def test_every_token_of_an_answer_has_a_loss():
     tokenizer, recipe = tool.make_tokenizer(problems), tool.RECIPES["arithmetic"]
     (batch,) = tool.supervised_batches(problems, tokenizer, recipe, num_steps=1, seed=0)
     assert batch.loss_weights.sum() == pytest.approx(1.0)
+
+
+GAMES = [
+    Row("games", {"messages": [{"role": role, "content": text} for role, text in messages]})
+    for messages in (
+        [("user", "Find my number from 12 to 57."), ("assistant", "40")],
+        [
+            *(("user", "Find my number from 8 to 40."), ("assistant", "25"), ("user", "higher")),
+            *(("assistant", "x"), ("user", "not a number from 8 to 40"), ("assistant", "30")),
+            *(("user", "lower"), ("assistant", "27")),
+        ],
+    )
+]
+
+
+def test_only_the_answers_of_a_chat_have_a_loss():
+    """A model that learns the environment's messages too would write them itself."""
+    tokenizer = tool.make_chat_tokenizer(GAMES)
+    examples = tool.chat_examples(GAMES, tokenizer, tool.CHATS)
+    (batch,) = tool.supervised_batches(examples, tokenizer, tool.CHATS, num_steps=1, seed=0)
+    assert batch.loss_weights.sum() == pytest.approx(1.0)
+    learned = [tokenizer.decode(r.token_ids[r.is_sampled]) for _, r in examples]
+    assert learned == ["40<|im_end|>", "25<|im_end|>x<|im_end|>30<|im_end|>27<|im_end|>"]
+    for row, (prompt, response) in zip(GAMES, examples, strict=True):
+        chat = [{"role": role, "content": text} for role, text in row.conversation]
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert whole == tokenizer.decode([*prompt, *response.token_ids]) + "\n"
+
+
+def test_shipped_player_has_the_tools_template_and_exact_turns():
+    """Glue of other tokens than the model has learned would make its play random."""
+    folder = REPOSITORY / "configs" / "agent-base"
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
+    shipped = AutoTokenizer.from_pretrained(folder)
+    assert (shipped.bos_token, shipped.eos_token) == (None, "<|im_end|>")
+    assert shipped.chat_template == tool.CHATML
+    prompt, response = tool.chat_examples(GAMES, shipped, tool.CHATS)[1]
+    ids = response.token_ids.tolist()
+    start = [*prompt, *ids[: ids.index(shipped.eos_token_id) + 1]]
+    glue = Turns(shipped).ids_after(start, [{"role": "user", "content": "higher"}])
+    assert [*start, *glue] == [*prompt, *ids][: len(start) + len(glue)]
+    assert shipped.decode(glue) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"

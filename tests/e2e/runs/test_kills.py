@@ -1,6 +1,6 @@
 """A killed run resumes by itself, has the same numbers, and leaves no process or file behind.
 
-MEGADAPO_KILLS sets the number of random kills; tools/kills.py spreads them over
+MEGADAPO_KILLS sets the number of random kills in each mode; tools/kills.py spreads them over
 several sittings.
 """
 
@@ -41,8 +41,10 @@ its state and its manifest, is renamed and pruned."""
 
 
 @pytest.mark.timeout(7200)
-def test_random_kills_change_no_metric(tmp_path):
-    words = (tmp_path, "--kills", NUM_KILLS, "--budget_s", 7000)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_random_kills_change_no_metric(tmp_path, mode):
+    words = (tmp_path, "--kills", NUM_KILLS, "--budget_s", 7000, "--mode", mode)
+    words += ("--changes", NUM_KILLS // 2) if mode == "async" else ()
     done = subprocess.run(
         [sys.executable, REPOSITORY / "tools" / "kills.py", *map(str, words)],
         capture_output=True,

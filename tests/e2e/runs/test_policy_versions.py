@@ -11,11 +11,11 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
-from tests.support.rollout.engine_checks import Reference, all_finished, make_requests
+from tests.support.rollout.engine_checks import Reference, all_finished, bits, make_requests
 from tests.support.rollout.engine_specs import engine_spec
 from tests.support.weights.actors import start_senders
 
@@ -33,7 +33,7 @@ class KeepingEngine(RolloutEngine):
         """Keep all cached prefixes."""
 
 
-def test_token_logprobs_match_their_version(local_ray, tmp_path):
+def test_tokens_match_their_version_and_repeat(local_ray, tmp_path):
     folders = [make_engine_model(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
     spec = engine_spec(
         model=str(folders[0]),
@@ -47,21 +47,20 @@ def test_token_logprobs_match_their_version(local_ray, tmp_path):
     publisher = Publisher(
         [sender], engines, WeightsConfig(), tensor_parallel=1, dtype=torch.float32
     )
-    groups = [replace(group, settings=SETTINGS) for group in make_requests(48, 1)]
+    first = [replace(group, settings=SETTINGS) for group in make_requests(48, 1)]
+    groups, periods = first, []
     for version, folder in enumerate(folders, start=1):
         ray.get(sender.load.remote(folder))
         publisher.publish(version)
         engines.submit(groups)
-        if version < 3:
-            finished = 0
-            while finished < 8:
-                finished += len(engines.finished())
-            groups = engines.stop(keep=True).unfinished
-    answers = [
-        (group.prompt_ids, response)
-        for group in all_finished(engines)
-        for response in group.responses
-    ]
+        finished: list[OpenGroup] = []
+        while len(finished) < 8:
+            finished += engines.finished()
+        groups = engines.stop(keep=True).unfinished if version < 3 else ()
+        finished += all_finished(engines)
+        periods.append((finished, groups))
+    assert_repeats(engines, publisher, sender, folders, first, periods)
+    answers = [(group.prompt_ids, response) for group in finished for response in group.responses]
     engines.shutdown()
     assert all((np.diff(response.policy_versions) >= 0).all() for _, response in answers)
     of_three = [one for one in answers if set(one[1].policy_versions) == {1, 2, 3}]
@@ -75,3 +74,19 @@ def test_token_logprobs_match_their_version(local_ray, tmp_path):
         assert np.abs(response.logprobs - own).max() < 1e-5
         # else a token of the version before or after would not show
         assert len(set(versions)) == 1 or np.abs(response.logprobs - following).max() > 1e-2
+
+
+def assert_repeats(engines, publisher, sender, folders, groups, periods) -> None:
+    """Generate everything again: each response stops at the token of the first time."""
+    for version, (folder, period) in enumerate(zip(folders, periods, strict=True), start=1):
+        ray.get(sender.load.remote(folder))
+        publisher.publish(version)
+        finished, stopped = period
+        expected = {one.key: one.responses for one in (*finished, *stopped)}
+        until = {one.key: (one.num_tokens,) for one in stopped}
+        engines.submit([replace(one, until=until.get(one.key, ())) for one in groups])
+        again = {one.key: one.responses for one in all_finished(engines)}
+        assert bits(again) == bits(expected)
+        for key, (response,) in again.items():
+            assert (response.policy_versions == expected[key][0].policy_versions).all()
+        groups = [replace(one, responses=again[one.key]) for one in stopped]

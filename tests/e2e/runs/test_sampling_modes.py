@@ -1,4 +1,4 @@
-"""Whole runs that train on what earlier weights sampled, `partial` and `one_step_off`."""
+"""Whole runs that train on what earlier weights sampled, also with a damaged update."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,14 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.errors import OracleError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import SavedResponse
 from tests.support.runs.whole_runs import (
     NUM_STEPS,
     assert_same_metrics,
+    command,
+    injecting,
+    marked,
     metrics,
     run,
     run_killed_at,
+    start_command,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
@@ -22,12 +27,20 @@ PARTIAL = (
     "--sampling.mode=partial",
     "--sampling.max_staleness=2",
     "--observe.saved_groups=all",
+    # slots for two groups: if all run at once, all can end while a step waits for the oldest
+    "--rollout.max_num_seqs=16",
 )
 AHEAD = (
     "--sampling.mode=one_step_off",
     "--sampling.max_staleness=1",
     "--cluster.placement=separate",
     "--observe.saved_groups=all",
+)
+ASYNC = (
+    "--sampling.mode=async",
+    "--sampling.max_staleness=2",
+    "--cluster.placement=separate",
+    "--evaluation.every=0",
 )
 
 
@@ -53,6 +66,9 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
         assert record["staleness/max"] == staleness.max()
         assert record["policy/ratio_first_max_error"] == 0.0
         assert record["policy/skipped_updates"] == 0
+        for name in ("parity/probe_abs_mean", "parity/probe_abs_max"):
+            assert (record[name] is not None) == (staleness > 0).any(), name
+        assert (record["parity/probe_abs_max"] or 0.0) < 1e-4
         check_log_probs(record, responses, staleness)
 
 
@@ -92,3 +108,20 @@ def test_one_step_off_keeps_its_waiting_batch_after_a_kill(tmp_path):
     run_killed_at(3, killed, *AHEAD)
     assert "resuming after step 2" in run(killed, *AHEAD).stdout
     assert_same_metrics(killed, folder)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("mode", [AHEAD, PARTIAL, ASYNC], ids=["one_step_off", "partial", "async"])
+def test_damaged_update_stops_the_run(tmp_path, mode):
+    """If all tokens of a step are stale, only the probe can see what the engines have."""
+    folder = tmp_path / "damaged"
+    environment = marked(folder) | injecting(DAMAGE_UPDATE="2")
+    process = start_command(command(folder, *mode), environment)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == OracleError.exit_code, output
+    first, second = metrics(folder)
+    assert first["parity/logprob_abs_max"] < 1e-4 and first["parity/probe_abs_max"] is None
+    assert second["parity/probe_abs_mean"] > 1e-4
+    if mode == AHEAD:
+        assert second["parity/logprob_abs_max"] is None
+        assert "step 2: parity/probe_abs_mean" in " ".join(output.split())

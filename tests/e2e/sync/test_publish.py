@@ -61,7 +61,7 @@ def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, ki
     expected = [[by_transformers(folder)] * count for folder in (first, second)]
 
     engines = start_engines(first, tmp_path, **engine)
-    answers = []
+    answers, before = [], []
     for number, sizes in enumerate(LAYOUTS):
         senders = start_senders(first, trainer_processes, **sizes)
         publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
@@ -70,8 +70,10 @@ def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, ki
         assert report.num_bytes == publisher.plan.num_bytes
         assert_equal(greedy(engines), expected[0], atol=1e-5)
         ray.get([sender.load.remote(second) for sender in senders])
-        publisher.publish(2 * number + 2)
-        assert engines.policy_version == 2 * number + 2
+        publisher.publish(2 * number + 2, stop_generating=lambda: before.append(greedy(engines)))
+        # once, and up to then the engines generate with their old weights
+        assert_equal(before[-1], expected[0], atol=1e-5)
+        assert len(before) == number + 1 and engines.policy_version == 2 * number + 2
         answers.append(greedy(engines))
         assert_equal(answers[-1], expected[1], atol=1e-5)
         assert_equal(answers[-1], answers[0], atol=0)

@@ -16,7 +16,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
+from megadapo.rollout.types import EngineCounts, OpenGroup, ScoreRequest, StopReport
 from tests.support.rollout.engine_specs import engine_spec
 
 LONGEST_S = 0.4
@@ -92,6 +92,11 @@ class ScriptedEngine(RolloutEngine):
     def _reset_generation(self) -> None:
         self._generation = ScriptedGeneration()
 
+    async def score(self, requests: Sequence[ScoreRequest], wait_s: float) -> list[np.ndarray]:
+        """Give each token its position, after a while."""
+        await asyncio.sleep(LONGEST_S)
+        return [request.positions.astype(np.float32) for request in requests]
+
     async def _call(self, method: str, *args: object) -> bool:
         """End weight updates at once."""
         return True
@@ -137,11 +142,17 @@ def start_scripted_engines(
     return engines
 
 
-def give_version(engines: Engines, indices: Sequence[int], policy_version: int) -> None:
-    """Mark the samples of engines with a version, as an update of their weights does."""
+def give_version(
+    engines: Engines, indices: Sequence[int], policy_version: int, *, any_time: bool = False
+) -> None:
+    """Mark the samples of engines with a version, as an update of their weights does.
+
+    `any_time`: the version can be given again while the trainer changes its weights.
+    """
     engines.finish_weight_update(
         indices,
         policy_version,
         timeout_s=30,
-        republish=lambda index: give_version(engines, [index], policy_version),
+        republish=lambda index: give_version(engines, [index], policy_version, any_time=any_time),
+        any_time=any_time,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megadapo.data.group import Group, Response, Score, ToolCall
+from megadapo.data.group import Group, Response, Score, Turn
 from megadapo.rollout.journal.record_log import RecordLog
 from tests.support.rollout.scripted_engines import make_prompts
 
@@ -23,7 +23,7 @@ def make_group(prompt_index: int) -> Group:
             finish_reason=reason,
             policy_versions=np.repeat([3, 4], [length // 2, length - length // 2]).astype(np.int32),
             text="5 \u00e9\n\x00",
-            calls=(ToolCall(end=1), ToolCall(end=length, entropy=0.25)),
+            turns=(Turn(end=1), Turn(end=length, entropy=0.25)),
             entropy=0.5,
             experts=EXPERTS[: 2 + length],
         )

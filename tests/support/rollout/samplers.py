@@ -1,8 +1,12 @@
 """Samplers over scripted engines, and a comparison of their batches."""
 
+import json
+from operator import methodcaller
+
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.sampler import SampledBatch, Sampler
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.scripted_engines import (
     AtOnce,
@@ -46,6 +50,12 @@ def make_sampler(
     )
 
 
+def saved_state(sampler: Sampler) -> dict:
+    """Return the sampler's state as a checkpoint holds it."""
+    text = json.dumps(sampler.state_dict(), default=methodcaller("to_json"), allow_nan=False)
+    return json.loads(text)
+
+
 def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
     """Return the batches of a number of steps, each of which publishes weights."""
     batches = []
@@ -59,6 +69,8 @@ def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
 TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surplus"} | {
     "num_tokens_stopped",
     "num_from_journal",
+    "num_overdue",
+    "overdue_seconds",
 }
 
 

@@ -160,6 +160,27 @@ class AtOnce(Executor):
         return future
 
 
+class Slowly(Executor):
+    """An executor whose results are seen only after a while, as a random clock says."""
+
+    def __init__(self, clock: random.Random) -> None:
+        self._clock = clock
+
+    def submit(self, call, /, *args, **kwargs) -> Future:
+        future = _LateFuture(self._clock)
+        future.set_result(call(*args, **kwargs))
+        return future
+
+
+class _LateFuture(Future):
+    def __init__(self, clock: random.Random) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def done(self) -> bool:
+        return self._clock.random() < 0.4
+
+
 class RightAtLeast:
     """A verifier that accepts responses whose digits sum to at least `bound`."""
 

@@ -54,6 +54,8 @@ def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Pat
                         "policy/ratio_first_max_error": 0.0,
                         "parity/logprob_abs_max": 1e-6 * step,
                         "parity/logprob_abs_mean": 0.0,
+                        "parity/probe_abs_max": 1e-7 * step,
+                        "parity/probe_abs_mean": 0.0,
                         "eval/accuracy": accuracy,
                     }
                 )

@@ -1,5 +1,6 @@
 """Helpers of tests of whole runs: starting them, finding their processes, reading metrics."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megadapo.observe.metrics.names import is_repeated
 from tests.support import REPOSITORY
 from tests.support.processes import running
 
@@ -22,19 +24,18 @@ SMALL = [
     "--evaluation.every=2",
     "--checkpoint.every=2",
 ]
-TIMED = (
-    "time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped",
-    "weights/", "groups/from_journal", "memory/", "train/slowest_rank",
-)  # fmt: skip
-"""Beginnings of the names of metrics that depend on the engines' speed, on what they had, or on
-what processes hold."""
 
 
-def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:
+def command(
+    folder: Path,
+    *overrides: str,
+    num_steps: int = NUM_STEPS,
+    recipe: Path | str = "configs/quickstart.toml",
+) -> list[str]:
     # a run may not be shorter than its warm-up
     warmup = f"--trainer.optimizer.warmup_steps={min(NUM_STEPS, num_steps)}"
     return [
-        *(sys.executable, "-m", "megadapo.cli", "train", "configs/quickstart.toml"),
+        *(sys.executable, "-m", "megadapo.cli", "train", str(recipe)),
         *(f"--run.folder={folder}", f"--run.num_steps={num_steps}", warmup, *SMALL, *overrides),
     ]
 
@@ -55,10 +56,15 @@ def megadapo(
 
 
 def run(
-    folder: Path, *overrides: str, num_steps: int = NUM_STEPS, code: int = 0
+    folder: Path,
+    *overrides: str,
+    num_steps: int = NUM_STEPS,
+    code: int = 0,
+    recipe: Path | str = "configs/quickstart.toml",
 ) -> subprocess.CompletedProcess[str]:
     """Start or resume the run, and wait for its end."""
-    return megadapo(*command(folder, *overrides, num_steps=num_steps)[3:], code=code)
+    words = command(folder, *overrides, num_steps=num_steps, recipe=recipe)
+    return megadapo(*words[3:], code=code)
 
 
 def marked(folder: Path) -> dict[str, str]:
@@ -84,7 +90,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
+    return [{k: v for k, v in r.items() if is_repeated(k)} for r in records]
 
 
 def start(folder: Path, *overrides: str, points: Path | None = None) -> subprocess.Popen[str]:
@@ -94,12 +100,14 @@ def start(folder: Path, *overrides: str, points: Path | None = None) -> subproce
     """
     environment = marked(folder)
     if points is not None:
-        paths = [str(REPOSITORY / "tests/support/injected"), environment.get("PYTHONPATH", "")]
-        environment |= {
-            "KILL_AT": str(points),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
+        environment |= injecting(KILL_AT=str(points))
     return start_command(command(folder, *overrides), environment)
+
+
+def injecting(**faults: str) -> dict[str, str]:
+    """Return the environment of a run with faults of tests/support/injected."""
+    paths = [str(REPOSITORY / "tests/support/injected"), os.environ.get("PYTHONPATH", "")]
+    return {**faults, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def start_command(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -122,6 +130,16 @@ def run_killed_at(step: int, folder: Path, *overrides: str) -> None:
     process.communicate(timeout=60)
     outlived = "processes outlive their driver"
     running.wait_until(lambda: not descendants(folder), timeout_s=45, message=outlived)
+
+
+def weights(folder: Path, num_steps: int = NUM_STEPS) -> str:
+    """Return the SHA-256 of weights and optimizer after the last step."""
+    digest, parts = hashlib.sha256(), folder / "checkpoints" / f"step-{num_steps}" / "trainer"
+    paths = sorted(parts.glob("*.distcp"))
+    assert paths, f"{parts} has no weights"
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def assert_same_metrics(folder: Path, expected: Path) -> None:

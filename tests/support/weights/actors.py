@@ -45,6 +45,7 @@ class SenderRank:
         }
         self.load(folder)
         self._sender = WeightSender(self._params, self._layout, position, rank)
+        self._published_sender = WeightSender(self._params, self._layout, position, rank)
 
     def load(self, folder: Path) -> None:
         """Load the weights of another folder in place."""
@@ -68,14 +69,25 @@ class SenderRank:
         """Wait that long before every meeting with the other ranks."""
         self._late_s = seconds
 
+    def work_until(self, path: Path) -> None:
+        """Be busy, as in an update, until a file exists."""
+        while not path.exists():
+            time.sleep(0.05)
+
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._send(self._sender, method, *args, **kwargs)
+
+    def published_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._send(self._published_sender, method, *args, **kwargs)
+
+    def _send(self, sender: WeightSender, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
             _, number, pid = self._signal_at
             self._signal_at = None
             os.kill(pid, number)
         if method == "connect":
             time.sleep(self._late_s)
-        answer = getattr(self._sender, method)(*args, **kwargs)
+        answer = getattr(sender, method)(*args, **kwargs)
         if method == "fill" and self._tear_at and self._tear_at[0] == args[0]:
             files = self._tear_at[1].rglob(f"rank-{self._rank}-bucket-*")
             newest = max(files, key=lambda path: path.stat().st_mtime_ns)
@@ -87,11 +99,11 @@ class SenderRank:
         return os.getpid()
 
 
-def start_actors(count: int) -> list[Any]:
-    """Start processes for trainer ranks."""
+def start_actors(count: int, **options: Any) -> list[Any]:
+    """Start processes for trainer ranks, with further options of Ray."""
     import ray
 
-    actor = ray.remote(num_cpus=0)(SenderRank)
+    actor = ray.remote(num_cpus=0, **options)(SenderRank)
     return [actor.remote() for _ in range(count)]
 
 

@@ -67,9 +67,12 @@ algorithm.advantage=rloo; algorithm.objective={kl_coef = 0.1, kl_in = 'reward', 
     -> algorithm.kl_control.horizon = 8; 0.2; sampling
 algorithm.importance.stale_logprobs=rollout; algorithm.importance.high=3.0
     -> algorithm.importance.high; algorithm.importance.stale_logprobs
-algorithm.importance.stale_logprobs='none'; sampling.max_staleness=1
-    -> algorithm.importance.stale_logprobs; sampling.mode; sampling.max_staleness
-sampling.branching.initial_rollouts=4 -> sampling.branching.initial_rollouts; rollout.tools.tool
+algorithm.importance.stale_logprobs='none'; sampling.max_staleness=1; sampling.mode=one_step_off;
+    cluster.placement=separate -> algorithm.importance.stale_logprobs; sampling.mode; whole groups
+sampling.max_staleness=2; sampling.mode=async -> sampling.mode; cluster.placement; separate
+sampling.max_staleness=2; sampling.mode=async; cluster.placement=separate; evaluation.every=1
+    -> evaluation.placement; engine; evaluation.every
+sampling.branching.initial_rollouts=4 -> sampling.branching.initial_rollouts; rollout.environments
 algorithm.shared_prefix=hard -> algorithm.shared_prefix; sampling.branching.initial_rollouts
 run.seed=-1 -> run.seed
 run.num_steps=0 -> run.num_steps

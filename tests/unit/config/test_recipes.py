@@ -1,6 +1,7 @@
 """Recipes start, and have the numbers that the papers give."""
 
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,6 @@ def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None
     assert (paper.sampling.mode, paper.sampling.max_staleness) == ("sync", 0)
     assert verl.sampling.max_asked_per_step == 10 * 1536
     assert verl.sampling.on_shortfall == "stop"
-    assert verl.sampling.reserve_size == 0
     for same in ("model", "data", "rollout", "evaluation", "weights", "cluster"):
         assert getattr(verl, same) == getattr(paper, same), same
     assert verl.run.folder != paper.run.folder
@@ -94,6 +94,21 @@ def test_the_recipe_with_context_parallelism_trains_as_the_papers_does() -> None
     validate_model_layout(describe_model(QWEN_32B), shared.trainer)
     for name in type(paper).model_fields.keys() - {"run", "trainer"}:
         assert getattr(shared, name) == getattr(paper, name), name
+
+
+def test_the_asynchronous_recipe_has_the_papers_updates_in_smaller_steps() -> None:
+    paper = load_config(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+    small = load_config(REPOSITORY / "configs" / "qwen2.5-32b-async.toml")
+    assert small.trainer.num_ranks + small.num_engines * small.rollout.tensor_parallel == 128
+    assert small.cluster.placement == "separate" and small.sampling.mode == "async"
+    steps = paper.sampling.prompts_per_step // small.sampling.prompts_per_step
+    for path in ("run.num_steps", "trainer.optimizer.warmup_steps", "evaluation.every"):
+        assert attrgetter(path)(small) == steps * attrgetter(path)(paper), path
+    assert small.algorithm == paper.algorithm and small.data == paper.data
+    # the oldest token is at most a few more updates old than in the paper's last mini-batch
+    updates = 64 * 16 // small.algorithm.responses_per_mini_batch
+    assert updates == 2 and updates * (small.sampling.max_staleness + 1) - 1 <= 21
+    validate_model_layout(describe_model(QWEN_32B), small.trainer)
 
 
 def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
@@ -131,8 +146,9 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
     base = load_config(REPOSITORY / "configs" / "quickstart.toml")
     configs = {path.stem: load_config(path) for path in ALGORITHMS}
     arpo = configs["arpo"]
-    assert arpo.rollout.tools.tool == "calculator" and arpo.sampling.branching.is_on
-    alone = arpo.rollout.model_copy(update={"tools": base.rollout.tools})
+    [tool] = arpo.rollout.environments
+    assert tool.environment == "calculator" and arpo.sampling.branching.is_on
+    alone = arpo.rollout.model_copy(update={"environments": ()})
     configs["arpo"] = arpo.model_copy(update={"rollout": alone})
     assert configs["dapo"].algorithm == base.algorithm
     for name, config in configs.items():

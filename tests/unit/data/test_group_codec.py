@@ -31,8 +31,8 @@ def test_group_survives_json_exactly() -> None:
             np.testing.assert_array_equal(before, after)
         for name in ("text", "finish_reason", "entropy"):
             assert getattr(one, name) == getattr(two, name)
-        assert [call.end for call in one.calls] == [call.end for call in two.calls]
-        assert math.isnan(two.calls[0].entropy) and two.calls[1].entropy == 0.25
+        assert [call.end for call in one.turns] == [call.end for call in two.turns]
+        assert math.isnan(two.turns[0].entropy) and two.turns[1].entropy == 0.25
 
 
 @pytest.mark.parametrize(

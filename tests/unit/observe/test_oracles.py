@@ -43,6 +43,9 @@ def test_a_healthy_step_passes():
         ("parity/logprob_abs_max", 1.1e-4),
         ("parity/logprob_abs_mean", 1.1e-5),
         ("parity/logprob_abs_max", None),
+        ("parity/probe_abs_max", 1.1e-4),
+        ("parity/probe_abs_mean", 1.1e-5),
+        ("parity/probe_abs_mean", math.nan),
         ("policy/loss", math.inf),
     ],
 )
@@ -72,9 +75,12 @@ def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
         check(record(1, **skipped), record(2, **skipped))
 
 
-def test_a_batch_of_stale_tokens_alone_has_no_parity_to_measure():
+def test_a_batch_of_stale_tokens_alone_is_checked_by_its_probe():
+    """No fresh token can show that the engines have wrong weights."""
     unmeasured = {"parity__logprob_abs_max": None, "parity__logprob_abs_mean": None}
     check(record(staleness__token_share=1.0, **unmeasured))
+    with pytest.raises(OracleError, match="probe_abs_max"):
+        check(record(staleness__token_share=1.0, **unmeasured, parity__probe_abs_max=1.1e-4))
     with pytest.raises(OracleError, match="ratio_first_max_error"):
         broken = {"policy__ratio_first_max_error": 1e-6}
         check(record(staleness__token_share=1.0, **unmeasured, **broken))

@@ -85,6 +85,25 @@ def test_every_metric_has_a_panel_or_a_phase():
     ]
 
 
+def test_environments_have_a_panel_for_each_unit():
+    """Seconds would hide returns on the same axis; "Sum/returned" is no return."""
+    counted = ("return", "turns", "seconds", "failed", "not_a_number", "api/calls", "returned")
+    names = [f"environment/{label}/{name}" for label in ("Sum", "Web-1") for name in counted]
+    [(heading, panels)] = sections_with_values(names)
+    assert heading == "Environments"
+    assert {panel.title: list(panel.lines.values()) for panel in panels} == {
+        "Return": ["Sum", "Web-1"],
+        "Turns": ["Sum", "Web-1"],
+        "Time": ["Sum", "Web-1"],
+        "Failures": ["Sum", "Web-1"],
+        "Counts": [
+            f"{label}/{name}"
+            for label in ("Sum", "Web-1")
+            for name in ("not a number", "api/calls", "returned")
+        ],
+    }
+
+
 def test_unknown_metric_has_its_own_panel():
     [(heading, [panel])] = sections_with_values(["other/loss"])
     assert (heading, panel.lines) == ("Other metrics", {"other/loss": "other/loss"})

@@ -142,10 +142,10 @@ def test_oracles_show_the_worst_step_and_one_broken_step_among_many():
 
 
 def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out():
-    records = [gap(1, 1e-9), gap(2, math.nan), gap(3, 5.0, **{"staleness/token_share": 1.0})]
+    records = [gap(1, 1e-9), gap(2, math.nan), gap(3, None, **{"staleness/token_share": 1.0})]
     found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
     assert (found.status, found.worst, found.worst_step) == ("broken", "nan", 2)
-    assert found.cells == [1, 0, 1]
+    assert found.cells == [1, 0, -1]
     assert verdict([gap(1, None)], {"logprob_abs_max": 1.0}, "logprob_abs_max").status == (
         "not measured"
     )

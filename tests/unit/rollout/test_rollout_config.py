@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from megadapo.environments.config import EnvironmentConfig
 from megadapo.errors import ConfigError
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig, RolloutConfig, SamplingConfig
-from megadapo.rollout.tools import ToolsConfig
 
+CALCULATOR = {"environment": "calculator"}
 BRANCHES = {"initial_rollouts": 2}
 PARTIAL = {"mode": "partial", "max_staleness": 1}
 
@@ -43,6 +44,9 @@ def test_defaults_are_those_of_the_paper():
         (SamplingConfig, {"mode": "rounds", "max_staleness": 1}, "sampling.max_staleness"),
         (SamplingConfig, {"mode": "partial"}, "sampling.max_staleness"),
         (SamplingConfig, {"mode": "one_step_off"}, "sampling.max_staleness"),
+        (SamplingConfig, {"mode": "one_step_off", "max_staleness": 2}, "set it to 1"),
+        (SamplingConfig, {"mode": "async", "max_staleness": 1}, "at least 2"),
+        (SamplingConfig, {"max_staleness": 1}, 'sampling.mode = "partial"'),
         (SamplingConfig, {"max_asked_per_prompt": 0.5}, "sampling.max_asked_per_prompt"),
         (SamplingConfig, {"on_shortfall": "crash"}, "sampling.on_shortfall"),
         (EvaluationConfig, {"every": -1}, "evaluation.every"),
@@ -53,10 +57,16 @@ def test_defaults_are_those_of_the_paper():
         (BranchingConfig, BRANCHES | {"decision": "draw", "threshold": 0.6}, "branching.threshold"),
         (SamplingConfig, {"responses_per_prompt": 2, "branching": BRANCHES}, "rollouts = 2"),
         (SamplingConfig, PARTIAL | {"branching": BRANCHES}, 'sampling.mode = "partial"'),
-        (ToolsConfig, {"stop": "="}, "rollout.tools.stop: used only"),
-        (ToolsConfig, {"tool": "calculator", "stop": ""}, "rollout.tools.stop"),
-        (ToolsConfig, {"tool": "calculator", "output": "result"}, "rollout.tools.output"),
-        (ToolsConfig, {"tool": "python"}, "rollout.tools.tool"),
+        (RolloutConfig, {"environments": [CALCULATOR, CALCULATOR]}, 'the name "calculator"'),
+        (
+            RolloutConfig,
+            {"environments": [CALCULATOR | {"tool_parser": "hermess"}]},
+            "did you mean hermes?",
+        ),
+        (EnvironmentConfig, {"environment": "calculater"}, "did you mean calculator?"),
+        (EnvironmentConfig, {"environment": "my_games"}, '"MODULE:CLASS"'),
+        (EnvironmentConfig, {"environment": "a:B", "recovery": "always"}, "recovery"),
+        (EnvironmentConfig, {"environment": "a:B", "name": "a b"}, "environments.name"),
     ],
 )
 def test_invalid_value_is_refused_with_its_key(section, values, key):
@@ -66,11 +76,3 @@ def test_invalid_value_is_refused_with_its_key(section, values, key):
 
 def test_evaluation_may_be_greedy():
     assert EvaluationConfig(temperature=0.0).temperature == 0.0
-
-
-def test_reserve_is_smaller_than_the_batch():
-    """Otherwise a step could train on groups of an older policy only."""
-    for prompts_per_step in (1, 2, 5, 512):
-        config = SamplingConfig(prompts_per_step=prompts_per_step)
-        assert 0 <= config.reserve_size < prompts_per_step
-        assert config.max_asked_per_step == 10 * prompts_per_step

@@ -22,6 +22,7 @@ from tests.support.models.tiny_models import TRAINED
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, FailsOn, ScriptedEngines
 
+PARTIAL = {"mode": "partial", "max_staleness": 1}
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is sampled by ScriptedEngines' policy."""
 
@@ -37,7 +38,7 @@ def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
         "model": {"path": str(model)},
         "data": {"train": "arithmetic:train:64", "max_prompt_tokens": 64},
         "rollout": {"max_response_tokens": MAX_TOKENS},
-        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3, "max_staleness": 1},
+        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 3} | PARTIAL,
         "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 12},
         "trainer": {"optimizer": {"warmup_steps": 0}},
         "observe": {"saved_groups": "all"},
@@ -87,7 +88,15 @@ def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> 
 def contents(batch: SampledBatch) -> list[object]:
     """Return a batch without the facts about its generation, in the encoding of a checkpoint."""
     timed = {"num_tokens", "reward_seconds", "engines", "groups", "saved", "num_from_reserve"}
-    timed |= {"num_tokens_stopped", "num_stopped", "num_resting", "group_seconds"}
+    timed |= {
+        "num_carried",
+        "num_overdue",
+        "overdue_seconds",
+        "num_tokens_stopped",
+        "num_stopped",
+        "num_resting",
+        "group_seconds",
+    }
     return [
         [encode_group(group) for group in batch.groups],
         [(encode_group(entry.group), entry.disposition) for entry in batch.saved],

@@ -164,7 +164,7 @@ def test_failed_start_is_not_left_running(tmp_path):
 
 
 def test_groups_of_another_rule_are_dropped(tmp_path):
-    waiting = {"drawing": 7, "reserve": ["a group"], "unfinished": ["an answer"], "waiting": "b"}
+    waiting = {"cursor": 7, "reserve": {"open": ["a group"]}, "counters": {"num_stopped": 3}}
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 1)
         run.complete(2, {"sampler": waiting, "kl": 0.5})
@@ -174,7 +174,7 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
         open_and_close(changed)
     with Run.open(changed, accept_changes=["reward.rule"]) as run:
         assert run.checkpoints.current.state == {
-            "sampler": {"drawing": 7, "reserve": [], "unfinished": [], "waiting": None},
+            "sampler": {"cursor": 7, "reserve": {"finished": [], "open": []}, "counters": None},
             "kl": 0.5,
         }
     assert "are dropped" in (tmp_path / "log.txt").read_text()

@@ -1,5 +1,6 @@
 """Memory of GPUs besides state and activations, and the main memory of a node."""
 
+import re
 from collections import defaultdict
 
 import pytest
@@ -11,6 +12,7 @@ from megadapo.lab.plan.cards import GIB, H100
 from megadapo.lab.plan.overhead import CHANNEL_BYTES, NUM_TABLES, message_bytes
 from megadapo.lab.plan.phases import GpuKind, gpu_kinds, host_items, models_of
 from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.run.processes import sends_while_training
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support import REPOSITORY
 
@@ -62,20 +64,65 @@ def test_main_memory_has_offloaded_tensors_and_the_snapshot_of_a_save():
         return tuple(size / GIB for size in items.values())
 
     size = NUM_PARAMETERS / GIB
-    optimizer, engines, snapshot = counted()
+    optimizer, engines, snapshot, copies = counted()
+    assert copies == 0.0
     assert optimizer == pytest.approx(12 * size, rel=0.01)
     assert engines == pytest.approx(8 * 2 * size, rel=0.01)
     # weights, masters and two moments of every parameter, each on one rank
     assert snapshot == pytest.approx(14 * size, rel=0.01)
     # fp32 weights are their own masters
     assert counted("model.dtype=float32")[2] == pytest.approx(12 * size, rel=0.01)
-    assert counted('trainer.offload=["gradients"]') == (0.0, engines, snapshot)
+    assert counted('trainer.offload=["gradients"]') == (0.0, engines, snapshot, 0.0)
     assert counted(f"trainer.offload={EVERYTHING}")[0] - optimizer == 8 * 4
     assert counted("weights.mode=delta") == counted()
-    assert counted("cluster.placement=separate") == (0.0, 0.0, snapshot)
+    assert counted("cluster.placement=separate") == (0.0, 0.0, snapshot, 0.0)
     # masters, moments, and gradients on the CPU
     adam = counted('trainer.offload=["gradients"]', "trainer.optimizer.cpu_offload_fraction=0.5")
     assert adam[0] == pytest.approx(16 * size / 2, rel=0.01) and adam[2] == snapshot
+
+
+ASYNC = ("cluster.placement=separate", "sampling.mode=async", "sampling.max_staleness=2")
+EVALUATES = ("evaluation.placement=engine", "evaluation.every=5", "checkpoint.every=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_copies"),
+    [
+        ([], 0),
+        (["cluster.placement=separate"], 0),
+        (["cluster.placement=separate", *EVALUATES], 1),
+        ([*ASYNC, "evaluation.every=0"], 1),
+        ([*ASYNC, *EVALUATES], 2),
+    ],
+)
+def test_main_memory_has_the_weights_that_ranks_keep_for_engines(overrides, num_copies):
+    """Ranks of the largest stage, eight on a node: each copies its own parameters in bf16."""
+    config = recipe("qwen2.5-32b", "trainer.offload=[]", *overrides)
+    models = models_of(config)
+    engine = engine_bytes(models.policy, config.rollout, H100, itemsize=2)
+    size = host_items(config, models, engine, 8)["weights for engines that join or evaluate"]
+    # 16 model-parallel ranks
+    assert size / GIB == pytest.approx(8 * num_copies * 32.76e9 * 2 / 16 / GIB, rel=0.02)
+    evaluates = config.evaluation.every > 0 and config.evaluation.placement == "engine"
+    assert num_copies == sends_while_training(config) + evaluates
+
+
+def test_small_main_memory_is_a_warning(capsys):
+    argv = ["plan", str(CONFIGS / "qwen2.5-32b.toml"), "--trainer.offload=[]"]
+    argv += [f"--{override}" for override in [*ASYNC, "evaluation.every=0"]]
+    argv += ["--rollout.gpu_memory_utilization=0.8"]
+    main(argv)
+    captured = capsys.readouterr()
+    total = int(re.search(r"main memory of a node: (\d+) GiB = ", captured.out)[1])
+    assert "+ 31 weights for engines that join or evaluate" in captured.out
+    assert "main memory" not in captured.err
+    main([*argv, f"--main-memory={total}"])
+    assert (
+        f"warning: main memory of a node: {total} GiB are more than 95% of its {total} GiB "
+        "(--main-memory)"
+    ) in capsys.readouterr().err
+    main([*argv, f"--main-memory={2 * total}"])
+    assert "main memory" not in capsys.readouterr().err
 
 
 def test_plan_prints_the_snapshot(capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from megadapo.data.group import Response
-from megadapo.lab.simulate.engine import EngineSpeed
+from megadapo.lab.plan.engine_speed import EngineSpeed
 from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.types import OpenGroup, SamplingSettings
@@ -107,3 +107,23 @@ def test_dropped_tokens_are_counted():
     (activity,) = some.activity()
     assert activity.seconds == pytest.approx(5.0) and activity.mean_running > 0.999
     assert some.activity()[0].num_tokens == 0
+
+
+def test_groups_of_engines_that_leave_move_to_the_others():
+    """Fails if a group is lost or returned twice, or if an engine that is away gets work."""
+    some = engines()
+    some.submit([request(key) for key in range(6)])
+    some.finished(timeout_s=10.0)
+    some.plan_absence(1, 100.0)
+    found = [group.key for _ in range(6) for group in some.finished()]
+    assert sorted(found) == list(range(6)) and some.num_in_flight == 0
+    assert some.now > 110.0 and some.engine_seconds == pytest.approx(2 * some.now - 100.0)
+
+
+def test_clock_stops_at_the_deadline():
+    some = engines()
+    some.submit([request(0)])
+    some.deadline = 3.0
+    assert some.finished() == [] and some.now == 3.0
+    some.deadline = float("inf")
+    assert [group.key for group in some.finished()] == [0]

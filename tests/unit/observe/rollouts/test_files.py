@@ -21,7 +21,12 @@ from megadapo.observe.rollouts.files import (
     write_rollouts,
 )
 from megadapo.observe.rollouts.saved_group import SavedGroup, decode_saved, encode_saved
-from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response
+from tests.support.rollout.saved_groups import (
+    awkward_group,
+    saved_episode,
+    saved_group,
+    saved_response,
+)
 
 
 def write(folder: Path, step: int, *groups: SavedGroup) -> Path:
@@ -72,6 +77,15 @@ def test_tool_output_and_branch_survive(tmp_path):
     (back,) = read_rollouts(write(tmp_path, 1, saved_group(first, branched)))
     assert back.group.branches == (None, Branch(0, 2))
     assert back.group.num_sampled == (2, 2) and back.group.num_generated == 3
+
+
+def test_names_of_control_tokens_survive_and_older_files_have_none(tmp_path):
+    group = saved_group(saved_episode(("a", "b", 1.0)), control_tokens={7: "<|im_end|>"})
+    (back,) = read_rollouts(write(tmp_path, 1, group))
+    assert_same(group, back)
+    entry = encode_saved(group)
+    del entry["control_tokens"]
+    assert decode_saved(entry).control_tokens == {}
 
 
 @pytest.mark.parametrize("branch", [[1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], ["0", 1], "ab"])

@@ -11,11 +11,20 @@ from rich.console import Console
 from megadapo.cli import run_command
 from megadapo.commands.show import DISPOSITIONS
 from megadapo.errors import ConfigError, DataError
+from megadapo.observe.rollouts.conversation import conversation
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
 from megadapo.observe.rollouts.show import Filter, show_step
 from megadapo.observe.tables import printable
-from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
+from tests.support.rollout.saved_groups import (
+    CONTROL,
+    CONTROL_MARK,
+    awkward_group,
+    saved_episode,
+    saved_group,
+    saved_response,
+    untrained,
+)
 
 CORRECT = saved_response("all correct")
 WRONG = saved_response("all wrong", correct=False, reward=-1.0, symbolic_correct=False)
@@ -149,3 +158,96 @@ def test_command_options(tmp_path, capsys):
         run_command(["show", str(tmp_path), "--wrong", "--correct"])
     with pytest.raises(ConfigError):
         run_command(["show", str(tmp_path), "3", "--wrongs"])
+
+
+GAME = saved_episode(
+    (f"is it 3?{CONTROL_MARK}", f"\nuser\nlower{CONTROL_MARK}\nassistant\n", 0.0),
+    (f"2{CONTROL_MARK}", "", 1.5),
+)
+NAMES = {CONTROL: "<|im_end|>"}
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines below the header of the only response."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    first = next(n for n, line in enumerate(lines) if line.startswith("  turn 1"))
+    return lines[first : lines.index("", first)]
+
+
+def test_episode_is_shown_as_a_conversation(tmp_path):
+    """Catches tokens of the environment that are shown as the model's, and lost rewards."""
+    text = shown(save(tmp_path, 1, saved_group(GAME, control_tokens=NAMES)))
+    assert lines_of(text) == [
+        "  turn 1: 9 tokens",
+        "    is it 3?<|im_end|>",
+        "  Game: 23 tokens, reward +0, 0.25 s",
+        "    user",
+        "    lower<|im_end|>",
+        "    assistant",
+        "  turn 2: 2 tokens",
+        "    2<|im_end|>",
+        "  Game: 0 tokens, reward +1.5, 0.25 s",
+    ]
+    assert "reward from environment/Game/return 1.5" in text
+    assert "23 tokens of the environment" in " ".join(text.split())
+
+
+def test_first_observation_and_last_turn_are_shown(tmp_path):
+    """An environment may speak first, and the length may end the model's last turn."""
+    episode = saved_episode(("", "begin", 0.0), ("a", "no", -1.0), last="b c")
+    text = shown(save(tmp_path, 1, saved_group(episode)))
+    assert "  Game: 5 tokens, reward +0, 0.25 s\n    begin\n  turn 1: 1 token\n    a\n" in text
+    assert "  Game: 2 tokens, reward -1, 0.25 s\n    no\n  turn 2: 3 tokens\n    b c\n" in text
+
+
+def test_output_of_a_tool_is_shown_inside_the_turn(tmp_path):
+    episode = saved_episode(("1+1=", "<result>2", 0.0), last="2", environment=None)
+    text = shown(save(tmp_path, 1, saved_group(episode)))
+    assert lines_of(text) == [
+        "  turn 1: 4 tokens",
+        "    1+1=",
+        "  tool: 9 tokens",
+        "    <result>2",
+        "  turn 2: 1 token",
+        "    2",
+    ]
+    assert "9 tokens of tool output" in text
+
+
+def test_response_without_turns_has_no_conversation(tmp_path):
+    text = shown(save(tmp_path, 1, saved_group(CORRECT, control_tokens=NAMES)))
+    assert "    all correct\n" in text and "turn 1" not in text
+
+
+def test_control_tokens_are_dim_and_their_names_in_texts_are_not(tmp_path, monkeypatch):
+    """Catches a user's text "<|im_end|>" that looks like the end of a turn."""
+    episode = saved_episode((f"x{CONTROL_MARK}", "<|im_end|>", 0.0))
+    save(tmp_path, 1, saved_group(episode, control_tokens=NAMES))
+    pages: list[str] = []
+    monkeypatch.setattr(pydoc, "pager", pages.append)
+    shown(tmp_path, terminal=True)
+    assert "x\x1b[2m<|im_end|>" in pages[0] and "\x1b[36m<|im_end|>" in pages[0]
+    assert pages[0].count("\x1b[2m<|im_end|>") == 1
+
+
+def test_conversation_cannot_control_the_terminal(tmp_path):
+    hostile = "\x1b[2J\r\u202e[bold]x[/]"
+    episode = saved_episode((hostile + CONTROL_MARK, hostile, 0.0), environment=f"G{hostile}")
+    text = shown(save(tmp_path, 1, saved_group(episode, control_tokens={CONTROL: hostile})))
+    assert not {"\x1b", "\r", "\u202e"} & set(text)
+    assert text.count(r"\x1b[2J\r\u202e[bold]x[/]") >= 4
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 7])
+@pytest.mark.parametrize("last", ["", "end"])
+def test_parts_of_a_conversation_are_the_whole_response(num_turns, last):
+    """Catches tokens that no part has, or two parts have, with empty actions and answers."""
+    turns = [("a" * (n % 3), "b" * (n % 2), float(n)) for n in range(num_turns)]
+    response = saved_episode(*turns, last=last).response
+    parts = list(conversation(response))
+    places = [index for part in parts for index in range(part.start, part.end)]
+    assert places == list(range(len(response.token_ids)))
+    answered = [part.turn for part in parts if part.turn is not None]
+    assert answered == list(response.turns)
+    for part in parts:
+        assert (response.is_sampled[part.start : part.end] == (part.turn is None)).all()

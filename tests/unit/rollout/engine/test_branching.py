@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.group import Response, ToolCall
+from megadapo.data.group import Response, Turn
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
 from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
 from megadapo.rollout.types import OpenGroup, SamplingSettings
@@ -34,7 +34,7 @@ def response(start: float, *calls: tuple[int, float], branch: Branch | None = No
         finish_reason="stop",
         text="",
         policy_versions=np.zeros(40, dtype=np.int32),
-        calls=tuple(ToolCall(end=end, entropy=entropy) for end, entropy in calls),
+        turns=tuple(Turn(end=end, entropy=entropy) for end, entropy in calls),
         entropy=start,
         branch=branch,
     )

@@ -15,12 +15,10 @@ from megadapo.rollout.journal.journal import (
     Journal,
     delete_journals_before,
 )
-from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.groups import make_group
-from tests.support.rollout.samplers import contents, make_sampler
+from tests.support.rollout.samplers import contents, make_sampler, saved_state
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
     AtOnce,
@@ -88,8 +86,8 @@ def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
     config = {"mode": "partial", "max_staleness": 1}
     first = make_sampler(ScriptedEngines(finish="last first", slots=60), **config)
     first.next_batch()
-    state = first.state_dict()
-    assert state["unfinished"]
+    state = saved_state(first)
+    assert state["reserve"]["open"]
 
     def resumed(engines: ScriptedEngines) -> Sampler:
         engines.policy_version += 1
@@ -127,7 +125,7 @@ def test_other_seed_or_temperature_is_another_request(tmp_path):
     engines = ScriptedEngines()
     assert sampler_with(journal_in(tmp_path), engines, seed=1).next_batch().num_from_journal == 0
     sampler = sampler_with(journal_in(tmp_path), engines)
-    sampler._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
+    sampler._requests._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
     assert sampler.next_batch().num_from_journal == 0
 
 
@@ -229,25 +227,6 @@ def test_groups_are_flushed_once_a_step(tmp_path, monkeypatch):
     assert len(synced) - len(files) == 1, "the directory entry, once"
 
 
-def test_batch_sampled_ahead_is_reused(tmp_path):
-    """It is sampled with the same weights as the batch before it."""
-
-    def ahead(engines: ScriptedEngines) -> AheadSampler:
-        sampler = sampler_with(journal_in(tmp_path), engines, mode="one_step_off", max_staleness=1)
-        return AheadSampler(sampler, engines, num_steps=10)
-
-    def two_batches(sampler: AheadSampler) -> list[str]:
-        batch = sampler.next_batch()
-        sampler.wait()
-        assert sampler._ready is not None
-        return contents([batch, sampler._ready])
-
-    expected = two_batches(ahead(ScriptedEngines(finish="at random")))
-    again = ScriptedEngines()
-    assert two_batches(ahead(again)) == expected
-    assert again.asked == []
-
-
 def test_delete_journals_before_a_checkpoint(tmp_path):
     for version in (2, 3, 10):
         journal = journal_in(tmp_path, version=version)
@@ -260,24 +239,14 @@ def test_delete_journals_before_a_checkpoint(tmp_path):
     delete_journals_before(tmp_path / "nothing", 3)
 
 
-@pytest.mark.parametrize("config", [{"mode": "partial", "max_staleness": 1}, {"max_staleness": 1}])
-def test_step_with_waiting_groups_is_reused_as_a_whole(tmp_path, config):
-    """Sampled again, other groups would finish in time."""
-
-    def steps_with(engines: ScriptedEngines, num_steps: int) -> list[SampledBatch]:
-        journal = Journal(tmp_path, "settings")
-        sampler = sampler_with(journal, engines, **config)
-        batches = []
-        for _ in range(num_steps):
-            journal.begin(engines.policy_version, f"weights {engines.policy_version}")
-            batches.append(sampler.next_batch())
-            engines.policy_version += 1
-        return batches
-
-    first = steps_with(ScriptedEngines(slots=60, finish="short first", at_once=3), 3)
-    again = ScriptedEngines(slots=90, finish="last first")
-    repeated = steps_with(again, 4)
-    assert contents(repeated[:3]) == contents(first)
-    assert [batch.num_from_journal for batch in repeated[:3]] == [b.num_sampled for b in first]
-    generated = {group.prompt_index for batch in first for group in batch.groups}
-    assert again.asked and not generated & set(again.asked)
+def test_journals_of_environments_stay_until_there_is_a_later_one(tmp_path):
+    """The later one has a copy of the open episodes, which a resumed run continues."""
+    folder = tmp_path / JOURNAL_FOLDER
+    folder.mkdir()
+    for version in (1, 2):
+        (folder / f"environments-version-{version}.log").touch()
+    delete_journals_before(tmp_path, 3)
+    assert len(list(folder.iterdir())) == 2
+    (folder / "environments-version-3.log").touch()
+    delete_journals_before(tmp_path, 3)
+    assert [path.name for path in folder.iterdir()] == ["environments-version-3.log"]

@@ -12,13 +12,15 @@ import pytest
 
 from megadapo.data.group import NO_ANSWER, Score
 from megadapo.data.prompts import Prompt
+from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import EvaluationJournal
 from megadapo.rollout.sampling.accuracy import Evaluation, consensus, pass_at_k
 from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
-from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
     KilledAfter,
@@ -36,7 +38,7 @@ MAX_TOKENS = 20
 
 def held_out(
     prompts: list[Prompt] | dict[str, list[Prompt]],
-    tools: ToolsConfig | None = None,
+    episodes: EpisodeRequests | None = None,
     **config: object,
 ) -> HeldOutRequests:
     return HeldOutRequests.create(
@@ -45,7 +47,7 @@ def held_out(
         tokenizer=PlainTokenizer(),
         max_response_tokens=MAX_TOKENS,
         seed=4,
-        tools=tools,
+        episodes=episodes,
     )
 
 
@@ -253,10 +255,13 @@ def test_torn_result_is_requested_again(tmp_path):
     assert len(engines.asked) == 6 - (num_kept - 1)
 
 
-def test_held_out_requests_use_tools_and_never_branch():
+def test_held_out_requests_have_environments_and_never_branch():
     """A result with another tool must not be reused."""
-    tool = ToolsConfig(tool="calculator")
-    plain, asked = held_out(make_prompts(1)), held_out(make_prompts(1), tool)
-    settings = asked.requests[0].settings
-    assert settings.tools == tool and not settings.branching.is_on
+    tool = EnvironmentConfig(environment="calculator", max_turns=3)
+    described = EnvironmentDescription("calculator", (), ("=",), "{}")
+    episodes = EpisodeRequests(environments=[(tool, described)], tokenizer=PlainTokenizer(), seed=4)
+    plain, asked = held_out(make_prompts(1)), held_out(make_prompts(1), episodes)
+    [request] = asked.requests
+    assert request.episode.stop == ("=",) and request.episode.max_turns == 3
+    assert not request.settings.branching.is_on
     assert plain.digest(-1) != asked.digest(-1)

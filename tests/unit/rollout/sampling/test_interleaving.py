@@ -6,7 +6,7 @@ import pytest
 
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.sampling.accuracy import Evaluation
-from megadapo.rollout.sampling.ahead import AheadSampler
+from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
     HeldOutRequests,
@@ -54,19 +54,22 @@ def steps(
 ) -> tuple[list[SampledBatch], list[Evaluation]]:
     """Return a run's batches, and the evaluation beside each step."""
     shared = InterleavedEngines(engines)
-    sampler: Sampler | AheadSampler = make_sampler(shared, **sampling)
+    sampler: Sampler | BackgroundSampler = make_sampler(shared, **sampling)
     if sampling.get("mode") == "one_step_off":
         engines.policy_version = 0
-        sampler = AheadSampler(sampler, shared, NUM_STEPS)
+        sampler = BackgroundSampler(sampler, NUM_STEPS)
+        sampler.go_on(0)
     batches, evaluations = [], []
     for _ in range(NUM_STEPS):
         with EvaluationInProgress(engines, VERIFIER, HELD_OUT) as running:
             shared.evaluation = running if evaluates else None
             batches.append(sampler.next_batch())
-            sampler.wait()
+            sampler.cut()
             evaluations.append(running.finish() if evaluates else None)
         assert engines.num_in_flight == 0 or sampling.get("mode") == "partial"
         engines.policy_version += 1
+        sampler.go_on(engines.policy_version)
+    sampler.close()
     return batches, evaluations
 
 

@@ -64,20 +64,36 @@ def test_group_keeps_responses_and_answers():
 
 
 def test_all_groups_are_saved_with_their_disposition():
-    config = {"max_staleness": 1, "prompts_per_step": 3, "bound": 35, "accuracy_range": (0.0, 0.5)}
-    engines = ScriptedEngines("last first", slots=300)
-    batches = take(make_sampler(engines, saved_groups="all", num_prompts=900, **config), 6)
+    config = {"prompts_per_step": 3, "bound": 35, "accuracy_range": (0.0, 0.5)}
+    modes = {"mode": "partial", "max_staleness": 1}, {"mode": "rounds", "prompts_per_round": 9}
+    batches = [
+        batch
+        for mode in modes
+        for batch in take(
+            make_sampler(
+                ScriptedEngines("last first", slots=300),
+                saved_groups="all",
+                num_prompts=900,
+                **config,
+                **mode,
+            ),
+            6,
+        )
+    ]
     for batch in batches:
         indices = [sampled.group.prompt_index for sampled in batch.saved]
         assert indices == sorted(set(indices))
-        assert len(indices) == batch.num_sampled + batch.num_from_reserve
+        reserved = [sampled for sampled in batch.saved if sampled.from_reserve]
+        assert len(indices) == batch.num_sampled + len(reserved)
         dispositions = Counter(sampled.disposition for sampled in batch.saved)
         assert dispositions["trained"] == batch.num_kept
-        for disposition in ("to_reserve", "dropped", "all_correct", "all_wrong"):
+        assert dispositions["dropped"] == batch.num_dropped + batch.num_surplus
+        for disposition in ("to_reserve", "all_correct", "all_wrong"):
             assert dispositions[disposition] == getattr(batch, f"num_{disposition}")
         trained = [sampled.group for sampled in batch.saved if sampled.disposition == "trained"]
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
-        assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
+        kept = [sampled for sampled in reserved if sampled.disposition == "trained"]
+        assert len(kept) == batch.num_from_reserve
     seen = Counter(sampled.disposition for batch in batches for sampled in batch.saved)
     assert min(seen[disposition] for disposition in get_args(Disposition)) > 0, (
         f"not all dispositions occurred: {seen}"
@@ -188,6 +204,6 @@ def test_group_being_scored_continues_in_the_next_step():
     )
     first = sampler._cursor.prompt(0).id
     sampler.next_batch()
-    (waiting,) = (one for one in sampler.state_dict()["unfinished"] if one["prompt_index"] == 0)
-    assert {response["finish_reason"] for response in waiting["responses"]} <= {"stop", "length"}
+    waiting = sampler.state_dict().reserve.open[0]
+    assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}
     assert 0 in [saved.group.prompt_index for saved in sampler.next_batch().saved]

@@ -91,7 +91,8 @@ def test_reward_parts_have_metrics(tmp_path):
 
 def test_tool_metrics_need_a_tool():
     """0 calls are a number, and what was not generated but read has none."""
-    tools = {"rollout.tools.tool": "mark", "sampling.branching.initial_rollouts": 1}
+    mark = {"environment": "mark", "options": {"stop": ";"}}
+    tools = {"rollout.environments": [mark], "sampling.branching.initial_rollouts": 1}
     on = config_of(changes={**SIZES, **tools})
     names = ("calls_per_response", "token_share", "branches_per_group", "entropy_rise")
 
@@ -187,7 +188,7 @@ def test_healthy_step_has_no_warnings():
 def test_each_omission_is_a_warning_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
     assert "5 of 8 groups of the batch are saved" in notes(5, num_tokens=None)
-    assert "5 groups dropped: the reserve is full" in notes(num_dropped=5)
+    assert "5 groups dropped: they are older" in notes(num_dropped=5)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     skipped = replace(UPDATE, metrics=UPDATE.metrics | {"policy/skipped_updates": 2})
     assert "2 updates skipped" in notes(update=skipped)

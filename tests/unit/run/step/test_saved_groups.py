@@ -1,6 +1,7 @@
 """Saved groups of a step: log-probs or advantages that are saved with another response."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
-from tests.support.rollout.scripted_engines import ScriptedEngines
+from tests.support.rollout.scripted_engines import POLICY_VERSION, ScriptedEngines
 from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
@@ -32,7 +33,7 @@ CONFIG = config_of(changes=SIZES)
 
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
     engines = ScriptedEngines("last first", slots=200)
-    sampler = make_sampler(engines, saved_groups=saved, max_staleness=1)
+    sampler = make_sampler(engines, saved_groups=saved, mode="partial", max_staleness=1)
     for _ in range(num_steps):
         engines.policy_version += 1
         batch = sampler.next_batch()
@@ -66,7 +67,7 @@ def trained(
     pieces = [by_sequence[sequence] for sequence in batch.recorded]
     old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
     made = old / 2 if makes_advantages else np.full_like(old, np.nan)
-    recorded = RecordedTokens(old=old, update=-old, advantages=made)
+    recorded = RecordedTokens(old=old, proximal=old, update=-old, advantages=made)
     return replace(UPDATE, recorded=recorded)
 
 
@@ -136,6 +137,26 @@ def test_token_advantages_and_steps_are_saved(tmp_path, tokenizer):
     assert all(np.array_equal(one, two) for one, two in zip(again, whole, strict=True))
 
 
+def test_special_tokens_of_responses_are_saved_with_their_names(tokenizer):
+    """Catches a conversation whose turns seem to have no end, and names of unused tokens."""
+    sampled = sample("all")
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|other|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    first, *others = sampled.saved
+    response = first.group.responses[0]
+    ids = np.append(response.token_ids[:-1], end).astype(np.int32)
+    changed = replace(response, token_ids=ids, text=response.text[:-1])
+    responses = (changed, *first.group.responses[1:])
+    first = replace(first, group=replace(first.group, responses=responses))
+    sampled = replace(sampled, saved=(first, *others))
+    batch, values = make_batch(sampled, CONFIG, policy_version=2)
+    found = saved_of(sampled, batch, values, trained(sampled, batch), tokenizer)
+    assert found[0].control_tokens == {end: "<|im_end|>"}
+    assert found[0].responses[0].tokens[-1] == ""
+    assert all(group.control_tokens == {} for group in found[1:])
+
+
 def test_trainer_advantages_take_precedence(tokenizer):
     sampled = sample("all")
     config = config_of(changes={**SIZES, "algorithm.advantage": "gae"})
@@ -157,8 +178,11 @@ def test_trainer_advantages_take_precedence(tokenizer):
 def test_no_sequences_without_saved_groups(tokenizer):
     sampled = sample(0)
     batch, values = make_batch(sampled, CONFIG, policy_version=2)
-    assert batch.recorded == []
-    assert saved_of(sampled, batch, values, UPDATE, tokenizer) == []
+    # four groups have a stale response for the parity probe
+    assert len(batch.recorded) == 4
+    fresh, _ = make_batch(sample(0, num_steps=1), CONFIG, policy_version=POLICY_VERSION + 1)
+    assert fresh.recorded == []
+    assert saved_of(sampled, batch, values, trained(sampled, batch), tokenizer) == []
 
 
 def test_all_sequences_are_saved_in_order():

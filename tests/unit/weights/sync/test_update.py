@@ -1,9 +1,13 @@
 """Checksums of updates: without them engines could sample from wrong weights unnoticed."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 from megadapo.errors import ConfigError
 from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
 from megadapo.weights.sync.update import UpdateVersions
 
 
@@ -70,3 +74,30 @@ def test_update_after_a_failed_one_sends_all_weights():
 def test_invalid_verify_is_refused(value):
     with pytest.raises(ConfigError, match="weights.verify"):
         WeightsConfig(verify=value)
+
+
+class StartingEngines:
+    """Engines of which none can take weights yet."""
+
+    policy_version = 0
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def publishing(self):
+        return nullcontext()
+
+    def updatable(self):
+        return []
+
+    def finish_weight_update(self, indices, policy_version, *, timeout_s, republish, any_time):
+        self._calls.append(f"version {policy_version}")
+
+
+def test_generation_is_stopped_also_without_an_engine_to_update():
+    """The caller makes its cut there: without the call the cut would be missing."""
+    calls: list[str] = []
+    config = WeightsConfig()
+    publisher = Publisher([], StartingEngines(calls), config, tensor_parallel=1, dtype=torch.int8)
+    publisher.publish(3, stop_generating=lambda: calls.append("stop"))
+    assert calls == ["stop", "version 3"]

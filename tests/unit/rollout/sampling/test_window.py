@@ -1,113 +1,94 @@
-"""Batch plans: batches that depend on who finishes first, and too few or too many requests."""
+"""The window: batches that depend on who finishes first, and too few or too many requests."""
 
 import math
 import random
-from collections.abc import Iterable
 
 import pytest
 
-from megadapo.rollout.sampling.plans import (
+from megadapo.rollout.sampling.keep_rate import (
     ExpectedMixed,
     KeepRate,
-    PartialPlan,
-    Plan,
-    RoundsPlan,
-    SyncPlan,
     should_oversample,
     would_go_stale,
 )
+from megadapo.rollout.sampling.window import Window
+from tests.support.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 
 ANY = KeepRate()
 
 
-def ask(plan: Plan, indices: Iterable[int]) -> None:
-    for index in indices:
-        plan.ask(index, ANY)
+def plan_and_window(source: random.Random) -> tuple[Plan, Window]:
+    """Return a mode's rule written out, and the window in this mode."""
+    needed, limit = source.randint(1, 6), source.randint(6, 40)
+    match source.choice(["sync", "rounds", "partial"]):
+        case "sync":
+            return SyncPlan(needed, limit), Window(needed, limit)
+        case "rounds":
+            size = source.randint(needed, limit)
+            window = Window(needed, limit, round_size=size)
+            return RoundsPlan(needed, limit, round_size=size), window
+    staleness = source.randint(1, 3)
+    plan = PartialPlan(needed, limit, num_usable=needed + staleness * needed // 2)
+    window = Window(needed, limit, step=5, max_staleness=staleness)
+    for index in range(source.randint(0, 5)):
+        if source.random() < 0.5:
+            plan.add_reserved(index)
+            window.carry(index, None, 5)
+        else:
+            last = source.randint(5, 5 + staleness)
+            plan.resume(index, ANY, due=last == 5)
+            window.carry(index, ANY, last)
+    return plan, window
 
 
-def ask_all(plan: Plan, first: int) -> list[int]:
-    """Ask for groups from prompt `first` on while the plan wants any."""
-    asked = []
-    while plan.wants(ANY):
-        asked.append(first + len(asked))
-        plan.ask(asked[-1], ANY)
-    return asked
+@pytest.mark.parametrize("part", range(10))
+def test_window_follows_the_rule_of_its_mode(part):
+    """On 10,000 random orders of finishing."""
+    for seed in range(1000 * part, 1000 * (part + 1)):
+        source = random.Random(seed)
+        plan, window = plan_and_window(source)
+        index = 10
+        while not plan.is_full:
+            assert not window.is_full
+            while not plan.is_full and plan.wants(ANY) and source.random() < 0.9:
+                assert window.wants(ANY, 9)
+                plan.ask(index, ANY)
+                window.ask(index, ANY, 9)
+                index += 1
+            hopeless = plan.cannot_make_batch()
+            assert sorted(window.cannot_make_batch()) == sorted(hopeless)
+            plan.drop(hopeless)
+            window.drop(hopeless)
+            assert plan.wants(ANY) == window.wants(ANY, 9)
+            if not plan.open:
+                break
+            done, is_mixed = source.choice(list(plan.open)), source.random() < 0.4
+            plan.finish(done, is_mixed)
+            window.finish(done, is_mixed)
+            assert list(window.open) == list(plan.open)
+        assert window.is_full == plan.is_full and window.chosen() == plan.chosen()
 
 
-def test_sync_waits_for_earlier_groups():
-    plan = SyncPlan(2, 100)
-    ask(plan, [3, 5, 8])
-    plan.finish(5, True)
-    plan.finish(8, True)
-    assert not plan.is_full and plan.cannot_make_batch() == []
-    plan.finish(3, True)
-    assert plan.is_full and plan.chosen() == [3, 5]
+def test_a_batch_leaves_room_for_groups_that_are_due_soon():
+    """Otherwise the next batch would have more due groups than places, and drop some."""
+    window = Window(2, 100, step=5, max_staleness=2, most_untrained=6)
+    for index in (1, 2, 3):
+        window.carry(index, ANY, 6)
+    window.carry(4, None, 7)
+    window.carry(5, None, 7)
+    assert not window.is_full and window.num_awaited == 3
+    window.finish(2, True)
+    assert window.is_full and window.chosen() == [2, 4]
 
 
-def test_groups_behind_the_batch_are_cancelled_early():
-    plan = SyncPlan(2, 100)
-    ask(plan, [0, 1, 2, 3, 4])
-    plan.finish(1, True)
-    plan.finish(2, True)
-    assert plan.cannot_make_batch() == [3, 4]
-    plan.drop([3, 4])
-    plan.finish(0, True)
-    assert plan.chosen() == [0, 1]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_batch_does_not_depend_on_finishing_order(seed):
-    source = random.Random(seed)
-    indices = sorted(source.sample(range(1000), 60))
-    signals = {index: source.random() < 0.4 for index in indices}
-    expected = [index for index in indices if signals[index]][:10]
-    plan = SyncPlan(10, 100)
-    ask(plan, indices)
-    while not plan.is_full:
-        index = source.choice(list(plan.open))
-        plan.finish(index, signals[index])
-        plan.drop(plan.cannot_make_batch())
-    assert plan.chosen() == expected
-
-
-def test_sync_shortfall_returns_found_groups():
-    plan = SyncPlan(3, 4)
-    ask(plan, range(4))
-    assert not plan.wants(ANY), "the limit on requests"
-    for index, signal in enumerate([True, False, True, False]):
-        plan.finish(index, signal)
-    assert not plan.is_full and plan.chosen() == [0, 2]
-
-
-def test_rounds_are_requested_and_awaited_as_a_whole():
-    plan = RoundsPlan(2, 7, round_size=4)
-    assert ask_all(plan, 0) == [0, 1, 2, 3]
-    for index in (0, 1, 3):
-        plan.finish(index, index == 1)
-        assert not plan.wants(ANY) and not plan.is_full
-    plan.finish(2, False)
-    assert not plan.is_full
-    assert ask_all(plan, 4) == [4, 5, 6], "the second round ends at the bound"
-    for index in (6, 5, 4):
-        plan.finish(index, True)
-    assert plan.is_full and plan.chosen() == [1, 4]
-
-
-def test_partial_waits_for_groups_that_are_due():
-    plan = PartialPlan(2, 100, num_usable=8)
-    plan.resume(3, ANY, due=True)
-    plan.resume(4, ANY, due=False)
-    ask(plan, [10, 11])
-    plan.finish(10, True)
-    plan.finish(11, True)
-    assert not plan.is_full
-    plan.finish(3, True)
-    assert plan.is_full and plan.chosen() == [3, 10]
-    assert list(plan.open) == [4]
-
-
-def test_partial_stops_before_groups_go_stale():
-    assert 4 < len(ask_all(PartialPlan(4, 1000, num_usable=8), 0)) < 16
+def test_requests_leave_a_place_for_each_open_group():
+    window = Window(2, 1000, step=5, max_staleness=2, most_untrained=6)
+    sure = keep_rate(10**6, 10)
+    index = 0
+    while window.wants(sure, 7):
+        window.ask(index, sure, 7)
+        index += 1
+    assert index == 3 * 2
 
 
 def keep_rate(num_asked: int, num_mixed: int) -> KeepRate:

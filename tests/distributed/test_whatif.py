@@ -1,0 +1,147 @@
+"""`megadapo whatif` has the update's own numbers, and fp64's, at every split."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.lab.whatif.types import Variant
+from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
+from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.whatif_probes import beside_second_update, first_update, measured_twice
+
+BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
+OBJECTIVES = {
+    "own": PolicyObjective(clip_low=0.05, clip_high=0.08),
+    "same": PolicyObjective(clip_low=0.05, clip_high=0.08),
+    "gspo": PolicyObjective(ratio="sequence", clip_low=0.01, clip_high=0.01),
+    "bapo": PolicyObjective(gate="bapo"),
+    "sapo": PolicyObjective(gate="soft"),
+    "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2-cp2": {"data": 2, "context": 2, "tokens_per_micro_batch": 64},
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+}
+
+
+def make_batch():
+    batch = random_batch(RAGGED)
+    for index, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
+        first = start + batch.prompt_lengths[index]
+        batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4]
+    return batch
+
+
+@pytest.fixture(scope="module")
+def logprobs(ranks) -> np.ndarray:
+    variants = [variant(make_batch(), OBJECTIVES["own"])]
+    unused = np.zeros(len(variants[0].batch.tokens), dtype=np.float32)
+    ((_, _, found, _),) = ranks.on("qwen2-tied", measured_twice, variants, unused)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str, tuple[float, np.ndarray]]:
+    """Loss and flat gradient of each objective in float64."""
+    found = {}
+    for name, objective in OBJECTIVES.items():
+        loss, by_name = loss_and_gradients_of(models / "qwen2-tied", make_batch(), objective, BAPO)
+        found[name] = (loss, np.concatenate([by_name[key].ravel() for key in sorted(by_name)]))
+    return found
+
+
+def variant(batch, objective: PolicyObjective) -> Variant:
+    algorithm = AlgorithmConfig().model_copy(update={"objective": objective, "bapo": BAPO})
+    return Variant(algorithm=algorithm, batch=batch, num_mini_batches=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, layout):
+    """The update's for the run's own objective to the bit; fp64's where ratios differ from 1.
+
+    They would differ if one objective's gradient leaked into the next one's, if a split counted
+    tokens or copies of parameters twice, or if the passes had other shapes than the update's.
+    """
+    batch = make_batch()
+    old = logprobs + (0.15 * np.sin(np.arange(len(logprobs)))).astype(np.float32)
+    variants = [variant(batch, objective) for objective in OBJECTIVES.values()]
+    how = {"objective": OBJECTIVES["own"], **layout}
+    answers = ranks.on("qwen2-tied", measured_twice, variants, old, **how)
+    metrics, *_ = ranks.on("qwen2-tied", first_update, batch, **how)
+    first, second, _, is_shared = answers[0]
+    assert is_shared == ("pipeline" not in layout)
+    assert all(answer[:2] == (first, second) for answer in answers)
+
+    assert (first[0].loss, first[0].grad_norm) == (
+        metrics["policy/loss"],
+        metrics["policy/grad_norm"],
+    )
+    assert first[0].num_tokens == metrics["tokens/trained"] == first[0].num_moved
+    assert first[0].entropy == metrics["policy/entropy"]
+    assert (first[0].clip_low, first[0].clip_high, first[0].effective_samples) == (0.0, 0.0, 1.0)
+    assert all(one[0] == one[1] and one[0].cosine == 1.0 for one in (first, second))
+
+    own = expected["own"][1]
+    for found, (loss, gradient) in zip(second, expected.values(), strict=True):
+        norms = np.linalg.norm(gradient), np.linalg.norm(own)
+        assert found.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert found.grad_norm == pytest.approx(norms[0], rel=1e-4)
+        assert found.cosine == pytest.approx(gradient @ own / (norms[0] * norms[1]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"objective": PolicyObjective(kl_coef=0.5, kl_value="k2")},
+        {"objective": PolicyObjective(gate="bapo"), "bapo": BAPO},
+        {"importance": ImportanceConfig(high=1.1)},
+        {"importance": ImportanceConfig(stale_logprobs="rollout")},
+        {"importance": ImportanceConfig(stale_logprobs="none")},
+    ],
+    ids=["kl", "bapo", "recompute", "rollout", "none"],
+)
+def test_further_inputs_are_those_of_an_update(ranks, algorithm):
+    """Reference log-probs, searched bounds, and stale tokens under every rule, to the bit."""
+    batch = stale_batch(RAGGED)
+    own = Variant(
+        algorithm=AlgorithmConfig().model_copy(update=algorithm), batch=batch, num_mini_batches=1
+    )
+    other = variant(batch, OBJECTIVES["gspo"])
+    arguments = ([own, other], int(batch.policy_versions.max()))
+    ((found, metrics),) = ranks.on("qwen2-tied", beside_second_update, *arguments, **algorithm)
+    assert (found.loss, found.grad_norm, found.num_tokens) == (
+        *(metrics["policy/loss"], metrics["policy/grad_norm"], metrics["tokens/trained"]),
+    )
+    assert (found.clip_low, found.clip_high) == (
+        *(metrics["policy/clip_low_fraction"], metrics["policy/clip_high_fraction"]),
+    )
+
+
+def test_clips_and_effective_samples_are_counted_by_tokens(ranks, logprobs):
+    """Against counts over the tokens themselves; the second objective divides the batch in two."""
+    batch = make_batch()
+    shift = 0.15 * np.sin(np.arange(len(logprobs)))
+    old = logprobs + shift.astype(np.float32)
+    objective = PolicyObjective(clip_low=0.05, clip_high=0.08)
+    whole = variant(batch, objective)
+    variants = [whole, replace(whole, num_mini_batches=2)]
+    (_, (one, two), _, _), *_ = ranks.on("qwen2-tied", measured_twice, variants, old)
+    trained = batch.loss_weights != 0
+    ratios, advantages = np.exp(-shift[trained]), batch.advantages[trained]
+    low = (advantages < 0) & (ratios < 0.95)
+    high = (advantages > 0) & (ratios > 1.08)
+    assert low.sum() > 0 and high.sum() > 0
+    assert (one.clip_low, one.clip_high) == (low.mean(), high.mean())
+    assert (one.num_tokens, one.num_moved) == (trained.sum(), (~low & ~high).sum())
+    effective = ratios.sum() ** 2 / (ratios**2).sum() / trained.sum()
+    assert one.effective_samples == pytest.approx(effective, rel=1e-6)
+    assert (two.loss, two.grad_norm, two.cosine) == (one.loss / 2, one.grad_norm / 2, 1.0)

@@ -1,0 +1,1 @@
+"""Environments of tests, which run in worker processes."""

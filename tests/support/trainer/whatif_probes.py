@@ -1,0 +1,44 @@
+"""Measurements of `megadapo whatif` inside the trainer processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch
+from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.trainer.types import Metrics
+from tests.support.trainer.probes import build, update
+
+
+def measured_twice(
+    rendezvous, settings, variants: Sequence[Variant], old: np.ndarray
+) -> tuple[list[Measured], list[Measured], np.ndarray | None, bool]:
+    """Return the numbers with current and with given old log-probs, and the current log-probs.
+
+    The last value says whether all objectives shared one forward pass.
+    """
+    from megadapo.lab.whatif.gradients import shares_forward
+    from megadapo.lab.whatif.measure import measure
+
+    rank = build(rendezvous, settings)
+    first, logprobs = measure(rank, variants, 0, None)
+    second, _ = measure(rank, variants, 0, old)
+    return first, second, logprobs, shares_forward(rank)
+
+
+def first_update(rendezvous, settings, batch: PackedBatch) -> Metrics:
+    return update(build(rendezvous, settings), batch, step=1).metrics
+
+
+def beside_second_update(
+    rendezvous, settings, variants: Sequence[Variant], policy_version: int
+) -> tuple[Measured, Metrics]:
+    """Return the first objective's numbers after one update, and the metrics of the next one."""
+    from megadapo.lab.whatif.measure import measure
+
+    rank, batch = build(rendezvous, settings), variants[0].batch
+    update(rank, batch, step=1, policy_version=policy_version)
+    (found, *_), _ = measure(rank, variants, policy_version, None)
+    return found, update(rank, batch, step=2, policy_version=policy_version).metrics

@@ -1,0 +1,103 @@
+"""Several tools share an episode: each call goes to its own tool, and mistakes are observed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadapo.environments.adapters.toolbox import Toolbox
+from megadapo.environments.environment import Action, Environment, Observation, Task, ToolCall
+from tests.unit.environments.adapters.playing import playing, task
+
+
+class Counter(Environment):
+    """A tool of a user, which keeps a number and ends the episode at three."""
+
+    tools = ({"type": "function", "function": {"name": "count", "parameters": {}}},)
+
+    def __init__(self, *, step_size: int = 1) -> None:
+        self.size, self.number, self.is_closed = step_size, -1, False
+
+    def reset(self, task: Task) -> None:
+        self.number = 0
+
+    def step(self, action: Action) -> Observation:
+        self.number += self.size
+        message = {"role": "tool", "content": str(self.number)}
+        done = self.number >= 3
+        return Observation(messages=[message], reward=0.5, done=done, metrics={"counted": 1.0})
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+COUNTER = f"{__name__}:Counter"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    row = {"id": "1", "title": "Answer", "text": "The answer is 42."}
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(row))
+    return str(tmp_path / "corpus.jsonl")
+
+
+def test_texts_go_to_the_tool_whose_stop_text_they_end_with(corpus: str) -> None:
+    """ARPO's episodes: a search engine and a Python interpreter."""
+    toolbox = Toolbox(
+        python={"start": "<python>", "stop": "</python>"},
+        search={"start": "<search>", "stop": "</search>", "corpus": corpus},
+    )
+    with playing(toolbox, task()) as player:
+        assert toolbox.stop == ["</python>", "</search>"] and toolbox.tools == []
+        found = player.turn("<search>answer</search>")
+        assert found.text == "<result>[1] Answer\nThe answer is 42.</result>"
+        assert found.metrics == {"search/calls": 1.0}
+        assert player.turn("<python>x = 42</python>").text == "<result>(no output)</result>"
+        assert player.turn("<python>x / 2</python>").text == "<result>21.0</result>"
+        assert player.turn("<python>x</search>").text == ""
+        assert player.turn("The answer is 21.").done
+
+
+def test_the_longest_stop_text_counts() -> None:
+    toolbox = Toolbox(mark={"stop": ">"}, calculator={"start": "<c>", "stop": "</c>"})
+    with playing(toolbox, task()) as player:
+        assert player.turn("<c>1+1</c>").text == "<result>2</result>"
+        assert player.turn("x>").metrics == {"mark/calls": 1.0}
+
+
+def test_tool_calls_of_a_turn_are_answered_in_order(corpus: str) -> None:
+    toolbox = Toolbox(python={}, search={"corpus": corpus}, **{COUNTER: {"step_size": 2}})
+    calls = [
+        ToolCall(name="count", arguments={}),
+        ToolCall(name="python", arguments={"code": "6 * 7"}),
+        ToolCall(name="browse", arguments={"url": "x"}),
+        ToolCall(name="search", arguments={"query": "answer", "num": "1"}),
+    ]
+    with playing(toolbox, task()) as player:
+        names = [tool["function"]["name"] for tool in toolbox.tools]
+        assert names == ["python", "search", "count"]
+        found = player.turn("text", calls)
+        assert [message["content"] for message in found.messages] == [
+            "2",
+            "42",
+            'Error: there is no tool "browse"; the tools are python, search, count',
+            'Error: search: argument "num" must be {"type": "integer"}, not "1"',
+        ]
+        assert (found.reward, found.done) == (0.5, False)
+        counted = {f"{COUNTER}/counted": 1.0, "python/calls": 1.0, "search/calls": 1.0}
+        assert found.metrics == counted
+        found = player.turn("", [calls[0], calls[0]])
+        assert (found.reward, found.done, found.metrics[f"{COUNTER}/counted"]) == (1.0, True, 2.0)
+        assert player.turn("").done
+        (message,) = player.turn("", problem="no JSON").messages
+        assert message["content"] == "Error: no JSON"
+        (message,) = player.turn("", [ToolCall(name="\ud800", arguments={})]).messages
+        assert message["content"].startswith('Error: there is no tool "\\ud800"')
+    assert toolbox._members[COUNTER].is_closed
+
+
+def test_tools_that_cannot_be_told_apart_are_refused(corpus: str) -> None:
+    with pytest.raises(ValueError, match="same stop text or the same name"):
+        Toolbox(mark={"stop": "</c>"}, calculator={"stop": "</c>"})
+    with pytest.raises(ValueError, match="same stop text or the same name"):
+        Toolbox(**{"python": {}, "megadapo.environments.adapters.python_tool:PythonTool": {}})

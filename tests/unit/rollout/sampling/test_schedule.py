@@ -1,0 +1,224 @@
+"""Runs whose batches follow the engines' speed: repeated by their schedule, and resumed."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal
+from megadapo.rollout.sampling.schedule import WEIGHTS_DIGITS, Schedule, Take
+from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
+from tests.support.rollout.groups import payloads
+from tests.support.rollout.samplers import contents, make_sampler, saved_state
+from tests.support.rollout.scripted_engines import AtOnce, Slowly
+
+ASYNC = {"mode": "async", "max_staleness": 2, "num_prompts": 1000}
+PARTIAL = {"mode": "partial", "max_staleness": 2, "num_prompts": 1000}
+
+
+class Run:
+    """A run of sampler and engines, whose driver may be killed and resumed."""
+
+    def __init__(
+        self,
+        mode,
+        clock,
+        schedule,
+        *,
+        state=None,
+        version=0,
+        weights="start",
+        journal=None,
+        executor=AtOnce,
+        **engines,
+    ):
+        self.engines = ClockedEngines(clock, **engines)
+        self.engines.policy_version = version
+        self.schedule, self.clock = schedule, clock
+        self.sampler = make_sampler(
+            self.engines,
+            saved_groups="all",
+            sampler={"schedule": schedule, "new_executor": executor, "journal": journal},
+            **mode,
+        )
+        if state is not None:
+            self.sampler.load_state_dict(json.loads(state))
+        self.weights = weights
+        self.batches, self.states, self.fingerprints = [], [], []
+        self.sampler.cut()
+        self.sampler.go_on(version, weights)
+
+    def steps(self, number, *, resizes=False):
+        for _ in range(number):
+            self.step(resizes=resizes)
+        return self.batches
+
+    def step(self, *, resizes=False, num_turns=None):
+        while not self.sampler.can_take:
+            self.sampler.turn()
+        batch = self.sampler.take()
+        self.batches.append(batch)
+        if self.sampler.config.overlaps:
+            # the trainer's time, in turns of the engines
+            for _ in range(self.clock.randint(0, 6) if num_turns is None else num_turns):
+                self.sampler.turn()
+            while not self.sampler.can_cut:
+                self.sampler.turn()
+        if resizes:
+            self.engines.resize(self.clock.randint(1, 3))
+        self.sampler.cut()
+        version = self.engines.policy_version = self.engines.policy_version + 1
+        self.weights = weights_after(version, batch)
+        self.sampler.go_on(version, self.weights)
+        self.fingerprints.append(self.weights)
+        if self.sampler.config.overlaps and self.sampler.config.carries:
+            # the driver saves its state while the sampler's thread has gone on
+            for _ in range(self.clock.randint(0, 2)):
+                self.sampler.turn()
+        self.states.append(json.dumps(saved_state(self.sampler)))
+
+
+def repeated(source, path):
+    return Schedule(path, source=source)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 100))]
+)
+def test_random_schedule_is_repeated(seed, tmp_path):
+    """One to three engines at random speeds, which join, leave and lose their groups, slow scoring,
+    and a driver that is killed, whose journal has some groups: the repetition, which has none of
+    these, has the batches, weights and records of what happened."""
+    clock = random.Random(seed)
+    mode = clock.choice([ASYNC, ASYNC, PARTIAL]) | {"max_staleness": clock.randint(2, 4)}
+    mode |= clock.choice([{}, {}, {"rest_after": 1, "num_prompts": 40}])
+    engines = {"num_engines": clock.randint(1, 3), "loss": clock.choice([0.0, 0.02, 0.1])}
+    if clock.random() < 0.5:
+        engines |= {"executor": lambda: Slowly(clock)}
+    engines |= {"journal": Journal(tmp_path, "settings")}
+    resizes, num_steps = clock.random() < 0.5, 8
+    run = Run(mode, clock, Schedule(tmp_path / "a"), **engines)
+    batches, weights, states = run.steps(num_steps, resizes=resizes), run.fingerprints, run.states
+    for _ in range(clock.randint(0, 2)):
+        # killed at a publication, and resumed from an earlier checkpoint, maybe without its last
+        # record; it repeats its own schedule and goes on
+        saved = clock.randint(1, num_steps - 1)
+        state, at = states[saved - 1], weights[saved - 1]
+        run.schedule.close()
+        if clock.random() < 0.5:
+            (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-3])
+        engines |= {"num_engines": clock.randint(1, 3), "version": saved, "weights": at}
+        run = Run(mode, clock, Schedule(tmp_path / "a"), state=state, **engines)
+        batches = batches[:saved] + run.steps(num_steps - saved, resizes=resizes)
+        weights = weights[:saved] + run.fingerprints
+        states = states[:saved] + run.states
+    run.schedule.close()
+    other = random.Random(1000 + seed)
+    source = repeated(tmp_path / "a", tmp_path / "b")
+    again = Run(mode, other, source, num_engines=1 + seed % 3, slots=21)
+    assert contents(again.steps(num_steps)) == contents(batches)
+    assert again.fingerprints == weights
+    again.schedule.close()
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+SMALL = {"num_prompts": 40, "rest_after": 1}
+"""Prompts that are asked again after few steps, and rest when they are solved."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"mode": "rounds", "prompts_per_round": 24},
+        {"mode": "one_step_off", "max_staleness": 1},
+        PARTIAL | SMALL,
+        ASYNC | SMALL,
+    ],
+    ids=["sync", "rounds", "one_step_off", "partial", "async"],
+)
+def test_run_resumed_at_a_cut_equals_an_undisturbed_one(mode, tmp_path):
+    """State that a checkpoint lacks, or that decoding changes, would show in a later batch.
+
+    The resumed run has other engines, so only state, seed and schedule can be what repeats it.
+    """
+    mode, num_steps = SMALL | mode, 6
+    first = Run(mode, random.Random(1), Schedule(tmp_path / "a"), num_engines=2)
+    expected = contents(first.steps(num_steps))
+    first.schedule.close()
+    carries = first.sampler.config.carries
+    for at in range(1, num_steps):
+        path = shutil.copy(tmp_path / "a", tmp_path / f"from-{at}")
+        state, known = first.states[at - 1], first.fingerprints[at - 1]
+        engines = {"num_engines": 1 + at % 3, "slots": 21, "version": at, "weights": known}
+        resumed = Run(mode, random.Random(at), Schedule(path), state=state, **engines)
+        if carries:
+            assert json.dumps(saved_state(resumed.sampler)) == state, "decoding changed the state"
+        assert contents(resumed.steps(num_steps - at)) == expected[at:]
+        assert resumed.fingerprints == first.fingerprints[at:]
+        resumed.schedule.close()
+        assert path.read_bytes() == (tmp_path / "a").read_bytes()
+        # each step has a take and a cut, and weights are also published before the first
+        assert resumed.schedule.position == (2 * num_steps + 1 if carries else 0)
+
+
+def test_async_trains_every_mixed_group_once_and_none_too_old():
+    mode, oldest = ASYNC | {"max_staleness": 3}, 0
+    for seed in range(6):
+        run = Run(mode, random.Random(seed), Schedule(), num_engines=3, slots=90)
+        batches = run.steps(14)
+        trained = [group.prompt_index for batch in batches for group in batch.groups]
+        assert len(trained) == len(set(trained)) == 14 * 8
+        for version, batch in enumerate(batches):
+            assert batch.num_dropped == batch.num_stopped == 0
+            ages = [version - group.oldest_version for group in batch.groups]
+            oldest = max(oldest, *ages)
+            assert max(ages) <= 3
+        state = json.loads(run.states[-1])
+        waiting = {entry["prompt_index"] for entry in state["reserve"]["open"]}
+        seen = {s.group.prompt_index for b in batches for s in b.saved}
+        assert set(range(state["cursor"]["next_index"])) <= seen | waiting | {
+            entry["prompt_index"] for entry in state["counters"]["stats"]
+        }
+    assert oldest == 3, "groups were awaited although a later step may train on them"
+
+
+def test_records_name_the_batches_and_weights(tmp_path):
+    """A digest of other groups would repeat too, and so compare nothing that is trained.
+
+    Journals are deleted by their version, and used by their weights.
+    """
+    schedule, journal = Schedule(), Journal(tmp_path, "settings")
+    run = Run(ASYNC, random.Random(0), schedule, num_engines=2, journal=journal)
+    batches, takes, cuts = run.steps(4), [], []
+    for position in range(schedule.position):
+        schedule.resume_at(position)
+        record = schedule.next
+        if isinstance(record, Take):
+            takes.append((record.step, set(record.digests)))
+        else:
+            cuts.append((record.policy_version, record.weights))
+    groups = [{group.prompt_index for group in batch.groups} for batch in batches]
+    assert takes == list(enumerate(groups, start=1))
+    weights = [one[:WEIGHTS_DIGITS] for one in ("start", *run.fingerprints)]
+    assert cuts == list(enumerate(weights))
+    known = [json.loads(payloads(path)[0]) for path in (tmp_path / JOURNAL_FOLDER).iterdir()]
+    known = {header["policy_version"]: header["weights"] for header in known}
+    assert len(known) > 2
+    assert known.items() <= dict(enumerate(("start", *run.fingerprints))).items()
+
+
+def test_fast_engines_do_not_make_tokens_old():
+    """Catches engines that fill the whole staleness with batches for which no one waits."""
+    run = Run(ASYNC | {"max_staleness": 4}, random.Random(1), Schedule(), slots=600)
+    run.engines._speeds = [12]
+    for _ in range(14):
+        run.step(num_turns=60)
+    ages = [
+        version - group.oldest_version
+        for version, batch in enumerate(run.batches)
+        for group in batch.groups
+    ]
+    # the first batches were requested before anything was known of the engines' speed
+    assert max(ages[:48]) == 3 and max(ages[48:]) == 2
