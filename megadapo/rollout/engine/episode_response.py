@@ -151,10 +151,6 @@ class EpisodeResponse(InFlightResponse):
         outcome = await self._unless_stopped(asked)
         if outcome is None:
             return
-        is_there = self._until is not None and len(response.token_ids) >= self._until
-        if is_there and outcome.observation is not None and not outcome.observation.done:
-            # the run that is repeated was stopped before this answer
-            return
         self._observe(outcome, ids)
 
     def _observe(self, outcome: Outcome, turn_ids: Sequence[int]) -> None:
@@ -163,6 +159,9 @@ class EpisodeResponse(InFlightResponse):
         observation, ids = outcome.observation, []
         if observation is None:
             self._fail(outcome.failure or "")
+            return
+        if self._until is not None and len(self._token_ids) >= self._until and not observation.done:
+            # the run that is repeated was stopped before this answer
             return
         num_left = self._num_left(self._token_ids)
         if not observation.done:
