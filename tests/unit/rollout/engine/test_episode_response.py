@@ -106,6 +106,7 @@ class Play:
             tool_parser=parser,
         )
         self.host = EpisodeHost([self.config], tmp_path / "journal")
+        self.closes = False
 
     async def __aenter__(self):
         await self.host.start()
@@ -114,6 +115,11 @@ class Play:
 
     async def __aexit__(self, *error):
         await self.host.stop()
+
+    def close(self, names):
+        """Close episodes if the test wants it, as engines do in a task of the host's loop."""
+        if self.closes:
+            asyncio.ensure_future(self.host.close(names))
 
     @property
     def actions(self):
@@ -129,7 +135,7 @@ class Play:
         remote = {
             name: SimpleNamespace(remote=getattr(self.host, name)) for name in ("open", "step")
         }
-        closed = SimpleNamespace(remote=lambda names: None)
+        closed = SimpleNamespace(remote=self.close)
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         settings = SamplingSettings(
             temperature=1.0, top_p=1.0, max_tokens=max_tokens, stop_ids=(end,)
@@ -246,6 +252,44 @@ def test_failure_of_the_environment_gives_no_score(tmp_path, tokenizer, failing)
             assert again.finish_reason == "failed" and len(play.actions) == failing
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("recovery", ["replay", "state"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failed_response_continues_where_its_environment_failed(
+    tmp_path, tokenizer, failing, recovery
+):
+    """Catches a second try that samples answered turns again, or has other tokens."""
+    texts = ["one", "two", "three"]
+
+    async def run(folder, **options):
+        (tmp_path / folder).mkdir()
+        async with Play(tmp_path / folder, tokenizer, recovery=recovery, **options) as play:
+            play.closes = True
+            found, policy = None, Policy(tokenizer, *texts)
+            while found is None or found.finish_reason == "failed":
+                begun = None
+                if found is not None:
+                    group = OpenGroup(
+                        key=0,
+                        prompt_ids=(1, 2),
+                        seeds=(5,),
+                        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=400),
+                        responses=(found,),
+                    )
+                    [begun] = group.repeat_failures().responses
+                found = await play.finish(policy, begun=begun)
+            return found, policy.prompts, play.actions
+
+    plain, prompts, _ = asyncio.run(run("plain"))
+    found, again, actions = asyncio.run(run("failing", failing=failing, num_failures=2))
+    assert found.finish_reason == "stop" and found.failure is None
+    assert found.token_ids.tolist() == plain.token_ids.tolist() and again == prompts
+    assert [one.end for one in found.turns] == [one.end for one in plain.turns]
+    assert found.episode_return == 6.0
+    repeated = texts[: failing - 1] if recovery == "replay" else []
+    tries = [*repeated, texts[failing - 1]]
+    assert actions == [*texts[:failing], *tries, *tries, *texts[failing:]]
 
 
 def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
