@@ -81,9 +81,7 @@ def requests_of(recovery):
     """Return the requests of prompts that are all played in an environment."""
     config = EnvironmentConfig(environment="games:Sum", recovery=recovery)
     description = EnvironmentDescription("Sum", (), (), "{}")
-    return EpisodeRequests(
-        environments=[(config, description)], tokenizer=PlainTokenizer(), seed=0
-    )
+    return EpisodeRequests(environments=[(config, description)], tokenizer=PlainTokenizer(), seed=0)
 
 
 class SumOfDigits(RightAtLeast):

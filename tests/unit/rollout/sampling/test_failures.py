@@ -1,7 +1,6 @@
 """Responses without a score: they leave their groups, and outages of rewards cost only time."""
 
 import random
-import zlib
 from contextlib import closing
 from dataclasses import replace
 
