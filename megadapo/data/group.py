@@ -21,6 +21,8 @@ RewardParts = tuple[tuple[str, float], ...]
 """(name, value) of each part of a reward."""
 FAILED = "failed"
 """Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
+FAILURES = "failures"
+"""Area of the numbers of failures of an environment, each by its kind of cause."""
 INTERRUPTED = "interrupted"
 """Cause of the failure of an episode that a restart interrupted and that must not be repeated."""
 MIN_RESPONSES = 2

@@ -14,10 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megadapo.data.group import FAILED, MIN_RESPONSES, Failure, Group, Response, Score
+from megadapo.data.group import FAILED, FAILURES, MIN_RESPONSES, Failure, Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
 from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.episodes.types import CAUSES, cause_of
 from megadapo.rollout.types import EpisodeRequest, OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
@@ -115,6 +116,7 @@ class ScoringPool:
         """Identities of the groups whose scores are wanted; read by the scoring threads."""
         self._num_repeats: Counter[int] = Counter()
         """Number of repeats by key of an open group."""
+        self._failures: Counter[str] = Counter()
 
     def close(self) -> None:
         """End all scoring, also of groups that wait for the end of an outage."""
@@ -134,6 +136,11 @@ class ScoringPool:
         with self._lock:
             seconds, self._reward_seconds = self._reward_seconds, 0.0
         return seconds
+
+    def take_failures(self) -> dict[str, float]:
+        """Return the failures of environments since the last call, by name and kind of cause."""
+        failures, self._failures = self._failures, Counter()
+        return {name: float(number) for name, number in sorted(failures.items())}
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send groups to the engines."""
@@ -201,6 +208,7 @@ class ScoringPool:
             answered = self._scoring.pop(future)
             self._wanted.discard(id(answered))
             group = future.result()
+            self._count_failures(answered, group.prompt)
             if self._must_repeat(answered, len(group.responses)):
                 self._num_repeats[answered.key] += 1
                 repeated.append(answered.repeat_failures())
@@ -210,6 +218,13 @@ class ScoringPool:
             self._engines.submit(repeated)
         self._forget([group.prompt_index for group in groups])
         return groups
+
+    def _count_failures(self, group: OpenGroup, prompt: Prompt) -> None:
+        for one in group.responses:
+            if one.failure is not None:
+                self._scorer.count_failure(one.failure, prompt)
+                kind = CAUSES.get(cause_of(one.failure.reason), "exception")
+                self._failures[f"{one.failure.function}/{FAILURES}/{kind}"] += 1
 
     def _must_repeat(self, group: OpenGroup, num_left: int) -> bool:
         """Return whether a group asks its environment again, as it has too few responses left."""
@@ -224,9 +239,6 @@ class ScoringPool:
         prompt, responses = self._prompt_of(group.key), group.responses
         assert not group.is_unfinished, f"group {group.key} has an unfinished response"
         answered = [one for one in responses if one.failure is None]
-        for one in responses:
-            if one.failure is not None:
-                self._scorer.count_failure(one.failure, prompt)
         scored = iter(self._scores(group, prompt, answered) if answered else [])
         # a response whose environment failed has no score
         scores = [

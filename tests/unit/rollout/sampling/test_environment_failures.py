@@ -6,17 +6,21 @@ import zlib
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megadapo.data.group import Failure
+from megadapo import environments
+from megadapo.data.group import INTERRUPTED, Failure
 from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.process import LOST
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.scorer import Scorer
+from megadapo.rollout import episodes
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.episodes.types import EnvironmentDescription
+from megadapo.rollout.episodes.types import CAUSES, EnvironmentDescription
 from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.rollout.sampling.scoring import MAX_REPEATS
@@ -77,6 +81,23 @@ def test_failures_of_environments_are_counted_by_cause(caplog):
     assert re.fullmatch(rf"environment Sum, prompt id-\d+: {re.escape(NO_SERVER)}", told)
 
 
+def test_every_cause_has_a_kind():
+    """Catches a cause that metrics would count as an exception."""
+    sources = [
+        path.read_text()
+        for folder in (environments, episodes)
+        for path in Path(folder.__path__[0]).glob("*.py")
+    ]
+    raised = {
+        cause
+        for source in sources
+        for pattern in (r'CallError\(\s*"([^"]+)"', r'"cause": "([^"]+)"', r'cause = "([^"]+)"')
+        for cause in re.findall(pattern, source)
+    }
+    assert len(raised) > 8 and raised <= CAUSES.keys()
+    assert {LOST, INTERRUPTED} <= CAUSES.keys()
+
+
 def requests_of(recovery):
     """Return the requests of prompts that are all played in an environment."""
     config = EnvironmentConfig(environment="games:Sum", recovery=recovery)
@@ -114,6 +135,9 @@ def test_group_that_environments_empty_is_asked_again(mode):
     assert [batch.num_unscored, batch.num_excluded] == [0, 0]
     assert set(broken.asked) == set(plain.asked)
     assert max(Counter(broken.asked).values()) == 1 + MAX_REPEATS
+    num_again = len(broken.asked) - len(plain.asked)
+    assert batch.failures == {"environment/Sum/failures/exception": 3.0 * num_again}
+    assert expected.failures == {}
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "partial", "max_staleness": 1}])
