@@ -209,7 +209,8 @@ them out.
 
 Each entry of `rollout.environments` adds the means of its episodes: `environment/NAME/return`,
 `environment/NAME/turns`, `environment/NAME/seconds` for the time that it took, and every number
-that it counts; `environment/NAME/failed` is the share of responses that it failed on, which have no
+that it counts; `environment/NAME/out_of_turns` is the share of episodes that ended at `max_turns`,
+which are not truncated; `environment/NAME/failed` is the share of responses that it failed on, which have no
 score. `environment/NAME/failures/KIND` is the number of its failures in the step, those after which
 a response was asked again included, by kind of cause: failure (`EnvironmentFailure`), exception,
 timeout, lost_process, no_capacity (of memory or threads) and not_continued (an episode that cannot

@@ -285,6 +285,7 @@ def _with_parts(score: Score, response: Response, episode: EpisodeRequest | None
         "return": response.episode_return,
         "turns": float(len(response.actions)),
         "seconds": math.fsum(turn.seconds for turn in response.turns),
+        "out_of_turns": float(response.finish_reason == "max_turns"),
         FAILED: 0.0,
         **dict(response.metrics),
     }

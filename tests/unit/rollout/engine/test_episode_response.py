@@ -305,11 +305,21 @@ def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
     asyncio.run(run())
 
 
-def test_limits_end_a_response_as_truncated(tmp_path, tokenizer):
+def test_episode_out_of_turns_is_complete(tmp_path, tokenizer):
+    """Catches a lost game that is masked as truncated, or is longer by what no turn reads."""
+
     async def run():
         async with Play(tmp_path, tokenizer, max_turns=2) as play:
             found = await play.finish(Policy(tokenizer, "one", "two"))
-            assert found.finish_reason == "length" and len(found.actions) == 2
+            assert found.finish_reason == "max_turns" and not found.truncated
+            text = f"one<|im_end|>{user_turn('turn 1')}two<|im_end|>"
+            assert tokenizer.decode(found.token_ids) == text
+            assert len(found.actions) == 2 and found.episode_return == 3.0
+            whole = len(found.token_ids)
+            again = await play.finish(Policy(tokenizer, "one", "two"), seed=6, max_tokens=whole)
+            assert again.finish_reason == "max_turns"
+            cut = await play.finish(Policy(tokenizer, "one", "two"), seed=7, max_tokens=whole - 1)
+            assert cut.finish_reason == "length" and cut.truncated
 
     asyncio.run(run())
 

@@ -8,9 +8,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megadapo import environments
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.group import INTERRUPTED, Failure
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.process import LOST
@@ -258,6 +261,33 @@ def test_run_without_the_failures_repeats_one_that_asked_again(seed, tmp_path):
     again, none = run(random.Random(100 + seed), 0.0, source)
     assert again == expected and not none
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+class Losing(ScriptedEngines):
+    """Engines whose longest responses end because their environment takes no further action."""
+
+    def finished(self, timeout_s=None):
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(one, finish_reason="max_turns") if one.truncated else one
+                    for one in group.responses
+                ),
+            )
+            for group in super().finished(timeout_s)
+        ]
+
+
+def test_lost_games_are_counted_and_trained_on():
+    """Catches a lost game that is masked or counted as truncated."""
+    batch = played(Losing(), selection="all").next_batch()
+    responses = [one for group in batch.groups for one in group.responses]
+    lost = [one.finish_reason == "max_turns" for one in responses]
+    assert 0 < sum(lost) < len(lost) and batch.truncated_fraction == 0.0
+    assert batch.reward_parts["environment/Sum/out_of_turns"] == pytest.approx(np.mean(lost))
+    weights = loss_weights(batch.groups, AlgorithmConfig(overlong_filtering=True))
+    assert (weights > 0).all()
 
 
 def test_step_that_environments_stop_names_environment_cause_and_remedy():
