@@ -105,7 +105,9 @@ class EpisodeHost:
         parent: str | None,
     ) -> Opened:
         if self._weights is None:
-            return Opened(None, (), "wrong call: open comes before begin")
+            # without a trainer no caller begins, as the weights stay the same
+            self.begin(0, "")
+            assert self._weights is not None
         config = self._configs[environment]
         episode = self._episodes.get(name)
         if episode is None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megadapo.rollout.episodes.host import EpisodeHost
 from megadapo.rollout.episodes.types import cause_of
 from megadapo.rollout.journal import record_log
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
@@ -76,6 +77,24 @@ def test_step_that_was_done_is_answered_and_not_repeated(tmp_path):
             assert len(actions(tmp_path, name)) == 4
 
     with_host(all_counting(tmp_path, *RECOVERIES), run)
+
+
+def test_host_without_a_trainer_needs_no_weights(tmp_path):
+    """Catches `megadapo rollout`, or an evaluation that a restart continues before any update,
+    whose episodes all fail."""
+
+    async def run():
+        host = EpisodeHost([counting(tmp_path)], tmp_path / "journal")
+        try:
+            await host.start()
+            await host.open("a", 0, task_of("a"))
+            assert await play(host, 0, 2) == ANSWERS[:2]
+            host.begin(7, "weights")
+            assert await play(host, 2, 3) == ANSWERS[2:3]
+        finally:
+            await host.stop()
+
+    asyncio.run(run())
 
 
 def test_open_waits_for_a_step_whose_engine_died(tmp_path):
