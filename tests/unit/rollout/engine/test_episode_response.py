@@ -159,6 +159,10 @@ class Play:
         return one.response()
 
 
+def call_of(arguments, name="f"):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
 def user_turn(text):
     return f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -470,15 +474,23 @@ def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
         ('<tool_call>{"name": "f", "arguments": {"x": 1}', 0, 1),
         ("<tool_call>not JSON</tool_call>", 0, 1),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', 0, 1),
+        (call_of('{"x": ' + "[" * 900 + "]" * 900 + "}"), 0, 1),
+        (call_of('{"x": ' + "[" * 60 + "]" * 60 + "}"), 1, 0),
+        (call_of('{"x": ' + "[" * 20_000), 0, 1),
+        (call_of('{"\\ud83d": 1}'), 0, 1),
+        (call_of("{}", name="\\ud83d"), 0, 1),
         ("no call", 0, 0),
     ],
 )
 def test_calls_are_read_by_vllms_parser(tmp_path, tokenizer, text, calls, bad):
-    """A call that cannot be read is the model's mistake, which its environment hears of."""
+    """A call that cannot be read is the model's mistake, which its environment hears of.
+
+    Deep arguments, and half of a surrogate pair, would end the engine or fail the environment.
+    """
 
     async def run():
         async with Play(tmp_path, tokenizer, length=1, parser="hermes") as play:
-            found = await play.finish(Policy(tokenizer, text))
+            found = await play.finish(Policy(tokenizer, text), max_tokens=10**6)
             assert dict(found.metrics) == {"calls": calls, "bad": bad}
 
     asyncio.run(run())
