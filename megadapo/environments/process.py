@@ -194,18 +194,19 @@ class EnvironmentProcess:
         problem = ""
         try:
             while line := await self._process.stdout.readline():
-                reply = json.loads(line)
+                reply = _read_reply(line)
                 future = self._calls.pop(reply["number"], None)
                 if future is not None and not future.done():
                     future.set_result(reply)
-        except (KeyError, TypeError, ValueError) as error:
+        except (RecursionError, ValueError) as error:
             problem = f"its reply cannot be read: {error!r}"
         self._kill()
         code = await self._process.wait()
         # children in other groups may keep the pipe open
         await asyncio.wait([log], timeout=END_S)
         log.cancel()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        names = {one.value: one.name for one in signal.Signals}
+        how = f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
         self._end = self._end or problem or " ".join([how, self._printed()]).strip()
         for future in self._calls.values():
             if not future.done():
@@ -234,6 +235,19 @@ class EnvironmentProcess:
     def _printed(self) -> str:
         text = b" / ".join(self._tail).decode(errors="replace")[-_SHOWN_CHARACTERS:]
         return f"(last printed: {text})" if text else ""
+
+
+def _read_reply(line: bytes) -> dict[str, Any]:
+    """Return a reply: a number, and either a value, or a cause and an error.
+
+    Raises:
+        RecursionError, ValueError: the line is none, as something else has written to the pipe.
+    """
+    reply = json.loads(line)
+    if isinstance(reply, dict) and isinstance(reply.get("number"), int):
+        if "value" in reply or {"cause", "error"} <= reply.keys():
+            return reply
+    raise ValueError(f"{line[:40]!r} is no reply")
 
 
 def _environment(config: EnvironmentConfig) -> dict[str, str]:

@@ -303,10 +303,13 @@ def _take_stdin() -> BinaryIO:
 
 
 def _read(requests: BinaryIO, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    for line in requests:
-        loop.call_soon_threadsafe(worker.take, json.loads(line))
-    # the host has ended: so do this process and those that the environment has started
-    os.killpg(0, signal.SIGKILL)
+    try:
+        for line in requests:
+            loop.call_soon_threadsafe(worker.take, json.loads(line))
+    finally:
+        # the host has ended, or the environment has closed the pipe: so this process ends, and all
+        # that the environment has started
+        os.killpg(0, signal.SIGKILL)
 
 
 async def _set_alarms(limit_s: float) -> None:
