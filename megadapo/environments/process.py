@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megadapo.environments import worker
 from megadapo.environments.config import EnvironmentConfig
@@ -241,13 +241,15 @@ def _read_reply(line: bytes) -> dict[str, Any]:
     """Return a reply: a number, and either a value, or a cause and an error.
 
     Raises:
-        RecursionError, ValueError: the line is none, as something else has written to the pipe.
+        RecursionError, ValueError: something else has written to the pipe.
     """
     reply = json.loads(line)
-    if isinstance(reply, dict) and isinstance(reply.get("number"), int):
-        if "value" in reply or {"cause", "error"} <= reply.keys():
-            return reply
-    raise ValueError(f"{line[:40]!r} is no reply")
+    is_whole = isinstance(reply, dict) and (
+        reply.keys() >= {"number", "value"} or reply.keys() >= {"number", "cause", "error"}
+    )
+    if not is_whole or not isinstance(reply["number"], int):
+        raise ValueError(f"{line[:40]!r} is no reply")
+    return cast(dict[str, Any], reply)
 
 
 def _environment(config: EnvironmentConfig) -> dict[str, str]:

@@ -210,11 +210,12 @@ them out.
 Each entry of `rollout.environments` adds the means of its episodes: `environment/NAME/return`,
 `environment/NAME/turns`, `environment/NAME/seconds` for the time that it took, and every number
 that it counts; `environment/NAME/out_of_turns` is the share of episodes that ended at `max_turns`,
-which are not truncated; `environment/NAME/failed` is the share of responses that it failed on, which have no
-score. `environment/NAME/failures/KIND` is the number of its failures in the step, those after which
-a response was asked again included, by kind of cause: failure (`EnvironmentFailure`), exception,
-timeout, lost_process, no_capacity (of memory or threads) and not_continued (an episode that cannot
-be repeated or has lost its records). A step leaves out kinds without failures.
+which are not truncated; `environment/NAME/failed` is the share of responses that it failed on,
+which have no score. `environment/NAME/failures/KIND` is the number of its failures in the step,
+those after which a response was asked again included, by kind of cause: failure
+(`EnvironmentFailure`), exception, timeout, lost_process, no_capacity (of memory or threads) and
+not_continued (an episode that cannot be repeated or has lost its records). A step leaves out kinds
+without failures.
 
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
 `eval/accuracy`, which is their mean. `megadapo sft` and `megadapo reward-model` have

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_DEPTH = 64
-"""Levels of a call's arguments; with hundreds, copies and encodings of them exceed Python's stack."""
+"""Levels of a call's arguments; with hundreds, copies of them exceed Python's stack."""
 
 
 class EpisodeClient:

@@ -141,7 +141,11 @@ class EpisodeHost:
 
     async def close(self, episodes: Sequence[str]) -> None:
         """Release the objects of episodes that have ended or are not wanted; records stay."""
-        closing = [self._episodes.pop(name) for name in set(episodes) if name in self._episodes]
+        names = set(episodes) & self._episodes.keys()
+        closing = [self._episodes.pop(name) for name in names]
+        if self._journal is not None:
+            for name in names:
+                self._journal.forget(name)
         await self._finish(asyncio.gather(*(episode.close() for episode in closing)))
 
     async def until_stopped(self) -> None:

@@ -129,12 +129,15 @@ def _pipes():
 
 
 class ObedientCoroutine(Obedient):
-    """Sleeps without a thread."""
+    """Sleeps without a thread, or in one that its coroutine has started."""
 
     async def step(self, action):
         if action.text.startswith("sleep "):
             await asyncio.sleep(float(action.text.split()[1]))
             return say("slept")
+        if action.text.startswith("thread "):
+            await asyncio.to_thread(time.sleep, float(action.text.split()[1]))
+            return say("slept in a thread")
         return super().step(action)
 
 

@@ -119,6 +119,24 @@ def test_process_with_many_hanging_threads_is_replaced(monkeypatch):
     assert not _runs(before)
 
 
+def test_process_without_free_threads_is_replaced():
+    """Catches threads of coroutines that hang for good: nothing of the process works any more."""
+
+    async def play(host):
+        names = [f"{number}" for number in range(60)]
+        await asyncio.gather(*(host.open(one, 0, task_of(one)) for one in names))
+        hanging = (host.step(one, 0, turn_of("thread 300")) for one in names)
+        failures = {outcome.failure for outcome in await asyncio.gather(*hanging)}
+        assert failures == {"timeout: step took longer than 1 s"}
+        opened = await host.open("new", 0, task_of("new"))
+        assert opened.failure is None
+        return content_of(await host.step("new", 0, turn_of("thread 0")))
+
+    # 32 threads, and 8 that may hang
+    config = config_of("ObedientCoroutine", timeout_s=1.0, memory_mib=1024)
+    assert with_host([config], play) == "slept in a thread"
+
+
 def test_process_that_answers_nothing_is_replaced(monkeypatch):
     """`9**9**9` is one instruction: no thread of the process runs any more."""
     monkeypatch.setattr("megadapo.environments.process.PING_S", 0.5)
