@@ -155,10 +155,6 @@ class EpisodeResponse(InFlightResponse):
         outcome = await self._unless_stopped(asked)
         if outcome is None:
             return
-        is_there = self._until is not None and len(response.token_ids) >= self._until
-        if is_there and outcome.observation is not None and not outcome.observation.done:
-            # the run that is repeated was stopped before this answer
-            return
         self._observe(outcome, ids)
 
     def _observe(self, outcome: Outcome, turn_ids: Sequence[int]) -> None:
@@ -173,6 +169,9 @@ class EpisodeResponse(InFlightResponse):
         is_last = num_calls >= self._request.max_turns and observation.text is None
         # the model reads nothing behind its last turn
         if not observation.done and not is_last:
+            if self._until is not None and len(self._token_ids) >= self._until:
+                # the run that is repeated was stopped before this answer
+                return
             try:
                 num_left = self._num_left(self._token_ids)
                 ids = self._episode.ids_of(observation, turn_ids)[:num_left]

@@ -512,5 +512,11 @@ def test_response_of_a_repeated_run_stops_at_until(tmp_path, tokenizer):
                 assert found.token_ids.tolist() == ids[:end]
                 is_whole = until >= len(ids)
                 assert found.finish_reason == ("stop" if is_whole else "unfinished")
+                # an engine that died after that leaves its turns in the host's records
+                num_acted = sum(action.stop <= until for action in whole.actions)
+                policy = Policy(tokenizer, *("one", "two")[num_acted:])
+                again = await play.finish(policy, seed=100 + until, until=until)
+                assert again.token_ids.tolist() == ids[:end]
+                assert again.finish_reason == found.finish_reason
 
     asyncio.run(run())
