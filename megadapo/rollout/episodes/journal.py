@@ -109,16 +109,12 @@ class EpisodeRecord:
     def from_json(cls, entry: Mapping[str, Any], serial: int) -> EpisodeRecord:
         observation = entry["observation"] and Observation(**entry["observation"])
         record = cls(entry["identity"], True, observation, entry["state"], serial=serial)
-        for turn in entry["turns"]:
-            record.add(TurnRecord.from_json(turn))
+        for turn in map(TurnRecord.from_json, entry["turns"]):
+            if turn.outcome is None:
+                record.pending = turn
+            else:
+                record.turns.append(turn)
         return record
-
-    def add(self, turn: TurnRecord) -> None:
-        """Add a turn behind the answered ones."""
-        if turn.outcome is None:
-            self.pending = turn
-        else:
-            self.turns.append(turn)
 
 
 @dataclass
