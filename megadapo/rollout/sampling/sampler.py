@@ -205,6 +205,7 @@ class Sampler:
         self._requests.sync()
         counters.num_resting = self._cursor.take_num_skipped()
         counters.reward_seconds = self._pool.take_reward_seconds()
+        counters.failures = self._pool.take_failures()
         counters.stats.sort(key=lambda group: group.prompt_index)
         self._history.end_step(counters.stats, self._cursor.epoch)
         check_size(len(kept), counters, config)

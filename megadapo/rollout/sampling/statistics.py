@@ -89,8 +89,7 @@ class GroupStats:
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Return the statistics that `to_json` wrote."""
         rises = tuple(math.nan if rise is None else rise for rise in entry["entropy_rises"])
-        parts = tuple((name, value) for name, value in entry["parts"])
-        lengths = tuple(entry["lengths"])
+        lengths, parts = tuple(entry["lengths"]), tuple(map(tuple, entry["parts"]))
         return cls(**{**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths})
 
 
@@ -115,8 +114,7 @@ class RejectedGroups:
     def copy(self) -> RejectedGroups:
         """Return a copy that later groups do not change."""
         copied = RejectedGroups(self._limit)
-        for disposition, groups in self._groups.items():
-            copied._groups[disposition] = [*groups]
+        copied._groups |= {name: [*groups] for name, groups in self._groups.items()}
         return copied
 
     @property
@@ -155,6 +153,7 @@ class StepCounters:
     num_from_journal: int = 0
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
+    failures: Mapping[str, float] = field(default_factory=dict)
     engines: Sequence[EngineActivity] = ()
     overdue_since: float | None = None
     """On the monotonic clock; None: a batch with enough mixed groups waits for no other."""
@@ -269,6 +268,7 @@ class StepCounters:
             num_tokens=sum(group.num_generated for group in self.stats),
             num_tokens_stopped=self.num_tokens_stopped,
             reward_seconds=self.reward_seconds,
+            failures=self.failures,
             accuracy=_ratio(sum(s.num_correct for s in self.stats), num_responses),
             reward_mean=_ratio(sum(s.reward_sum for s in self.stats), num_responses),
             reward_parts=_part_means([*self.stats, *self.unscored]),
