@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed
@@ -66,19 +67,16 @@ class Sampler:
 
         Args:
             seed: the run's seed; seed and prompt index determine every response.
-            saved_groups: number of groups of each batch to save.
-            is_mixed: returns whether a group is kept; by default if its accuracy is within
-                sampling.accuracy_range.
+            is_mixed: returns whether a group is kept; by default by sampling.accuracy_range.
             new_executor: returns the executor for scoring; by default a thread pool.
-            journal: keeps groups until a checkpoint holds them, and returns those of a killed
-                process.
+            journal: keeps scored groups until a checkpoint holds them.
             schedule: repeats takes and cuts, and records them; used if groups may wait.
-            max_failed_share: share of a step's responses on which reward functions and
-                environments may fail.
+            max_failed_share: largest share of a step's responses without a score.
             episodes: the environments of prompts; by default all prompts have a single turn.
             host: plays the episodes of the engines' responses.
         """
-        self.config, self._engines, self._is_mixed = config, engines, is_mixed
+        self.config, self._engines = config, engines
+        self._is_mixed = is_mixed or partial(_has_accuracy, config)
         self._saved_groups, self._max_failed_share = saved_groups, max_failed_share
         episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
         size = config.responses_per_prompt
@@ -87,24 +85,23 @@ class Sampler:
         self._history = PromptHistory(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._cursor = PromptCursor(prompts, self._history)
         self._pool = ScoringPool(engines, scorer, self._cursor.prompt, new_executor)
-        self._start()
-
-    def _start(self) -> None:
-        """Set the state of a run without groups."""
         self._reserve = Reserve()
         self._unsent: list[int] = []
         """Prompt indices of open groups that the engines do not have."""
         self._held: dict[int, Group] = {}
         """Scored groups that the repeated schedule settles later, by prompt index."""
+        self._most_untrained = num_places(config)
+        """Largest number of groups of async mode that are open or wait for a batch."""
+        self._start_batch(is_ahead=False)
+
+    def _start_batch(self, *, is_ahead: bool) -> None:
+        self._counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
         self._window: Window | None = None
         """The window of the next batch; None until its first turn."""
-        self._counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
-        self._first_index = 0
+        self._first_index = self._cursor.next_index
         """Prompt index at which the next batch begins, if groups cannot wait."""
-        self._is_ahead = False
+        self._is_ahead = is_ahead
         """Whether the next batch is for weights that are not published yet."""
-        self._most_untrained = num_places(self.config)
-        """Largest number of groups of async mode that are open or wait for a batch."""
 
     @property
     def step(self) -> int:
@@ -112,12 +109,7 @@ class Sampler:
         return self._engines.policy_version + 1 + self._is_ahead
 
     def next_batch(self) -> SampledBatch:
-        """Return prompts_per_step mixed groups.
-
-        Raises:
-            SamplingError: max_asked_per_prompt is reached with too few of them.
-            InfraError: an engine failed, or reward functions failed on too many responses.
-        """
+        """Return the next batch when it is complete; errors are those of `turn` and `take`."""
         while not self.can_take:
             self.turn()
         return self.take()
@@ -142,11 +134,11 @@ class Sampler:
     def turn(self, timeout_s: float | None = None) -> bool:
         """Request groups as the engines have capacity for, and settle finished ones.
 
-        Args:
-            timeout_s: longest wait for the engines; None: until there is something to do.
+        It waits `timeout_s` for them, or until there is something to do, and returns whether groups
+        are in flight.
 
-        Returns:
-            Whether groups are in flight.
+        Raises:
+            InfraError: an engine failed, or reward functions failed on too many responses.
         """
         window = self._window = self._window or self._begin()
         never_waits = self.config.carries and self.config.overlaps
@@ -156,10 +148,14 @@ class Sampler:
         if not window.is_full and (useless := window.cannot_make_batch()):
             self._discard(window, useless)
         if self._pool.open and (never_waits or not self.can_take):
-            self._wait(window, timeout_s)
+            for group in self._pool.wait(timeout_s):
+                self._requests.keep(group)
+                self._settle(window, group)
+                check_failures(self._counters, self.config, self._max_failed_share, group)
+            for stopped in self._pool.take_stopped():
+                self._reserve.park(stopped.key, stopped.responses)
         if self.config.carries:
-            has_enough = len(window.mixed) >= window.num_needed
-            self._counters.count_overdue(window.num_awaited if has_enough else 0)
+            self._counters.count_overdue(window.num_overdue)
         elif window.is_full:
             # the engines are free until the next weights
             self._discard(window)
@@ -170,40 +166,35 @@ class Sampler:
         """Return the next batch; groups that are not in it continue, or are dropped.
 
         Raises:
-            SamplingError: there are too few mixed groups.
+            SamplingError: max_asked_per_prompt is reached with too few mixed groups.
             OracleError: the batch differs from the one that the run repeats.
         """
         window, counters, config = self._window, self._counters, self.config
         assert window is not None, "the batch is not complete"
         if config.carries and not config.overlaps:
             self.cut()
-        chosen, is_full = window.chosen(), window.is_full
+        kept = [self._reserve.take(index) for index in window.chosen()]
         counters.num_carried = len(window.open)
-        kept = [self._reserve.take(index) for index in chosen]
         left = [group for _, group in sorted(self._reserve.finished.items())]
         if config.carries:
-            counters.to_reserve = left
-            counters.engines = self._engines.activity()
+            counters.to_reserve, counters.engines = left, self._engines.activity()
         else:
             self._reserve = Reserve()
             if config.mode == "rounds":
                 counters.surplus = left
-            elif is_full:
-                counters.forget_after(chosen[-1])
-                self._cursor.rewind(chosen[-1] + 1)
+            elif window.is_full:
+                counters.forget_after(kept[-1].prompt_index)
+                self._cursor.rewind(kept[-1].prompt_index + 1)
         self._most_untrained = adapted_lead(config, self._most_untrained, len(left))
         self._requests.sync()
-        counters.num_resting = self._cursor.take_num_skipped()
         counters.reward_seconds = self._pool.take_reward_seconds()
         counters.stats.sort(key=lambda group: group.prompt_index)
-        self._history.end_step(counters.stats, self._cursor.epoch)
+        counters.num_resting = self._cursor.end_step(counters.stats)
         check_size(len(kept), counters, config)
-        batch = counters.batch(kept, self._saved_groups)
+        batch = counters.batch(kept)
         if config.carries:
             self._schedule.take(self.step, self._cursor.next_index, window.open, kept)
-        self._counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
-        self._window, self._first_index = None, self._cursor.next_index
-        self._is_ahead = config.overlaps
+        self._start_batch(is_ahead=config.overlaps)
         return batch
 
     def cut(self) -> None:
@@ -235,14 +226,13 @@ class Sampler:
 
     def state_dict(self) -> SamplerState:
         """Return the position and all waiting groups."""
-        config, window = self.config, self._window
-        cursor = self._cursor.state_dict()
+        window, cursor = self._window, self._cursor.state_dict()
         plain = {
             "cursor": cursor,
             "difficulty": self._history.state_dict(),
             "schedule": self._schedule.position,
         }
-        if config.carries or (window is not None and window.is_full):
+        if self.config.carries or (window is not None and window.is_full):
             return SamplerState(plain, self._reserve.copy(), self._counters.copy())
         cursor |= {"next_index": self._first_index, "skipped": []}
         return SamplerState(plain, Reserve(), None)
@@ -278,8 +268,9 @@ class Sampler:
             window.carry(index, self._keep_rate(index), entry.version)
         if not self._pool.open:
             self._engines.activity()  # reset: earlier activity does not belong to the step
-        for index in [index for index in self._held if self._schedule.may_settle(index)]:
-            self._finish(window, self._held.pop(index))
+        held, self._held = self._held, {}
+        for group in held.values():
+            self._settle(window, group)
         return window
 
     def _new_window(self) -> Window:
@@ -319,9 +310,8 @@ class Sampler:
 
     def _request(self, window: Window, prompt_index: int) -> OpenGroup | None:
         """Return the group to submit; None if it has ended or stays as it is until the next cut."""
-        prompt = self._cursor.prompt(prompt_index)
         responses = self._reserve.open[prompt_index].responses
-        until = self._schedule.until(prompt_index)
+        prompt, until = self._cursor.prompt(prompt_index), self._schedule.until(prompt_index)
         request = self._requests.make(prompt_index, prompt, responses, until)
         if isinstance(request, Group):
             self._counters.num_from_journal += 1
@@ -329,43 +319,19 @@ class Sampler:
             return None
         return request
 
-    def _wait(self, window: Window, timeout_s: float | None) -> None:
-        """Wait for the engines, and settle the groups that have been scored."""
-        for group in self._pool.wait(timeout_s):
-            self._requests.keep(group)
-            self._settle(window, group)
-            if group.failures:
-                share = self._max_failed_share
-                check_failures(self._counters, self.config, share, group.failures[-1])
-        for stopped in self._pool.take_stopped():
-            self._reserve.park(stopped.key, stopped.responses)
-
     def _settle(self, window: Window, group: Group) -> None:
-        """Count a scored group, or hold it back until the repeated schedule counts it."""
-        if self._schedule.may_settle(group.prompt_index):
-            self._finish(window, group)
-        else:
+        """Count a scored group, unless the repeated schedule counts it later."""
+        if not self._schedule.may_settle(group.prompt_index):
             self._held[group.prompt_index] = group
-
-    def _finish(self, window: Window, group: Group) -> None:
-        """Count a scored group, and keep it for a batch if it is mixed."""
-        has_scores, config = len(group.responses) >= MIN_RESPONSES, self.config
-        if not has_scores:
-            mixed = False
-        elif config.selection == "all":
-            mixed = True
-        elif self._is_mixed is not None:
-            mixed = self._is_mixed(group)
-        else:
-            low, high = config.accuracy_range
-            mixed = is_mixed(group.correct, min_accuracy=low, max_accuracy=high)
+            return
+        has_scores = len(group.responses) >= MIN_RESPONSES
+        mixed = has_scores and (self.config.selection == "all" or self._is_mixed(group))
         window.finish(group.prompt_index, mixed)
         self._reserve.finish(group, is_mixed=mixed)
         if has_scores:
             self._counters.add(group, is_mixed=mixed)
             self._history.keep_rate(group.prompt.id).add(mixed)
         else:
-            # it says nothing about its prompt
             self._counters.unscored.append(group)
 
     def _discard(self, window: Window, prompt_indices: Sequence[int] | None = None) -> None:
@@ -376,3 +342,8 @@ class Sampler:
             del self._reserve.open[index]
         self._counters.num_stopped += len(discarded)
         self._counters.num_tokens_stopped += self._pool.drop(prompt_indices)
+
+
+def _has_accuracy(config: SamplingConfig, group: Group) -> bool:
+    low, high = config.accuracy_range
+    return is_mixed(group.correct, min_accuracy=low, max_accuracy=high)

@@ -105,7 +105,7 @@ class Window:
 
     @property
     def num_awaited(self) -> int:
-        """Number of open groups that a batch with enough mixed groups waits for."""
+        """Number of open groups that the batch waits for, even if it has enough mixed groups."""
         if self._round_size is not None:
             return len(self.open) + self._num_left_of_round
         if not self._max_staleness:
@@ -113,7 +113,12 @@ class Window:
         last_steps = Counter(self._last_steps[index] for index in self.open)
         return sum(number for step, number in last_steps.items() if self._must_wait(step))
 
-    def wants(self, rate: KeepRate, version: int = 0) -> bool:
+    @property
+    def num_overdue(self) -> int:
+        """Number of open groups that a batch with enough mixed groups waits for."""
+        return self.num_awaited if len(self.mixed) >= self.num_needed else 0
+
+    def wants(self, rate: KeepRate, version: int) -> bool:
         """Return whether to request another group with this keep rate now.
 
         `version`: policy version of the engines' weights.
@@ -150,7 +155,7 @@ class Window:
         """Return the prompt indices of the batch, ascending; too few if the step fell short."""
         return self.mixed[: self.num_needed]
 
-    def ask(self, prompt_index: int, rate: KeepRate, version: int = 0) -> None:
+    def ask(self, prompt_index: int, rate: KeepRate, version: int) -> None:
         """Count a group as requested in this step."""
         self.num_asked += 1
         self._num_left_of_round -= self._round_size is not None
@@ -193,7 +198,7 @@ class Window:
 
     def _num_places(self, last_step: int) -> int:
         """Return the number of groups in the batches of this step to `last_step`."""
-        return max(0, last_step - self._step + 1) * self.num_needed
+        return (last_step - self._step + 1) * self.num_needed
 
     def _must_wait(self, last_step: int) -> bool:
         """Return whether open groups with this last step could miss all batches up to it.
