@@ -106,6 +106,22 @@ def test_lead_follows_the_groups_that_batches_leave():
     lead = {left: adapted_lead(config, 40, left) for left in (0, 2, 3, 8, 9, 20, 60)}
     assert lead == {0: 48, 2: 48, 3: 40, 8: 40, 9: 36, 20: 30, 60: 16}
     assert adapted_lead(config, 60, 0) == 64
+    odd = SamplingConfig(mode="async", max_staleness=3, prompts_per_step=17)
+    assert str(adapted_lead(odd, 40, 0)) == "48"
+
+
+def test_partial_requests_more_groups_than_have_places():
+    """Most groups here are not mixed. A place for each open one, as in async, wastes engines."""
+    counts = {}
+    for mode in ("partial", "async"):
+        config = SamplingConfig(mode=mode, max_staleness=2, prompts_per_step=4)
+        window = Window.for_step(config, 5, num_places(config))
+        rare, index = keep_rate(1000, 100), 0
+        while window.wants(rare, 4):
+            window.ask(index, rare, 4)
+            index += 1
+        counts[mode] = index
+    assert counts["async"] == 12 < counts["partial"]
 
 
 def keep_rate(num_asked: int, num_mixed: int) -> KeepRate:
