@@ -33,7 +33,7 @@ class GroupRequests:
         responses: tuple[Response, ...],
         until: tuple[int, ...],
     ) -> OpenGroup | Group | None:
-        """Return the request, or the finished group if the journal has it.
+        """Return the request, or its finished group from the journal.
 
         None: the responses stop where they are. `responses` and `until` are as in `OpenGroup`.
         """

@@ -310,7 +310,7 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
     return tuple(sampled for sampled in ordered if sampled.group.prompt_index in chosen)
 
 
-def _tool_use(stats: Sequence[GroupStats]) -> dict[str, float]:
+def _tool_use(stats: Sequence[GroupStats]) -> dict[str, Any]:
     """Return the statistics of tools and branches, by their field of SampledBatch."""
     num_tokens = sum(n for group in stats for n in group.lengths)
     rises = [rise for group in stats for rise in group.entropy_rises]
