@@ -42,6 +42,7 @@ class Sampler:
 
     The caller repeats `turn` until `can_take`, and then calls `take`. Around each publication of
     weights it calls `cut` and `go_on`. One thread uses it at a time.
+    A group is open until it is settled: scored, and counted in the step's statistics.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class Sampler:
             schedule: repeats takes and cuts, and records them; used if groups may wait.
             max_failed_share: largest share of a step's responses without a score.
             episodes: the environments of prompts; by default all prompts have a single turn.
-            host: plays the episodes of the engines' responses.
         """
         self.config, self._engines = config, engines
         self._is_mixed = is_mixed or partial(_has_accuracy, config)
