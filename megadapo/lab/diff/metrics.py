@@ -41,8 +41,7 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
         names.remove(_SAMPLED)
     found: dict[str, list[tuple[str, object, object]]] = {}
     for name in names:
-        key = "causes" if name in _CAUSES else _phase(name)
-        found.setdefault(key, []).append((name, a.get(name), b.get(name)))
+        found.setdefault(_key(name), []).append((name, a.get(name), b.get(name)))
     differences = {}
     for key, values in found.items():
         if rows := differing_rows(values):
@@ -80,6 +79,10 @@ def is_replay(record: MetricRecord) -> bool:
 def _is_news(name: str) -> bool:
     start, end = _HELD_OUT
     return name in _NEWS or (name.startswith(start) and name.endswith(end))
+
+
+def _key(name: str) -> str:
+    return "causes" if name in _CAUSES else _phase(name)
 
 
 def _phase(name: str) -> Phase:
