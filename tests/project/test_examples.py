@@ -61,7 +61,7 @@ def test_prepared_games_and_prompts_are_those_of_the_environment(tmp_path):
         assert all(a <= n <= b for n, (a, b) in zip(numbers, ranges, strict=True))
         assert len(set(zip(ranges, numbers, strict=True))) == len(rows) == size
         # halving finds one of 15 numbers in 4 guesses; every number has two digits
-        assert all(12 <= b - a + 1 <= 15 and 10 <= a and b <= 99 for a, b in ranges)
+        assert all(12 <= b - a + 1 <= 15 and a >= 10 and b <= 99 for a, b in ranges)
         assert not seen & set(ranges)
         seen |= set(ranges)
     share = float(re.search(r"won: ([0-9.]+)", ran.stdout)[1])

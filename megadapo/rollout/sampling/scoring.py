@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -94,19 +95,21 @@ class ScoringPool:
         engines: SupportsGenerate,
         scorer: SupportsScore,
         prompt_of: Callable[[int], Prompt],
-        executor: Executor | None = None,
+        new_executor: Callable[[], Executor] | None = None,
     ) -> None:
         """Start without groups.
 
         Args:
             prompt_of: returns the prompt of a group's key.
-            executor: runs the scoring; by default a thread pool of the scorer's size.
+            new_executor: returns what runs the scoring; by default a thread pool of the scorer's
+                size.
         """
         self._reward_seconds = 0.0
         self._engines = engines
         self._scorer = scorer
         self._prompt_of = prompt_of
-        self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
+        new_pool = partial(ThreadPoolExecutor, scorer.num_threads, "scoring")
+        self._executor: Executor = (new_executor or new_pool)()
         self._lock, self._closing = threading.Lock(), threading.Event()
         self.open: set[int] = set()
         """Keys of the groups that have not been returned."""
@@ -170,19 +173,19 @@ class ScoringPool:
             self._wanted.add(id(group))
             self._scoring[self._executor.submit(self._score, group)] = group
 
-    def drop(self, keys: Collection[int]) -> int:
-        """Cancel groups, and return the number of tokens spent on them."""
+    def drop(self, keys: Collection[int] | None = None) -> int:
+        """Cancel open groups, by default all, and return the number of tokens spent on them."""
         report = self._engines.stop(keys, keep=False)
-        self._forget(keys)
+        self._forget(set(self.open) if keys is None else keys)
         return report.num_tokens
 
-    def stop(self, *, keep: bool) -> StopReport:
-        """Cancel all open groups; `keep`: report their responses so far."""
-        report = self._engines.stop(keep=keep)
-        # groups being scored are kept without scores, and scored again later
+    def stop(self) -> list[OpenGroup]:
+        """Stop all open groups, and return them with their responses so far."""
+        report = self._engines.stop(keep=True)
+        # groups being scored are returned without scores, and scored again later
         unscored = [*self._scoring.values(), *self.take_stopped()]
         self._forget(set(self.open))
-        return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
+        return [*report.unfinished, *unscored]
 
     def take_stopped(self) -> list[OpenGroup]:
         """Return the groups that engines have stopped at their `until`."""
