@@ -194,7 +194,7 @@ TRAINING: tuple[Section, ...] = (
         (
             Panel("Tool calls", "a response", {"tools/calls_per_response": "calls"}, in_plot=True),
             Panel(
-                "Written by tools and environments",
+                "From environments",
                 "share of response tokens",
                 {"tools/token_share": "share"},
                 in_plot=True,
