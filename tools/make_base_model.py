@@ -84,7 +84,7 @@ RECIPES = {
         direct_share=0.3, batch_size=64, num_steps=800, max_positions=1024, short_first=0.5
     ),
 }
-CHATS = Recipe(direct_share=0.0, batch_size=64, num_steps=700, max_positions=256, short_first=0.0)
+CHATS = Recipe(direct_share=0.0, batch_size=64, num_steps=1400, max_positions=256, short_first=0.0)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python examples/environment/prepare.py
     python tools/make_base_model.py configs/agent-base --chats runs/guess-games.jsonl
 
-Training and held-out prompts share no pair of a range and a number.
+Training and held-out prompts share no range.
 """
 
 import json
@@ -17,28 +17,27 @@ from megadapo.environments.environment import Action, Task
 
 FOLDER = Path(__file__).parent
 GAMES = Path("runs", "guess-games.jsonl")
-SIZES = range(8, 11)
-"""Numbers of a range, which have the same first digit; halving finds one of 15 in 4 guesses."""
-NUM_HELD_OUT, NUM_GAMES = 64, 16_000
+SIZES = range(12, 16)
+"""Numbers of a range; halving finds one of 15 in 4 guesses."""
+NUM_HELD_OUT, NUM_TRAIN, NUM_GAMES = 64, 1024, 16_000
 MAX_GUESSES = 4
-ASTRAY, CARELESS, HALVING = 0.02, 0.8, 0.05
-"""Shares of guesses: anywhere; up to CARELESS, anywhere in the range; then near the middle of what
-is possible; the others are anywhere in what is possible."""
+WITH_NOTES = 0.2
+"""Share of games whose player notes what is still possible; the others guess anywhere."""
 
 
 def main() -> None:
     rng = random.Random(0)
-    prompts = [
-        row(first, first + size - 1, number)
-        for size in SIZES
-        for ten in range(10, 100, 10)
-        for first in range(ten, ten + 11 - size)
-        for number in range(first, first + size)
+    ranges = [(low, low + size - 1) for size in SIZES for low in range(10, 101 - size)]
+    rng.shuffle(ranges)
+    held_out = [row(low, high, rng.randint(low, high)) for low, high in ranges[:NUM_HELD_OUT]]
+    others = [
+        row(low, high, number)
+        for low, high in ranges[NUM_HELD_OUT:]
+        for number in range(low, high + 1)
     ]
-    rng.shuffle(prompts)
-    held_out, others = prompts[:NUM_HELD_OUT], prompts[NUM_HELD_OUT:]
+    rng.shuffle(others)
     _write(FOLDER / "held_out.jsonl", held_out)
-    _write(FOLDER / "train.jsonl", others)
+    _write(FOLDER / "train.jsonl", others[:NUM_TRAIN])
     games = [play(rng.choice(others), rng) for _ in range(NUM_GAMES)]
     _write(GAMES, [{"messages": messages} for messages, _ in games])
     print(f"share of games won: {sum(won for _, won in games) / NUM_GAMES:.3f}")
@@ -61,27 +60,21 @@ def play(prompt: dict[str, object], rng: random.Random) -> tuple[list[dict[str, 
     messages = [{"role": "user", "content": str(prompt["prompt"])}]
     game = Guess()
     game.reset(Task(id="", messages=messages, ground_truth=str(prompt["ground_truth"])))
+    with_notes = rng.random() < WITH_NOTES
     for _ in range(MAX_GUESSES):
-        guess = str(guess_of(game, rng))
-        observation = game.step(Action(text=guess))
-        messages += [{"role": "assistant", "content": guess}, *observation.messages]
+        text = turn_with_notes(game, rng) if with_notes else str(rng.randint(game.first, game.last))
+        observation = game.step(Action(text=text))
+        messages += [{"role": "assistant", "content": text}, *observation.messages]
         if observation.done:
             return messages, True
     return messages[:-1], False
 
 
-def guess_of(game: Guess, rng: random.Random) -> int:
-    """Return the guess of a player who often forgets the answers, and sometimes the range."""
+def turn_with_notes(game: Guess, rng: random.Random) -> str:
+    """Return what is still possible, and a guess from the middle half of it."""
     low, high = game.possible.start, game.possible.stop - 1
-    quarter, middle = (high - low + 1) // 4, (low + high) // 2
-    kind = rng.random()
-    if kind < ASTRAY:
-        return rng.randint(10, 99)
-    if kind < CARELESS:
-        return rng.randint(game.first, game.last)
-    if kind < CARELESS + HALVING:
-        return rng.randint(middle - quarter, middle + quarter)
-    return rng.randint(low, high)
+    quarter = (high - low + 1) // 4
+    return f"from {low} to {high}: {rng.randint(low + quarter, high - quarter)}"
 
 
 def _write(path: Path, rows: Sequence[dict[str, object]]) -> None:

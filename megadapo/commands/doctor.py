@@ -41,8 +41,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--template",
         metavar="MODEL",
-        help="check the chat template of a model's folder or Hub name: turns that it would change, "
-        "the tokens between turns, control tokens in texts, and the ends of turns",
+        help="check the chat template of a model's folder or Hub name, or of a recipe's model with "
+        "its data.chat_template_kwargs: turns that it would change, the tokens between turns, "
+        "control tokens in texts, and the ends of turns",
     )
     parser.set_defaults(run=run)
 

@@ -111,7 +111,8 @@ def sample_steps(
             if rows is not None:
                 rows.add(entry.group for entry in done[-1].sampled.saved)
             show(_line(done[-1]))
-            for line in _environment_lines(done[-1].sampled.reward_parts):
+            sampled = done[-1].sampled
+            for line in _environment_lines({**sampled.reward_parts, **sampled.failures}):
                 show(printable(line))
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())

@@ -16,11 +16,13 @@ NO_VERSION = -1
 NO_ANSWER = "[INVALID]"
 """The answer of a response in which a rule finds none, as verl writes it."""
 
-FinishReason = Literal["stop", "length", "unfinished", "failed"]
+FinishReason = Literal["stop", "max_turns", "length", "unfinished", "failed"]
 RewardParts = tuple[tuple[str, float], ...]
 """(name, value) of each part of a reward."""
 FAILED = "failed"
 """Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
+FAILURES = "failures"
+"""Area of the numbers of failures of an environment, each by its kind of cause."""
 INTERRUPTED = "interrupted"
 """Cause of the failure of an episode that a restart interrupted and that must not be repeated."""
 MIN_RESPONSES = 2
@@ -76,8 +78,9 @@ class Response:
     logprobs: np.ndarray
     """[n] float32 engine log-probs at the sampling temperature; NaN if the engine gave none."""
     finish_reason: FinishReason
-    """An unfinished response was stopped; a later request can continue it. A failed one has no
-    score, because its environment failed."""
+    """max_turns: its environment takes no further action, so it is complete. An unfinished response
+    was stopped; a later request can continue it. A failed one has no score, because its environment
+    failed."""
     text: str
     """The response decoded without special tokens."""
     policy_versions: np.ndarray
@@ -101,6 +104,7 @@ class Response:
 
     @property
     def truncated(self) -> bool:
+        """Whether it was cut at the longest length, of a response or of a turn."""
         return self.finish_reason == "length"
 
     @property

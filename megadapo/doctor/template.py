@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 
+from megadapo.config import load_config
 from megadapo.doctor.doctor import Diagnosis, report
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.tables import TextTable, printable
 from megadapo.tokens.chat import ASSISTANT, Messages, answer_ids, chat_ids, chat_text
 from megadapo.tokens.encoder import encoder_of
 from megadapo.tokens.stops import ends_of_folder, stop_ids, turn_end
-from megadapo.tokens.tokenizer import read_tokenizer
+from megadapo.tokens.tokenizer import TemplateValue, read_tokenizer
 from megadapo.tokens.turns import Turns
 
 if TYPE_CHECKING:
@@ -92,22 +94,37 @@ class TemplateDiagnosis(Diagnosis):
 def doctor_template(model: str, *, as_json: bool = False) -> int:
     """Check a chat template, print the diagnosis and return the exit code.
 
+    Args:
+        model: folder or Hub name, or a recipe, which names its model and sets the variables of its
+            template.
+
     Raises:
-        MegadapoError: the model has no usable tokenizer.
+        MegadapoError: the recipe is wrong, or the model has no usable tokenizer.
     """
-    diagnosis = diagnose_template(model)
+    if Path(model).is_file():
+        config = load_config(model)
+        model, variables = config.model.path, config.data.chat_template_kwargs
+        diagnosis = diagnose_template(model, variables, key="model.path")
+    else:
+        diagnosis = diagnose_template(model)
     healthy = "no problem: glue is exact, and no text becomes a control token"
     return report(diagnosis, _tables(diagnosis), as_json=as_json, healthy=healthy)
 
 
-def diagnose_template(model: str) -> TemplateDiagnosis:
+def diagnose_template(
+    model: str, variables: Mapping[str, TemplateValue] | None = None, *, key: str = "--template"
+) -> TemplateDiagnosis:
     """Check the chat template of a model's folder or Hub name.
+
+    Args:
+        variables: data.chat_template_kwargs.
+        key: name of `model` for errors.
 
     Raises:
         DataError: it has no usable tokenizer.
-        ConfigError: its tokenizer changes texts.
+        ConfigError: its tokenizer changes texts, or the template does not read a variable.
     """
-    tokenizer = read_tokenizer(model, key="--template")
+    tokenizer = read_tokenizer(model, key=key, chat_template_kwargs=variables)
     errors: list[str] = []
     warnings = list(_end_warnings(tokenizer))
     roles = []

@@ -32,8 +32,8 @@ class EnvironmentConfig(Section, title="rollout.environments"):
     options: dict[str, Any] = {}
     """Keyword arguments of the class."""
     max_turns: PositiveInt = 8
-    """Actions of an episode, which ends behind the last one; if it was answered within the model's
-    own turn, this turn continues without further calls."""
+    """Actions of an episode, which ends behind the last one with finish reason "max_turns"; if it
+    was answered within the model's own turn, this turn continues without further calls."""
     max_turn_tokens: PositiveInt | None = None
     """Tokens that a response may generate before its first action, between two and after the last
     one. One that needs more is truncated. None: no limit but the response's own."""

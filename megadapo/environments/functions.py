@@ -99,7 +99,7 @@ class Functions(Environment):
             tool = self._tools.get(call.name)
             if tool is not None and inspect.iscoroutinefunction(tool.function):
                 problem = self._mistake(call)
-                answers.append(problem or await _run_coroutine(tool, call.arguments))
+                answers.append(problem or _text_of(tool, await tool.function(**call.arguments)))
             else:
                 answers.append(await asyncio.to_thread(self._run, call))
         return _observe(answers)
@@ -111,9 +111,9 @@ class Functions(Environment):
         tool = self._tools[call.name]
         try:
             return _text_of(tool, tool.function(**call.arguments))
-        except Exception as error:
-            # a user's function may raise any exception
-            raise _failure(tool, error) from error
+        except StopIteration as error:
+            # asyncio cannot pass it on from a thread
+            raise RuntimeError(f"{tool.name} raised StopIteration") from error
 
     def _mistake(self, call: ToolCall) -> str:
         """Return what is wrong with a call; empty if nothing is."""
@@ -122,20 +122,6 @@ class Functions(Environment):
             return f'Error: there is no tool "{call.name}"; the tools are {", ".join(self._tools)}'
         problems = tool.problems(call.arguments)
         return f"Error: {tool.name}: {'; '.join(problems)}" if problems else ""
-
-
-async def _run_coroutine(tool: Tool, arguments: Mapping[str, Any]) -> str:
-    try:
-        return _text_of(tool, await tool.function(**arguments))
-    except Exception as error:
-        # a user's function may raise any exception
-        raise _failure(tool, error) from error
-
-
-def _failure(tool: Tool, error: Exception) -> EnvironmentFailure:
-    if isinstance(error, EnvironmentFailure):
-        return error
-    return EnvironmentFailure(f"{tool.name} raised {type(error).__name__}: {error}")
 
 
 def _text_of(tool: Tool, value: Any) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megadapo.environments import worker
 from megadapo.environments.config import EnvironmentConfig
@@ -100,7 +100,9 @@ class EnvironmentProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise CallError("cannot start", f"{error.filename}: {error.strerror}") from error
+            # without a filename the system has no process left
+            name = error.filename or "another process"
+            raise CallError("cannot start", f"{name}: {error.strerror}") from error
         self._reader = asyncio.create_task(self._read())
         if self._end:
             # it was ended during its creation
@@ -194,18 +196,19 @@ class EnvironmentProcess:
         problem = ""
         try:
             while line := await self._process.stdout.readline():
-                reply = json.loads(line)
+                reply = _read_reply(line)
                 future = self._calls.pop(reply["number"], None)
                 if future is not None and not future.done():
                     future.set_result(reply)
-        except (KeyError, TypeError, ValueError) as error:
+        except (RecursionError, ValueError) as error:
             problem = f"its reply cannot be read: {error!r}"
         self._kill()
         code = await self._process.wait()
         # children in other groups may keep the pipe open
         await asyncio.wait([log], timeout=END_S)
         log.cancel()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        names = {one.value: one.name for one in signal.Signals}
+        how = f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
         self._end = self._end or problem or " ".join([how, self._printed()]).strip()
         for future in self._calls.values():
             if not future.done():
@@ -234,6 +237,21 @@ class EnvironmentProcess:
     def _printed(self) -> str:
         text = b" / ".join(self._tail).decode(errors="replace")[-_SHOWN_CHARACTERS:]
         return f"(last printed: {text})" if text else ""
+
+
+def _read_reply(line: bytes) -> dict[str, Any]:
+    """Return a reply: a number, and either a value, or a cause and an error.
+
+    Raises:
+        RecursionError, ValueError: something else has written to the pipe.
+    """
+    reply = json.loads(line)
+    is_whole = isinstance(reply, dict) and (
+        reply.keys() >= {"number", "value"} or reply.keys() >= {"number", "cause", "error"}
+    )
+    if not is_whole or not isinstance(reply["number"], int):
+        raise ValueError(f"{line[:40]!r} is no reply")
+    return cast(dict[str, Any], reply)
 
 
 def _environment(config: EnvironmentConfig) -> dict[str, str]:

@@ -70,8 +70,6 @@ HUNG_S = 60.0
 """Time beyond a call's limit after which a process that answers nothing ends itself."""
 _STACK_BYTES = 8 << 20
 
-Loaded = type[Environment]
-
 
 def main() -> None:
     """Read the settings from the first line of stdin, and answer the lines after it."""
@@ -97,7 +95,7 @@ def main() -> None:
     loop.run_forever()
 
 
-def load(path: str, options: Mapping[str, Any], recovery: str) -> Loaded:
+def load(path: str, options: Mapping[str, Any], recovery: str) -> type[Environment]:
     """Import MODULE:CLASS, and check that it is an environment with these options.
 
     Raises:
@@ -138,7 +136,7 @@ class Worker:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        loaded: Loaded,
+        loaded: type[Environment],
         settings: Mapping[str, Any],
         replies: BinaryIO,
         num_threads: int,
@@ -206,18 +204,20 @@ class Worker:
 
     async def _reset(self, message: Mapping[str, Any]) -> Any:
         number = message["object"]
-        environment = await self._call(number, self._class, **self._options)
-        self._objects[number] = environment
+        environment = await self._create(number)
         returned = await self._call(number, environment.reset, Task(**message["task"]))
         observation = None if returned is None else read_observation(returned, "reset")
         return {"observation": observation, "state": await self._state(number)}
 
     async def _restore(self, message: Mapping[str, Any]) -> Any:
-        number = message["object"]
-        environment = await self._call(number, self._class, **self._options)
-        self._objects[number] = environment
-        task = Task(**message["task"])
+        number, task = message["object"], Task(**message["task"])
+        environment = await self._create(number)
         await self._call(number, environment.restore, task, message["state"])
+
+    async def _create(self, number: int) -> Environment:
+        environment: Environment = await self._call(number, self._class, **self._options)
+        self._objects[number] = environment
+        return environment
 
     async def _step(self, message: Mapping[str, Any]) -> Any:
         number, given = message["object"], message["action"]
@@ -239,7 +239,7 @@ class Worker:
             await self._call(message["object"], environment.close)
 
     async def _cancel(self, message: Mapping[str, Any]) -> Any:
-        """Cancel a call; return whether a method of the object continues nevertheless."""
+        """Cancel a call; return whether a method of the object continues, or waits for a thread."""
         task = self._tasks.get(message["cancelled"])
         if task is not None:
             task.cancel()
@@ -303,10 +303,13 @@ def _take_stdin() -> BinaryIO:
 
 
 def _read(requests: BinaryIO, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    for line in requests:
-        loop.call_soon_threadsafe(worker.take, json.loads(line))
-    # the host has ended: so do this process and those that the environment has started
-    os.killpg(0, signal.SIGKILL)
+    try:
+        for line in requests:
+            loop.call_soon_threadsafe(worker.take, json.loads(line))
+    finally:
+        # the host has ended, or the environment has closed the pipe: so this process ends, and all
+        # that the environment has started
+        os.killpg(0, signal.SIGKILL)
 
 
 async def _set_alarms(limit_s: float) -> None:

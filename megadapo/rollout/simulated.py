@@ -141,8 +141,7 @@ class SimulatedSampler(Sampler):
         """
         window, counters = self._window, self._counters
         assert window is not None, "the batch is not complete"
-        self._forget(window, list(window.open))
-        counters.num_tokens_stopped += self._pool.stop(keep=False).num_tokens
+        self._discard(window)
         groups = window.chosen()
         if window.is_full:
             counters.forget_after(groups[-1])
@@ -194,7 +193,7 @@ class SimulatedSampler(Sampler):
         if num_tokens < sum(group.lengths):
             self._reserve.take(index)
             self._reserve.open[index] = OpenEntry(version, ())
-            self._park(index, responses)
+            self._reserve.park(index, responses)
             window.carry(index, self._continued_rate, 0)
 
 

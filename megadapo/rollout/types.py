@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +51,8 @@ class EpisodeRequest:
     max_turn_tokens: int | None = None
     max_observation_tokens: int
     tool_parser: str | None = None
+    may_repeat: bool = True
+    """Whether an action may be repeated after a failure."""
 
     @property
     def area(self) -> str:
@@ -98,6 +100,19 @@ class OpenGroup:
     @property
     def num_tokens(self) -> int:
         return sum(len(response.token_ids) for response in self.responses)
+
+    def repeat_failures(self) -> OpenGroup:
+        """Return the group with failed responses unfinished: their last turn gets its answer again.
+
+        They keep their tokens, so they end as if the environment had not failed.
+        """
+        responses = (
+            replace(one, finish_reason="unfinished", text="", failure=None)
+            if one.finish_reason == "failed"
+            else one
+            for one in self.responses
+        )
+        return replace(self, responses=tuple(responses))
 
 
 @dataclass(frozen=True, kw_only=True)

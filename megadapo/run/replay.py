@@ -96,7 +96,7 @@ class ReplayedRollouts(Rollouts):
         )
         for group in (s.group for s in saved if s.disposition in REJECTED):
             counters.rejected.add(group)
-        batch = counters.batch(_groups(trained), self._config.observe.saved_groups)
+        batch = counters.batch(_groups(trained))
         return replace(
             batch,
             num_tokens=None,

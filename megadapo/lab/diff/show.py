@@ -15,7 +15,11 @@ WIDTH = 100
 def text_of_comparison(result: Comparison) -> str:
     """Return the whole result: settings, the first difference, and what was not compared."""
     parts = [f"A  {result.a}\nB  {result.b}", *_settings(result)]
-    parts += _first(result) if result.first is not None else [_equal(result)]
+    if result.first is not None:
+        parts += _first(result)
+    else:
+        steps = result.equal_steps
+        parts.append(f"The runs are equal in {count(len(steps), 'step')} ({ranges(steps)}).")
     gaps = [f"step{'s' * (len(s) > 1)} {ranges(s)}: {reason}" for reason, s in result.gaps.items()]
     if gaps or result.notes:
         parts.append("\n".join(["Not compared:", *_list([*gaps, *result.notes])]))
@@ -43,11 +47,6 @@ def _first(result: Comparison) -> Iterator[str]:
     if result.equal_steps:
         number = count(len(result.equal_steps), "step")
         yield f"Equal before: {number} ({ranges(result.equal_steps)})."
-
-
-def _equal(result: Comparison) -> str:
-    steps = result.equal_steps
-    return f"The runs are equal in {count(len(steps), 'step')} ({ranges(steps)})."
 
 
 def _short(one: Difference) -> str:

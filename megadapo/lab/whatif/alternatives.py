@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
@@ -72,19 +73,15 @@ def _with_keys(config: RunConfig, text: str) -> RunConfig:
         table = with_key(table, path, value)
     if (*OBJECTIVE, "gate") in keys:
         # another gate does not read the keys of the run's own
-        for name in _unread_keys(table["algorithm"]["objective"]["gate"]):
-            if (*OBJECTIVE, name) not in keys:
+        read = KEYS_OF_GATE.get(table["algorithm"]["objective"]["gate"], ())
+        for name in chain.from_iterable(KEYS_OF_GATE.values()):
+            if name not in read and (*OBJECTIVE, name) not in keys:
                 default = PolicyObjective.model_fields[name].default
                 table = with_key(table, (*OBJECTIVE, name), default)
     try:
         return from_dict(table)
     except ConfigError as error:
         raise ConfigError(f"--set {text}: {error}") from None
-
-
-def _unread_keys(gate: str) -> Iterator[str]:
-    read = KEYS_OF_GATE.get(gate, ())
-    return (name for keys in KEYS_OF_GATE.values() for name in keys if name not in read)
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

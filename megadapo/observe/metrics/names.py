@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 METRICS = {
     "step": "Number of the rollout step, counted from 1.",
     "policy_version": "Weight publication that the step ends with.",
@@ -207,8 +209,13 @@ them out.
 
 Each entry of `rollout.environments` adds the means of its episodes: `environment/NAME/return`,
 `environment/NAME/turns`, `environment/NAME/seconds` for the time that it took, and every number
-that it counts; `environment/NAME/failed` is the share of responses that it failed on, which have no
-score.
+that it counts; `environment/NAME/out_of_turns` is the share of episodes that ended at `max_turns`,
+which are not truncated; `environment/NAME/failed` is the share of responses that it failed on,
+which have no score. `environment/NAME/failures/KIND` is the number of its failures in the step,
+those after which a response was asked again included, by kind of cause: failure
+(`EnvironmentFailure`), exception, timeout, lost_process, no_capacity (of memory or threads) and
+not_continued (an episode that cannot be repeated or has lost its records). A step leaves out kinds
+without failures.
 
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
 `eval/accuracy`, which is their mean. `megadapo sft` and `megadapo reward-model` have
@@ -221,8 +228,8 @@ describe the saved groups, and `parity/*` compares with the saved log-probs.
 
 def is_repeated(name: str) -> bool:
     """Return whether a run with the same configuration has the same values of a metric."""
-    is_time = name.startswith("environment/") and name.endswith("/seconds")
-    return not is_time and not name.startswith(UNREPEATED)
+    is_of_host = name.startswith("environment/") and re.search("/seconds$|/failures/", name)
+    return not is_of_host and not name.startswith(UNREPEATED)
 
 
 def metrics_page() -> str:

@@ -230,11 +230,12 @@ TRAINING: tuple[Section, ...] = (
                 {},
                 rest_of=r"environment/(.+)/failed",
             ),
+            Panel("Causes of failures", "a step", {}, rest_of=r"environment/(.+/failures/[^/]+)"),
             Panel(
                 "Counts",
                 "mean of an episode",
                 {},
-                rest_of=r"environment/(.+/(?!(?:return|turns|seconds|failed)$)[^/]+)",
+                rest_of=r"environment/(.+/(?<!/failures/)(?!(?:return|turns|seconds|failed)$)[^/]+)",
             ),
         ),
     ),

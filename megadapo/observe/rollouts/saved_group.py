@@ -11,7 +11,7 @@
                     "logprobs_rollout": [float | null, ...],
                     "logprobs_old": [float | null, ...] | null,
                     "logprobs_update": [float | null, ...] | null,
-                    "finish_reason": "stop" | "length",
+                    "finish_reason": "stop" | "max_turns" | "length",
                     "policy_versions": [[int, int], ...],
                     "turns": [[int, float | null, float, float, bool], ...],
                     "entropy": float | null,

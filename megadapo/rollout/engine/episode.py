@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
+MAX_DEPTH = 64
+"""Levels of a call's arguments; with hundreds, copies of them exceed Python's stack."""
+
+
 class EpisodeClient:
     """The host of the environments, and what its answers need of the tokenizer."""
 
@@ -79,13 +83,9 @@ class EpisodeClient:
         problem = ""
         for call in found.tool_calls:
             try:
-                arguments = json.loads(call.function.arguments or "{}")
-            except ValueError:
-                arguments = None
-            if isinstance(arguments, dict):
-                calls.append(ToolCall(name=call.function.name, arguments=arguments))
-            else:
-                problem = f"the arguments of {call.function.name} are no JSON object"
+                calls.append(_tool_call(call.function.name, call.function.arguments or "{}"))
+            except (RecursionError, ValueError):
+                problem = "the arguments of a call are no JSON object"
         if not found.tool_calls and start is not None and start in text:
             problem = f"the text behind {start} cannot be read as a call"
         return Action(text=text, tool_calls=tuple(calls), problem=problem)
@@ -185,6 +185,29 @@ class Episode:
     def ids_of(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
         """Return the tokens to append behind a turn; see `EpisodeClient.ids_of`."""
         return self._client.ids_of(observation, turn_ids, self.request)
+
+
+def _tool_call(name: str, arguments: str) -> ToolCall:
+    """Return a call whose name and arguments every environment can encode.
+
+    Raises:
+        RecursionError, ValueError: the arguments are no JSON object, too deep, or no Unicode.
+    """
+
+    def check(value: Any, left: int) -> None:
+        if not left:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        inner = value.values() if isinstance(value, dict) else value
+        for one in inner if isinstance(value, dict | list) else ():
+            check(one, left - 1)
+
+    read = json.loads(arguments)
+    if not isinstance(read, dict):
+        raise ValueError("no object")
+    check(read, MAX_DEPTH)
+    # half of a surrogate pair is JSON, but no text
+    json.dumps([name, read], ensure_ascii=False).encode()
+    return ToolCall(name=name, arguments=read)
 
 
 def sampled_of(recorded: bytes) -> Response:

@@ -74,9 +74,13 @@ class EpisodeResponse(InFlightResponse):
         return {*self._group.request.settings.stop_ids, self._group.tokenizer.eos_token_id}
 
     @property
+    def _num_calls(self) -> int:
+        return sum(turn.is_call for turn in self._turns)
+
+    @property
     def _may_act(self) -> bool:
         """Whether the environment may be given another action."""
-        return sum(turn.is_call for turn in self._turns) < self._request.max_turns
+        return self._num_calls < self._request.max_turns
 
     @property
     def _stop_texts(self) -> Sequence[str]:
@@ -151,10 +155,6 @@ class EpisodeResponse(InFlightResponse):
         outcome = await self._unless_stopped(asked)
         if outcome is None:
             return
-        is_there = self._until is not None and len(response.token_ids) >= self._until
-        if is_there and outcome.observation is not None and not outcome.observation.done:
-            # the run that is repeated was stopped before this answer
-            return
         self._observe(outcome, ids)
 
     def _observe(self, outcome: Outcome, turn_ids: Sequence[int]) -> None:
@@ -164,25 +164,32 @@ class EpisodeResponse(InFlightResponse):
         if observation is None:
             self._fail(outcome.failure or "")
             return
-        num_left = self._num_left(self._token_ids)
-        if not observation.done:
+        is_call = observation.is_call and not observation.done and bool(turn_ids)
+        num_calls = self._num_calls + is_call
+        is_last = num_calls >= self._request.max_turns and observation.text is None
+        # the model reads nothing behind its last turn
+        if not observation.done and not is_last:
+            if self._until is not None and len(self._token_ids) >= self._until:
+                # the run that is repeated was stopped before this answer
+                return
             try:
+                num_left = self._num_left(self._token_ids)
                 ids = self._episode.ids_of(observation, turn_ids)[:num_left]
             except (ConfigError, DataError) as error:
                 self._fail(f"wrong result: {error}")
                 return
         self._segments.append(Segment(ids, None, NO_VERSION))
         end = len(self._token_ids)
-        is_call = observation.is_call and not observation.done and bool(turn_ids)
         self._turns.append(
             Turn(end=end, reward=observation.reward, seconds=outcome.seconds, is_call=is_call)
         )
         self._metrics.update(observation.metrics)
-        is_last = not self._may_act and observation.text is None
         self._finish_reason = "unfinished"
         if observation.done:
             self._finish_reason = "stop"
-        elif is_last or self._num_left_of_turn(self._token_ids) == 0:
+        elif is_last:
+            self._finish_reason = "max_turns"
+        elif self._num_left_of_turn(self._token_ids) == 0:
             self._finish_reason = "length"
 
     def _fail(self, reason: str) -> None:

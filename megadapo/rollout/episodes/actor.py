@@ -64,8 +64,6 @@ class EpisodeHostActor:
         )
         self._call(self._actor.start.remote(), "start", timeout_s)
         self._end = self._actor.until_stopped.remote()
-        # engines without a trainer have the same weights all the time
-        self.begin(0, "")
 
     def begin(self, policy_version: int, weights: str) -> None:
         """Tell the host the engines' weights from now on, whose fingerprint is `weights`."""

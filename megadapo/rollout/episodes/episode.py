@@ -188,6 +188,7 @@ class Episode:
         """Give a new object the recorded actions."""
         if self._config.recovery == "state":
             return
+        has_records = all(turn.outcome is not None for turn in self.record.turns)
         for number, turn in enumerate(self.record.turns):
             reply = await seat.call("step", action=asdict(turn.action))
             if turn.outcome is None:
@@ -195,6 +196,8 @@ class Episode:
                 turn.answer({**reply, "seconds": seat.seconds})
             elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
                 raise CallError("not repeatable", f"turn {number} was answered differently before")
+        if not has_records:
+            await self._write("open")
 
     async def _act(self, given: SampledTurn, weights: str) -> Outcome:
         record = self.record

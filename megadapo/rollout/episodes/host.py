@@ -105,7 +105,9 @@ class EpisodeHost:
         parent: str | None,
     ) -> Opened:
         if self._weights is None:
-            return Opened(None, (), "wrong call: open comes before begin")
+            # without a trainer no caller begins, as the weights stay the same
+            self.begin(0, "")
+            assert self._weights is not None
         config = self._configs[environment]
         episode = self._episodes.get(name)
         if episode is None:
@@ -139,7 +141,11 @@ class EpisodeHost:
 
     async def close(self, episodes: Sequence[str]) -> None:
         """Release the objects of episodes that have ended or are not wanted; records stay."""
-        closing = [self._episodes.pop(name) for name in set(episodes) if name in self._episodes]
+        names = set(episodes) & self._episodes.keys()
+        closing = [self._episodes.pop(name) for name in names]
+        if self._journal is not None:
+            for name in names:
+                self._journal.forget(name)
         await self._finish(asyncio.gather(*(episode.close() for episode in closing)))
 
     async def until_stopped(self) -> None:

@@ -13,6 +13,7 @@ import base64
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,8 @@ from megadapo.rollout.journal.record_log import RecordLog
 
 FORMAT = 1
 """Version of the records; others are ignored."""
+MAX_COPIES = 32
+"""Number of files that get the records of an episode which no engine has opened since a restart."""
 _FILE_NAME = re.compile(r"environments-version-(\d+)\.log")
 
 Kind = Literal["open", "act", "answer", "close"]
@@ -106,16 +109,12 @@ class EpisodeRecord:
     def from_json(cls, entry: Mapping[str, Any], serial: int) -> EpisodeRecord:
         observation = entry["observation"] and Observation(**entry["observation"])
         record = cls(entry["identity"], True, observation, entry["state"], serial=serial)
-        for turn in entry["turns"]:
-            record.add(TurnRecord.from_json(turn))
+        for turn in map(TurnRecord.from_json, entry["turns"]):
+            if turn.outcome is None:
+                record.pending = turn
+            else:
+                record.turns.append(turn)
         return record
-
-    def add(self, turn: TurnRecord) -> None:
-        """Add a turn behind the answered ones."""
-        if turn.outcome is None:
-            self.pending = turn
-        else:
-            self.turns.append(turn)
 
 
 @dataclass
@@ -126,6 +125,8 @@ class _Entry:
     places: list[tuple[int, int]]
     """Policy version and offset of each."""
     is_closed: bool = False
+    num_copies: int = 0
+    """Number of times that it was copied without being open."""
 
 
 class EpisodeJournal:
@@ -135,7 +136,7 @@ class EpisodeJournal:
         self._folder = folder
         self._logs: dict[int, RecordLog] = {}
         self._entries: dict[str, _Entry] = {}
-        self._version: int | None = None
+        self._version = -1
         self._is_read = False
         """Whether the files of earlier processes have been read."""
         self._last_serial = 0
@@ -143,8 +144,8 @@ class EpisodeJournal:
         """Reason why nothing more is written until the next weights."""
         self._queue: list[tuple[bytes, asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
-        self._writing: int | None = None
-        """Policy version of the file that a thread writes now."""
+        self._lock = threading.Lock()
+        """Held by the thread that writes, and while the current file changes."""
         self._warnings: list[str] = []
 
     def begin(self, policy_version: int, live: Mapping[str, EpisodeRecord]) -> None:
@@ -152,39 +153,43 @@ class EpisodeJournal:
 
         The first call reads all files, also those of later versions that a restart goes back from.
         """
-        self._error = None
-        self._version = policy_version
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            versions = {policy_version}
-            if not self._is_read:
-                found = map(_FILE_NAME.fullmatch, os.listdir(self._folder))
-                versions |= {int(match[1]) for match in found if match}
-            for version in versions - self._logs.keys():
-                self._read(version)
-            self._is_read = True
-            self._copy_open(live)
-        except OSError as error:
-            self._give_up(error)
+        with self._lock:
+            self._error = None
+            self._version = policy_version
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                names = () if self._is_read else os.listdir(self._folder)
+                found = {int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match}
+                for version in {policy_version, *found} - self._logs.keys():
+                    self._read(version)
+                self._is_read = True
+                self._copy_open(live)
+            except OSError as error:
+                self._give_up(error)
+
+    def forget(self, episode: str) -> None:
+        """Copy an episode to no further file; its "close" may take a while."""
+        if episode in self._entries:
+            self._entries[episode].is_closed = True
 
     def _copy_open(self, live: Mapping[str, EpisodeRecord]) -> None:
         """Write open episodes to the current file; forget closed ones of earlier files."""
-        assert self._version is not None
         records = {name: record for name, record in live.items() if record.is_reset}
+        num_copies: dict[str, int] = {}
         for name, entry in self._entries.items():
             is_here = all(version == self._version for version, _ in entry.places)
-            if name not in live and not entry.is_closed and not is_here:
+            is_wanted = not entry.is_closed and entry.num_copies < MAX_COPIES
+            if name not in live and is_wanted and not is_here:
                 found = self.find(name)
                 if found is not None:
-                    records[name] = found
+                    records[name], num_copies[name] = found, entry.num_copies + 1
         log = self._logs[self._version]
         for name, record in records.items():
             payload = self._payload("open", name, record)
             self._index(self._version, log.append(payload), payload)
+            self._entries[name].num_copies = num_copies.get(name, 0)
         log.sync()
-        # the next call closes the file that a thread still writes
-        earlier = [one for one in self._logs if one < self._version and one != self._writing]
-        for version in earlier:
+        for version in [one for one in self._logs if one < self._version]:
             self._logs.pop(version).close()
         self._entries = {
             name: entry
@@ -239,21 +244,14 @@ class EpisodeJournal:
         """Write the waiting records, until none is left; one sync is for many of them."""
         while self._queue:
             batch, self._queue = self._queue, []
-            version = self._version
-            error = self._error
-            assert version is not None, "begin comes first"
-            if error is None:
-                self._writing = version
-                try:
-                    offsets = await asyncio.to_thread(_append, self._logs[version], batch)
-                    for (payload, _), offset in zip(batch, offsets, strict=True):
-                        self._index(version, offset, payload)
-                except OSError as failed:
-                    error = failed
-                    if version == self._version and self._error is None:
-                        self._give_up(failed)
-                finally:
-                    self._writing = None
+            payloads = [payload for payload, _ in batch]
+            error: OSError | None = None
+            try:
+                version, offsets = await asyncio.to_thread(self._append, payloads)
+                for payload, offset in zip(payloads, offsets, strict=True):
+                    self._index(version, offset, payload)
+            except OSError as failed:
+                error = failed
             for _, written in batch:
                 if written.done():
                     continue
@@ -261,6 +259,24 @@ class EpisodeJournal:
                     written.set_result(None)
                 else:
                     written.set_exception(error)
+
+    def _append(self, payloads: list[bytes]) -> tuple[int, list[int]]:
+        """Write records to the current file; return its policy version and their offsets.
+
+        Raises:
+            OSError: this call, or an earlier one under the same weights, has failed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                log = self._logs[self._version]
+                offsets = [log.append(payload) for payload in payloads]
+                log.sync()
+            except OSError as error:
+                self._give_up(error)
+                raise
+            return self._version, offsets
 
     def _payload(self, kind: Kind, episode: str, record: EpisodeRecord) -> bytes:
         body: dict[str, Any] = {}
@@ -303,7 +319,6 @@ class EpisodeJournal:
 
     def _give_up(self, error: OSError) -> None:
         self._error = error
-        assert self._version is not None
         self._warn(
             self._version,
             f"cannot be written: {error.strerror}; if the run is killed, episodes in progress fail",
@@ -311,12 +326,6 @@ class EpisodeJournal:
 
     def _warn(self, version: int, text: str) -> None:
         self._warnings.append(f"{self._path(version)}: {text}")
-
-
-def _append(log: RecordLog, batch: list[tuple[bytes, asyncio.Future[None]]]) -> list[int]:
-    offsets = [log.append(payload) for payload, _ in batch]
-    log.sync()
-    return offsets
 
 
 def _apply(

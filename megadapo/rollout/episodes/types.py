@@ -60,23 +60,24 @@ class Opened:
     """Reason why the episode cannot continue: "CAUSE: details", with a cause of `CAUSES`."""
 
 
-CAUSES = (
-    "timeout",
-    "exception",
-    "failure",
-    "wrong result",
-    "lost process",
-    "cannot start",
-    "no capacity",
-    "not repeatable",
-    "interrupted",
-    "lost records",
-    "journal",
-    "wrong call",
-)
-"""Beginnings of failures. exception: any but EnvironmentFailure, which is a "failure". not
-repeatable: a repeated action was answered differently. interrupted: `recovery = "once"` does not
-continue. lost records: the journal lacks turns of the response. journal: it cannot be written."""
+CAUSES = {
+    "failure": "failure",
+    "exception": "exception",
+    "wrong result": "exception",
+    "timeout": "timeout",
+    "lost process": "lost_process",
+    "cannot start": "lost_process",
+    "no capacity": "no_capacity",
+    "not repeatable": "not_continued",
+    "interrupted": "not_continued",
+    "lost records": "not_continued",
+    "journal": "not_continued",
+    "wrong call": "not_continued",
+}
+"""Beginnings of failures, each with its kind in metrics. exception: any but EnvironmentFailure,
+which is a "failure". not repeatable: a repeated action was answered differently. interrupted:
+`recovery = "once"` does not continue. lost records: the journal lacks turns of the response.
+journal: it cannot be written."""
 
 
 def cause_of(failure: str) -> str:

@@ -133,7 +133,6 @@ class EvaluationInProgress:
         self._held_out = held_out
         self._journal = journal
         self._pool = ScoringPool(engines, scorer, held_out.prompt)
-        self._generating: set[int] = set()
         self._results: dict[int, ProblemResult] = {}
         known = {} if journal is None else journal.results
         for request in held_out.requests:
@@ -154,7 +153,7 @@ class EvaluationInProgress:
     @property
     def generating(self) -> Collection[int]:
         """Keys of the groups that the engines have not returned."""
-        return self._generating
+        return self._pool.generating
 
     @property
     def is_done(self) -> bool:
@@ -167,14 +166,13 @@ class EvaluationInProgress:
         requests = self._waiting[: None if num_responses is None else num_responses // size]
         if requests:
             del self._waiting[: len(requests)]
-            self._generating.update(request.key for request in requests)
             self._pool.submit(requests)
 
     def take(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
         """Score the evaluation's own groups, and return the others."""
-        own = [group for group in groups if group.key in self._generating]
-        others = [group for group in groups if group.key not in self._generating]
-        self._generating.difference_update(group.key for group in own)
+        generating = self.generating
+        own = [group for group in groups if group.key in generating]
+        others = [group for group in groups if group.key not in generating]
         self._pool.score(own)
         self._add(self._pool.scored())
         return others
@@ -196,7 +194,6 @@ class EvaluationInProgress:
         self.submit()
         while self._pool.open:
             self._add(self._pool.wait())
-        self._generating.clear()
         requests = self._held_out.requests
         return self._held_out.evaluation([self._results[request.key] for request in requests])
 

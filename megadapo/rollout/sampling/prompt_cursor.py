@@ -100,16 +100,13 @@ class PromptCursor:
     def prompt(self, prompt_index: int) -> Prompt:
         return self._prompts.at(prompt_index)
 
-    def epoch(self, prompt_index: int) -> int:
-        return self._prompts.epoch(prompt_index)
-
     def draw(self) -> int:
         """Return the next prompt index; cooldowns are ignored if every prompt is on cooldown."""
         skipped: list[int] = []
         while True:
             index, self.next_index = self.next_index, self.next_index + 1
             if len(skipped) < len(self._prompts) and self._history.on_cooldown(
-                self.prompt(index).id, self.epoch(index)
+                self.prompt(index).id, self._prompts.epoch(index)
             ):
                 skipped.append(index)
             else:
@@ -121,8 +118,9 @@ class PromptCursor:
         self.next_index = prompt_index
         self._skipped = [skipped for skipped in self._skipped if skipped < prompt_index]
 
-    def take_num_skipped(self) -> int:
-        """Return the number of prompts skipped since the last call."""
+    def end_step(self, stats: Sequence[GroupStats]) -> int:
+        """Add a step's groups to the history; return the number of prompts skipped in it."""
+        self._history.end_step(stats, self._prompts.epoch)
         num_skipped, self._skipped = len(self._skipped), []
         return num_skipped
 

@@ -32,10 +32,10 @@ class GroupRequests:
         prompt: Prompt,
         responses: tuple[Response, ...],
         until: tuple[int, ...],
-    ) -> OpenGroup | None:
-        """Return the request; None if the responses stop where they are.
+    ) -> OpenGroup | Group | None:
+        """Return the request, or its finished group from the journal.
 
-        `responses` and `until` are as in `OpenGroup`.
+        None: the responses stop where they are. `responses` and `until` are as in `OpenGroup`.
         """
         num_tokens = tuple(len(one.token_ids) for one in responses)
         if until and until == (num_tokens or (0,) * self._num_responses):
@@ -52,15 +52,10 @@ class GroupRequests:
             priority=prompt_index,
             until=until,
         )
-        if self._journal is not None:
-            self._digests[prompt_index] = group_digest(prompt, group)
-        return group
-
-    def find(self, prompt_index: int) -> Group | None:
-        """Return the finished group of the latest request from the journal, if it is there."""
         if self._journal is None:
-            return None
-        return self._journal.find_group(self._digests[prompt_index])
+            return group
+        self._digests[prompt_index] = group_digest(prompt, group)
+        return self._journal.find_group(self._digests[prompt_index]) or group
 
     def keep(self, group: Group) -> None:
         """Write a finished group to the journal."""

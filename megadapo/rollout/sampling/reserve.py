@@ -37,6 +37,20 @@ class Reserve:
             self.finished[group.prompt_index] = group
             self.versions[group.prompt_index] = version
 
+    def park(self, prompt_index: int, responses: tuple[Response, ...]) -> None:
+        """Keep the tokens of an open group that the engines have stopped."""
+        version = self.open[prompt_index].version
+        has_tokens = any(len(one.token_ids) for one in responses)
+        self.open[prompt_index] = OpenEntry(version, responses if has_tokens else ())
+
+    def counts(self, num_responses: int) -> dict[int, tuple[int, ...]]:
+        """Return the number of tokens of each response of each open group."""
+        none = (0,) * num_responses
+        return {
+            index: tuple(len(one.token_ids) for one in responses) or none
+            for index, (_, responses) in self.open.items()
+        }
+
     def take(self, prompt_index: int) -> Group:
         """Remove and return a finished group."""
         del self.versions[prompt_index]

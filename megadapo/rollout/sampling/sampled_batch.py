@@ -73,6 +73,8 @@ class SampledBatch:
     """Response tokens of stopped or dropped groups; None in a replay."""
     reward_seconds: float | None
     """Time spent on scoring; None in a replay."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """Failures of environments by metric, those of responses that were asked again included."""
     accuracy: float
     """Share of correct responses."""
     reward_mean: float

@@ -6,17 +6,20 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from megadapo.data.group import FAILED, Failure, Group, Response, Score
+from megadapo.data.group import FAILED, FAILURES, MIN_RESPONSES, Failure, Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
 from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.episodes.types import CAUSES, cause_of
 from megadapo.rollout.types import EpisodeRequest, OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
@@ -26,6 +29,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 one before."""
 OUTAGE_S = 1800.0
 """Longest outage of a reward function that a group waits for."""
+MAX_REPEATS = 2
+"""Number of times that a group asks its environment again if too few of its responses are left."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +95,21 @@ class ScoringPool:
         engines: SupportsGenerate,
         scorer: SupportsScore,
         prompt_of: Callable[[int], Prompt],
-        executor: Executor | None = None,
+        new_executor: Callable[[], Executor] | None = None,
     ) -> None:
         """Start without groups.
 
         Args:
             prompt_of: returns the prompt of a group's key.
-            executor: runs the scoring; by default a thread pool of the scorer's size.
+            new_executor: returns what runs the scoring; by default a thread pool of the scorer's
+                size.
         """
         self._reward_seconds = 0.0
         self._engines = engines
         self._scorer = scorer
         self._prompt_of = prompt_of
-        self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
+        new_pool = partial(ThreadPoolExecutor, scorer.num_threads, "scoring")
+        self._executor: Executor = (new_executor or new_pool)()
         self._lock, self._closing = threading.Lock(), threading.Event()
         self.open: set[int] = set()
         """Keys of the groups that have not been returned."""
@@ -110,11 +117,19 @@ class ScoringPool:
         self._scoring: dict[Future[Group], OpenGroup] = {}
         self._wanted: set[int] = set()
         """Identities of the groups whose scores are wanted; read by the scoring threads."""
+        self._num_repeats: Counter[int] = Counter()
+        """Number of repeats by key of an open group."""
+        self._failures: Counter[str] = Counter()
 
     def close(self) -> None:
         """End all scoring, also of groups that wait for the end of an outage."""
         self._closing.set()
         self._executor.shutdown(cancel_futures=True)
+
+    @property
+    def generating(self) -> Collection[int]:
+        """Keys of the groups that the engines have not returned."""
+        return self.open.difference(group.key for group in self._scoring.values())
 
     def take_reward_seconds(self) -> float:
         """Return the time spent on scoring since the last call.
@@ -124,6 +139,11 @@ class ScoringPool:
         with self._lock:
             seconds, self._reward_seconds = self._reward_seconds, 0.0
         return seconds
+
+    def take_failures(self) -> dict[str, float]:
+        """Return the failures of environments since the last call, by name and kind of cause."""
+        failures, self._failures = self._failures, Counter()
+        return {name: float(number) for name, number in sorted(failures.items())}
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send groups to the engines."""
@@ -153,19 +173,19 @@ class ScoringPool:
             self._wanted.add(id(group))
             self._scoring[self._executor.submit(self._score, group)] = group
 
-    def drop(self, keys: Collection[int]) -> int:
-        """Cancel groups, and return the number of tokens spent on them."""
+    def drop(self, keys: Collection[int] | None = None) -> int:
+        """Cancel open groups, by default all, and return the number of tokens spent on them."""
         report = self._engines.stop(keys, keep=False)
-        self._forget(keys)
+        self._forget(set(self.open) if keys is None else keys)
         return report.num_tokens
 
-    def stop(self, *, keep: bool) -> StopReport:
-        """Cancel all open groups; `keep`: report their responses so far."""
-        report = self._engines.stop(keep=keep)
-        # groups being scored are kept without scores, and scored again later
+    def stop(self) -> list[OpenGroup]:
+        """Stop all open groups, and return them with their responses so far."""
+        report = self._engines.stop(keep=True)
+        # groups being scored are returned without scores, and scored again later
         unscored = [*self._scoring.values(), *self.take_stopped()]
         self._forget(set(self.open))
-        return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
+        return [*report.unfinished, *unscored]
 
     def take_stopped(self) -> list[OpenGroup]:
         """Return the groups that engines have stopped at their `until`."""
@@ -180,24 +200,48 @@ class ScoringPool:
             if group.key in keys:
                 future.cancel()
                 self._wanted.discard(id(self._scoring.pop(future)))
+        for key in keys:
+            del self._num_repeats[key]
 
     def scored(self) -> list[Group]:
-        """Return the scored groups without waiting."""
-        done = [future for future in self._scoring if future.done()]
-        for future in done:
-            self._wanted.discard(id(self._scoring.pop(future)))
-        groups = [future.result() for future in done]
-        self.open.difference_update(group.prompt_index for group in groups)
+        """Return the scored groups without waiting; some continue after failures instead."""
+        groups: list[Group] = []
+        repeated: list[OpenGroup] = []
+        for future in [future for future in self._scoring if future.done()]:
+            answered = self._scoring.pop(future)
+            self._wanted.discard(id(answered))
+            group = future.result()
+            self._count_failures(answered, group.prompt)
+            if self._must_repeat(answered, len(group.responses)):
+                self._num_repeats[answered.key] += 1
+                repeated.append(answered.repeat_failures())
+            else:
+                groups.append(group)
+        if repeated:
+            self._engines.submit(repeated)
+        self._forget([group.prompt_index for group in groups])
         return groups
+
+    def _count_failures(self, group: OpenGroup, prompt: Prompt) -> None:
+        for one in group.responses:
+            if one.failure is not None:
+                self._scorer.count_failure(one.failure, prompt)
+                kind = CAUSES.get(cause_of(one.failure.reason), "exception")
+                self._failures[f"{one.failure.function}/{FAILURES}/{kind}"] += 1
+
+    def _must_repeat(self, group: OpenGroup, num_left: int) -> bool:
+        """Return whether a group asks its environment again, as it has too few responses left."""
+        if group.episode is None or not group.episode.may_repeat:
+            return False
+        has_failed = any(one.failure is not None for one in group.responses)
+        too_few = num_left < min(MIN_RESPONSES, len(group.seeds))
+        return has_failed and too_few and self._num_repeats[group.key] < MAX_REPEATS
 
     def _score(self, group: OpenGroup) -> Group:
         start = time.perf_counter()
         prompt, responses = self._prompt_of(group.key), group.responses
         assert not group.is_unfinished, f"group {group.key} has an unfinished response"
         answered = [one for one in responses if one.failure is None]
-        for one in responses:
-            if one.failure is not None:
-                self._scorer.count_failure(one.failure, prompt)
         scored = iter(self._scores(group, prompt, answered) if answered else [])
         # a response whose environment failed has no score
         scores = [
@@ -244,6 +288,7 @@ def _with_parts(score: Score, response: Response, episode: EpisodeRequest | None
         "return": response.episode_return,
         "turns": float(len(response.actions)),
         "seconds": math.fsum(turn.seconds for turn in response.turns),
+        "out_of_turns": float(response.finish_reason == "max_turns"),
         FAILED: 0.0,
         **dict(response.metrics),
     }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from megadapo.data.group import Failure
+from megadapo.data.group import Group
 from megadapo.errors import InfraError, SamplingError
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.statistics import GroupStats, StepCounters
+from megadapo.rollout.sampling.statistics import StepCounters
 
 
 def check_failures(
-    counters: StepCounters, config: SamplingConfig, max_share: float, last: Failure
+    counters: StepCounters, config: SamplingConfig, max_share: float, group: Group
 ) -> None:
     """Check the share of a step's responses that reward functions or environments failed on.
 
@@ -21,17 +21,20 @@ def check_failures(
 
     Args:
         max_share: largest share, reward.max_failed_share.
-        last: the latest failure.
+        group: the latest group; the share cannot have grown if none of its responses failed.
 
     Raises:
         InfraError: the share is larger.
     """
+    if not group.failures:
+        return
     # a restart is no fault, and must not be the cause of the next one
     num_failed = counters.num_excluded - counters.num_interrupted
     num_scored = sum(group.num_responses for group in counters.stats)
     planned = config.prompts_per_step * config.responses_per_prompt
     share = num_failed / max(planned, num_failed + num_scored)
     if share > max_share:
+        last = group.failures[-1]
         raise InfraError(
             f"reward functions or environments failed on {num_failed} responses of the step, "
             f"{share:.1%} of them, and reward.max_failed_share = {max_share:g}; the last failure "
@@ -49,20 +52,18 @@ def check_size(num_found: int, counters: StepCounters, config: SamplingConfig) -
     needed = config.prompts_per_step
     if num_found == needed or (num_found and config.on_shortfall == "train"):
         return
-    histogram = accuracy_histogram(counters.stats)
+    histogram = Counter(group.num_correct for group in counters.stats)
     num_responses = config.responses_per_prompt
     raise SamplingError(describe_shortfall(num_found, needed, histogram, num_responses))
-
-
-def accuracy_histogram(stats: Iterable[GroupStats]) -> Counter[int]:
-    """Count groups by their number of correct responses."""
-    return Counter(group.num_correct for group in stats)
 
 
 def describe_shortfall(
     num_found: int, num_needed: int, histogram: Mapping[int, int], num_responses: int
 ) -> str:
-    """Return the message for a batch with too few mixed groups, with a histogram and advice."""
+    """Return the message for a batch with too few mixed groups, with a histogram and advice.
+
+    `histogram`: number of groups by their number of correct responses.
+    """
     num_asked = sum(histogram.values())
     num_wrong = histogram.get(0, 0)
     num_correct = histogram.get(num_responses, 0)

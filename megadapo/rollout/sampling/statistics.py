@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from typing import Any, Self
@@ -89,8 +89,7 @@ class GroupStats:
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Return the statistics that `to_json` wrote."""
         rises = tuple(math.nan if rise is None else rise for rise in entry["entropy_rises"])
-        parts = tuple((name, value) for name, value in entry["parts"])
-        lengths = tuple(entry["lengths"])
+        lengths, parts = tuple(entry["lengths"]), tuple(map(tuple, entry["parts"]))
         return cls(**{**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths})
 
 
@@ -99,7 +98,7 @@ class RejectedGroups:
 
     def __init__(self, limit: SavedGroups) -> None:
         """`limit`: number of groups that a step saves."""
-        self._limit = limit
+        self.limit = limit
         self._groups: dict[Disposition, list[Group]] = defaultdict(list)
 
     def add(self, group: Group) -> None:
@@ -109,14 +108,13 @@ class RejectedGroups:
             disposition = "out_of_band" if any(group.correct) else "all_wrong"
         groups = self._groups[disposition]
         groups.append(group)
-        if self._limit != "all" and len(groups) > self._limit:
+        if self.limit != "all" and len(groups) > self.limit:
             groups.remove(max(groups, key=lambda one: one.prompt_index))
 
     def copy(self) -> RejectedGroups:
         """Return a copy that later groups do not change."""
-        copied = RejectedGroups(self._limit)
-        for disposition, groups in self._groups.items():
-            copied._groups[disposition] = [*groups]
+        copied = RejectedGroups(self.limit)
+        copied._groups |= {name: [*groups] for name, groups in self._groups.items()}
         return copied
 
     @property
@@ -124,14 +122,13 @@ class RejectedGroups:
         """All groups that are kept."""
         return [group for groups in self._groups.values() for group in groups]
 
-    def counted(self, stats: Sequence[GroupStats]) -> list[SampledGroup]:
-        """Return the kept groups that are in a step's statistics."""
-        indices = {one.prompt_index for one in stats}
+    def counted(self, prompt_indices: Container[int]) -> list[SampledGroup]:
+        """Return the kept groups with these prompt indices."""
         return [
             SampledGroup(group=group, disposition=disposition, from_reserve=False)
             for disposition, groups in self._groups.items()
             for group in groups
-            if group.prompt_index in indices
+            if group.prompt_index in prompt_indices
         ]
 
 
@@ -155,6 +152,7 @@ class StepCounters:
     num_from_journal: int = 0
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
+    failures: Mapping[str, float] = field(default_factory=dict)
     engines: Sequence[EngineActivity] = ()
     overdue_since: float | None = None
     """On the monotonic clock; None: a batch with enough mixed groups waits for no other."""
@@ -242,61 +240,49 @@ class StepCounters:
     def _numbers(cls) -> list[str]:
         return [name for name, value in vars(cls).items() if isinstance(value, int | float)]
 
-    def batch(self, kept: Sequence[Group], saved_groups: SavedGroups) -> SampledBatch:
+    def batch(self, kept: Sequence[Group]) -> SampledBatch:
         """Return the batch of `kept`."""
-        counted = {group.prompt_index for group in self.stats}
-        lengths = [n for group in self.stats for n in group.lengths]
-        num_responses = len(lengths)
-        sampled = [*self._mixed_groups(kept), *self.rejected.counted(self.stats)]
+        stats = self.stats
+        counted = {group.prompt_index for group in stats}
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in self._numbers()}
+        num_unseen = numbers.pop("num_surplus_unseen")
+        lengths = [n for group in stats for n in group.lengths]
+        mixed: dict[Disposition, Sequence[Group]] = {
+            "trained": kept,
+            "to_reserve": self.to_reserve,
+            "dropped": [*self.dropped, *self.surplus],
+        }
+        sampled = [
+            SampledGroup(
+                group=group, disposition=name, from_reserve=group.prompt_index not in counted
+            )
+            for name, groups in mixed.items()
+            for group in groups
+        ]
         return SampledBatch(
             groups=tuple(kept),
-            num_sampled=len(self.stats),
-            num_all_correct=sum(s.num_correct == s.num_responses for s in self.stats),
-            num_all_wrong=sum(not s.num_correct for s in self.stats),
+            num_sampled=len(stats),
+            num_all_correct=sum(s.num_correct == s.num_responses for s in stats),
+            num_all_wrong=sum(not s.num_correct for s in stats),
             num_unscored=len(self.unscored),
             num_excluded=self.num_excluded,
             num_from_reserve=sum(group.prompt_index not in counted for group in kept),
             num_to_reserve=len(self.to_reserve),
             num_dropped=len(self.dropped),
-            num_surplus=len(self.surplus) + self.num_surplus_unseen,
-            num_stopped=self.num_stopped,
-            num_carried=self.num_carried,
-            num_overdue=self.num_overdue,
-            overdue_seconds=self.overdue_seconds,
-            num_recomputed=self.num_recomputed,
-            num_resting=self.num_resting,
-            num_from_journal=self.num_from_journal,
-            num_tokens=sum(group.num_generated for group in self.stats),
-            num_tokens_stopped=self.num_tokens_stopped,
-            reward_seconds=self.reward_seconds,
-            accuracy=_ratio(sum(s.num_correct for s in self.stats), num_responses),
-            reward_mean=_ratio(sum(s.reward_sum for s in self.stats), num_responses),
-            reward_parts=_part_means([*self.stats, *self.unscored]),
-            truncated_fraction=_ratio(sum(s.num_truncated for s in self.stats), num_responses),
+            num_surplus=len(self.surplus) + num_unseen,
+            **numbers,
+            failures=self.failures,
+            num_tokens=sum(group.num_generated for group in stats),
+            accuracy=_ratio(sum(s.num_correct for s in stats), len(lengths)),
+            reward_mean=_ratio(sum(s.reward_sum for s in stats), len(lengths)),
+            reward_parts=_part_means([*stats, *self.unscored]),
+            truncated_fraction=_ratio(sum(s.num_truncated for s in stats), len(lengths)),
             response_lengths=tuple(lengths),
-            group_seconds=tuple(group.seconds for group in self.stats),
+            group_seconds=tuple(group.seconds for group in stats),
             engines=tuple(self.engines),
-            **_tool_use(self.stats),
-            saved=choose_saved(sampled, saved_groups),
+            **_tool_use(stats),
+            saved=choose_saved([*sampled, *self.rejected.counted(counted)], self.rejected.limit),
         )
-
-    def _mixed_groups(self, kept: Sequence[Group]) -> list[SampledGroup]:
-        counted = {group.prompt_index for group in self.stats}
-        dispositions: tuple[tuple[Disposition, Sequence[Group]], ...] = (
-            ("trained", kept),
-            ("to_reserve", self.to_reserve),
-            ("dropped", self.dropped),
-            ("dropped", self.surplus),
-        )
-        return [
-            SampledGroup(
-                group=group,
-                disposition=disposition,
-                from_reserve=group.prompt_index not in counted,
-            )
-            for disposition, groups in dispositions
-            for group in groups
-        ]
 
 
 def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[SampledGroup, ...]:
@@ -324,7 +310,7 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
     return tuple(sampled for sampled in ordered if sampled.group.prompt_index in chosen)
 
 
-def _tool_use(stats: Sequence[GroupStats]) -> dict[str, float]:
+def _tool_use(stats: Sequence[GroupStats]) -> dict[str, Any]:
     """Return the statistics of tools and branches, by their field of SampledBatch."""
     num_tokens = sum(n for group in stats for n in group.lengths)
     rises = [rise for group in stats for rise in group.entropy_rises]

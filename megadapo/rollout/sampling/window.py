@@ -20,6 +20,25 @@ from megadapo.rollout.sampling.keep_rate import (
 )
 
 
+def num_places(config: SamplingConfig) -> int:
+    """Return the number of groups in the batches that may train on tokens of one version."""
+    return (config.max_staleness + 1) * config.prompts_per_step
+
+
+def adapted_lead(config: SamplingConfig, most_untrained: int, num_left: int) -> int:
+    """Return `most_untrained` of the next window, after a batch that left `num_left` mixed groups.
+
+    Less is requested in advance if batches wait for the trainer, and more if it waits for them.
+    Otherwise fast engines would make all tokens as old as max_staleness allows.
+    """
+    size = config.prompts_per_step
+    if num_left > size // 2:
+        return max(size, most_untrained - num_left // 2)
+    if num_left <= size // 8:
+        return min(num_places(config), most_untrained + size // 2)
+    return most_untrained
+
+
 class Window:
     """The requested groups that are not trained yet, and the batch that the next step takes.
 
@@ -59,7 +78,7 @@ class Window:
         self._max_staleness, self._most_untrained = max_staleness, most_untrained
         self._round_size, self._num_left_of_round = round_size, 0
         self._last_steps: dict[int, int] = {}
-        """Last step that may train on each group, with staleness."""
+        """The last step that may train on each group, with staleness."""
         self._num_at_once = 1
         self._num_open: Counter[KeepRate] = Counter()  # many prompts share a rate
 
@@ -86,7 +105,7 @@ class Window:
 
     @property
     def num_awaited(self) -> int:
-        """Number of open groups that a batch with enough mixed groups waits for."""
+        """Number of open groups that the batch waits for, even if it has enough mixed groups."""
         if self._round_size is not None:
             return len(self.open) + self._num_left_of_round
         if not self._max_staleness:
@@ -94,10 +113,15 @@ class Window:
         last_steps = Counter(self._last_steps[index] for index in self.open)
         return sum(number for step, number in last_steps.items() if self._must_wait(step))
 
-    def wants(self, rate: KeepRate, last_step: int = 0) -> bool:
+    @property
+    def num_overdue(self) -> int:
+        """Number of open groups that a batch with enough mixed groups waits for."""
+        return self.num_awaited if len(self.mixed) >= self.num_needed else 0
+
+    def wants(self, rate: KeepRate, version: int) -> bool:
         """Return whether to request another group with this keep rate now.
 
-        `last_step`: the last step that may train on it, with staleness.
+        `version`: policy version of the engines' weights.
         """
         if self.num_asked >= self._max_asked:
             return False
@@ -111,11 +135,15 @@ class Window:
             num_missing = self.num_needed - num_mixed
             return should_oversample(num_missing, expected, rate, num_at_once=self._num_at_once)
         if self._most_untrained is not None:
-            num_places = min(self._num_places(last_step), self._most_untrained)
+            num_places = min(self._num_places(self._last_step(version)), self._most_untrained)
             if num_mixed + len(self.open) >= num_places:
                 return False
         num_usable = self.num_needed + self._max_staleness * self.num_needed // 2
         return not would_go_stale(num_usable, num_mixed, expected)
+
+    def is_too_old(self, version: float) -> bool:
+        """Return whether neither this step nor a later one may train on tokens of this version."""
+        return bool(self._max_staleness) and self._last_step(version) < self._step
 
     def cannot_make_batch(self) -> list[int]:
         """Return open prompt indices behind the last mixed group that the batch needs."""
@@ -127,17 +155,20 @@ class Window:
         """Return the prompt indices of the batch, ascending; too few if the step fell short."""
         return self.mixed[: self.num_needed]
 
-    def ask(self, prompt_index: int, rate: KeepRate, last_step: int = 0) -> None:
+    def ask(self, prompt_index: int, rate: KeepRate, version: int) -> None:
         """Count a group as requested in this step."""
         self.num_asked += 1
         self._num_left_of_round -= self._round_size is not None
-        self.carry(prompt_index, rate, last_step)
+        self.carry(prompt_index, rate, version)
         self._num_at_once = max(self._num_at_once, len(self.open))
 
-    def carry(self, prompt_index: int, rate: KeepRate | None, last_step: int) -> None:
-        """Add a group of an earlier step; `rate` is None if it has finished as a mixed group."""
+    def carry(self, prompt_index: int, rate: KeepRate | None, version: int) -> None:
+        """Add a group that was requested with the weights of this version.
+
+        `rate` is None if it has finished as a mixed group.
+        """
         if self._max_staleness:
-            self._last_steps[prompt_index] = last_step
+            self._last_steps[prompt_index] = self._last_step(version)
         if rate is None:
             insort(self.mixed, prompt_index)
         else:
@@ -161,9 +192,13 @@ class Window:
         enough = len(self.mixed) >= self.num_needed
         return self.mixed[self.num_needed - 1] if enough else math.inf
 
+    def _last_step(self, version: float) -> int:
+        """Return the last step that may train on tokens of this version."""
+        return int(version) + self._max_staleness + 1
+
     def _num_places(self, last_step: int) -> int:
         """Return the number of groups in the batches of this step to `last_step`."""
-        return max(0, last_step - self._step + 1) * self.num_needed
+        return (last_step - self._step + 1) * self.num_needed
 
     def _must_wait(self, last_step: int) -> bool:
         """Return whether open groups with this last step could miss all batches up to it.

@@ -122,7 +122,7 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
     for name, value in sampled.reward_parts.items():
         # what environments count has its own area
         values[name if name.startswith("environment/") else f"reward/{name}"] = value
-    return {name: _measured(value) for name, value in values.items()}
+    return {name: _measured(value) for name, value in {**values, **sampled.failures}.items()}
 
 
 def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:

@@ -20,6 +20,7 @@ class Count(Environment):
     Args:
         log: file that gets the text of every action.
         failing: number of the turn on which it fails.
+        num_failures: number of failures on an action, after which it works.
         hello: text of a message of `reset`.
         reply: text of each observation; {} is the turn's number.
         in_turn: append the reply to the model's own turn, after this text; else it ends.
@@ -33,6 +34,7 @@ class Count(Environment):
         length: int = 3,
         pause_s: float = 0.0,
         failing: int = -1,
+        num_failures: int = 1000,
         hello: str = "",
         reply: str = "turn {}",
         in_turn: str = "",
@@ -41,6 +43,7 @@ class Count(Environment):
     ) -> None:
         self._log, self._length, self._pause_s = Path(log), length, pause_s
         self._failing, self._hello, self._reply = failing, hello, reply
+        self._num_failures = num_failures
         self._in_turn, self._turn = in_turn, 0
         self.stop = (in_turn,) if in_turn else ()
         self._is_call, self.output = is_call, frame
@@ -61,7 +64,8 @@ class Count(Environment):
             file.write(repr(action.text) + "\n")
         time.sleep(self._pause_s)
         self._turn += 1
-        if self._turn == self._failing:
+        num_tries = self._log.read_text().splitlines().count(repr(action.text))
+        if self._turn == self._failing and num_tries <= self._num_failures:
             raise EnvironmentFailure("the server is gone")
         has_ended = self._in_turn not in action.text
         text = self._reply.format(self._turn)

@@ -95,23 +95,49 @@ class Obedient(Environment):
     def do_variable(self, name):
         return say(os.environ.get(name, "hidden"))
 
-    def do_reply(self, _):
+    def do_reply(self, text):
         """Write into the pipe of replies, as a library with a wrong file descriptor would."""
-        for number in range(3, 20):
+        lines = {
+            "deep": "[" * 100_000,
+            "empty": "\n".join(f'{{"number": {number}}}' for number in range(50)),
+            "large": "x" * (20 << 20),
+        }
+        for number in _pipes():
             try:
-                os.write(number, b"nonsense\n")
+                # the pipe of requests cannot be written
+                os.write(number, f"{lines.get(text, text)}\n".encode())
             except OSError:
                 continue
         return say("written")
 
+    def do_close(self, which):
+        """Close the pipes of requests and replies, or the first of them alone."""
+        for number in _pipes()[: 1 if which == "requests" else None]:
+            os.close(number)
+        return say("closed")
+
+
+def _pipes():
+    """Return the file descriptors of pipes, except for the standard ones."""
+    return [
+        number
+        for number in map(int, os.listdir("/proc/self/fd"))
+        if number > 2
+        and os.path.exists(f"/proc/self/fd/{number}")
+        and os.readlink(f"/proc/self/fd/{number}").startswith("pipe:")
+    ]
+
 
 class ObedientCoroutine(Obedient):
-    """Sleeps without a thread."""
+    """Sleeps without a thread, or in one that its coroutine has started."""
 
     async def step(self, action):
         if action.text.startswith("sleep "):
             await asyncio.sleep(float(action.text.split()[1]))
             return say("slept")
+        if action.text.startswith("thread "):
+            await asyncio.to_thread(time.sleep, float(action.text.split()[1]))
+            return say("slept in a thread")
         return super().step(action)
 
 

@@ -71,6 +71,7 @@ TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surpl
     "num_from_journal",
     "num_overdue",
     "overdue_seconds",
+    "failures",
 }
 
 

@@ -38,6 +38,10 @@ def numbers(count: int) -> set[int]:
     return set(range(count))
 
 
+def first(words: list[str]) -> str:
+    return next(iter(words))
+
+
 def untyped(a, b: int):
     return b
 

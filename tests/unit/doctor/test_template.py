@@ -1,7 +1,7 @@
 """`megadapo doctor --template` says what a chat template would change."""
 
 import json
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 
 import pytest
 
@@ -128,6 +128,30 @@ def test_exit_codes_and_json(tmp_path, capsys):
     assert main(["doctor", "--template", str(tmp_path / "no-such")]) == 3
     with pytest.raises(ConfigError, match="leave out --node, --cluster and --folder"):
         run_command(["doctor", "--template", folder, "--node"])
+
+
+def test_recipe_sets_the_variables_of_its_models_template(tmp_path, capsys):
+    """Catches a diagnosis of Qwen3 with thoughts for a run without them."""
+    folder = write_tokenizer("qwen3", tmp_path / "a")
+    recipe = tmp_path / "recipe.toml"
+
+    def diagnosed(variables):
+        text = f'chat_template_kwargs = {variables}\n[model]\npath = "{folder}"\n'
+        recipe.write_text(
+            f'[data]\ntrain = "none.jsonl"\n{text}[run]\nfolder = "run"\nnum_steps = 1\n'
+        )
+        code = main(["doctor", "--template", str(recipe), "--json"])
+        said = capsys.readouterr()
+        return code, (json.loads(said.out) if code == 0 else said.err)
+
+    code, found = diagnosed("{enable_thinking = false}")
+    [plain] = [one for one in found["answers"] if one["answer"].startswith("plain text")]
+    assert code == 0 and plain["before_user"] == "begins otherwise"
+    assert diagnosed("{}")[1]["answers"] == json.loads(
+        json.dumps([asdict(one) for one in diagnose_template(str(folder)).answers])
+    )
+    code, said = diagnosed("{enable_thoughts = false}")
+    assert code == 2 and "data.chat_template_kwargs.enable_thoughts" in said
 
 
 def test_escape_sequences_are_not_printed(tmp_path, capsys):

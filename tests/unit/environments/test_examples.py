@@ -52,7 +52,7 @@ def test_examples_play(tmp_path, monkeypatch):
         assert f"\n{mistake}\n" in PAGE
         by_zero = Action(text="", tool_calls=[ToolCall(name="divide", arguments={"a": 1, "b": 0})])
         failed = await host.step("tools", 1, SampledTurn("2", b"", by_zero))
-        assert failed.failure.startswith("failure: divide raised ZeroDivisionError")
+        assert failed.failure.startswith("exception: ZeroDivisionError: ")
 
         await host.open("text", 2, task_of("text"))
         found = await host.step("text", 0, turn_of("So <python>6 * 7</python>"))

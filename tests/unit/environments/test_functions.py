@@ -34,7 +34,7 @@ def answers(*turns: Sequence[tuple[str, object]]):
             outcomes.append(await host.step(f"{number}", 0, given))
         return outcomes
 
-    return with_host([config_of("add", "look_up", "numbers")], play)
+    return with_host([config_of("add", "look_up", "numbers", "first")], play)
 
 
 def texts(outcome) -> list[str]:
@@ -88,7 +88,7 @@ def test_calls_are_answered_in_their_order():
 
 
 MISTAKES = {
-    ("subtract", "{}"): 'there is no tool "subtract"; the tools are add, look_up, numbers',
+    ("subtract", "{}"): 'there is no tool "subtract"; the tools are add, look_up, numbers, first',
     ("add", "{}"): 'add: argument "a" is missing',
     ("add", "{'b': 1, 'c': 2}"): (
         'add: argument "a" is missing; there is no argument "c"'
@@ -109,7 +109,7 @@ def test_mistakes_of_the_model_are_observations():
 
 
 FAILURES = [
-    (("look_up", {"word": "absent"}), "failure: look_up raised KeyError: 'absent'"),
+    (("look_up", {"word": "absent"}), "exception: KeyError: 'absent' (tool_functions.py, line 31)"),
     (("look_up", {"word": "offline"}), "failure: the dictionary is offline"),
     (("numbers", {"count": 2}), "failure: numbers returned a set that is not JSON"),
 ]
@@ -118,6 +118,10 @@ FAILURES = [
 def test_exceptions_of_a_function_are_failures():
     found = answers(*([call] for call, _ in FAILURES))
     assert [outcome.failure for outcome in found] == [expected for _, expected in FAILURES]
+    # beside a coroutine it runs in a thread
+    for others in ([], [("look_up", {"word": "x"})]):
+        (outcome,) = answers([("first", {"words": []}), *others])
+        assert outcome.failure == "exception: RuntimeError: first raised StopIteration"
 
 
 def test_turn_without_a_call_ends_the_episode():

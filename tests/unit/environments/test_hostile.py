@@ -119,6 +119,24 @@ def test_process_with_many_hanging_threads_is_replaced(monkeypatch):
     assert not _runs(before)
 
 
+def test_process_without_free_threads_is_replaced():
+    """Catches threads of coroutines that hang for good: nothing of the process works any more."""
+
+    async def play(host):
+        names = [f"{number}" for number in range(60)]
+        await asyncio.gather(*(host.open(one, 0, task_of(one)) for one in names))
+        hanging = (host.step(one, 0, turn_of("thread 300")) for one in names)
+        failures = {outcome.failure for outcome in await asyncio.gather(*hanging)}
+        assert failures == {"timeout: step took longer than 1 s"}
+        opened = await host.open("new", 0, task_of("new"))
+        assert opened.failure is None
+        return content_of(await host.step("new", 0, turn_of("thread 0")))
+
+    # 32 threads, and 8 that may hang
+    config = config_of("ObedientCoroutine", timeout_s=1.0, memory_mib=1024)
+    assert with_host([config], play) == "slept in a thread"
+
+
 def test_process_that_answers_nothing_is_replaced(monkeypatch):
     """`9**9**9` is one instruction: no thread of the process runs any more."""
     monkeypatch.setattr("megadapo.environments.process.PING_S", 0.5)
@@ -142,8 +160,46 @@ def test_process_that_answers_nothing_is_replaced(monkeypatch):
 def test_lost_process_says_how_it_ended_and_what_it_printed():
     (failure,) = failures(["exit 7"], recovery="once")
     assert failure == "lost process: exit code 7"
-    (failure,) = failures(["reply"], recovery="once")
-    assert failure.startswith("lost process: its reply cannot be read")
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", "3", "deep", "empty", "large", "[]", '{"number": []}']
+)
+def test_nonsense_among_replies_ends_the_process_and_not_the_host(text):
+    """Catches a reader that stops at an exception: calls would wait for their time limit, and
+    the process would never be replaced."""
+
+    async def play(host):
+        await host.open("a", 0, task_of("a"))
+        start = time.monotonic()
+        failure = (await host.step("a", 0, turn_of(f"reply {text}"))).failure
+        await host.open("b", 0, task_of("b"))
+        assert content_of(await host.step("b", 0, turn_of("say x"))) == "x 1 of 5"
+        return failure, time.monotonic() - start
+
+    failure, seconds = with_host([config_of("Obedient", recovery="once")], play)
+    assert failure.startswith("lost process: its reply cannot be read") and seconds < 30
+
+
+def test_environment_that_closes_all_pipes_is_a_lost_process():
+    start = time.monotonic()
+    (failure,) = failures(["close"], recovery="once")
+    assert failure.startswith("lost process") and time.monotonic() - start < 30
+
+
+def test_environment_that_closes_the_pipe_of_requests_is_replaced():
+    """Catches a process that reads nothing more, whose episodes all exceed their time limit."""
+
+    async def play(host):
+        await host.open("a", 0, task_of("a"))
+        start = time.monotonic()
+        outcomes = [await host.step("a", 0, turn_of("close requests"))]
+        outcomes += [await host.step("a", turn, turn_of("say x")) for turn in range(1, 4)]
+        assert time.monotonic() - start < 30
+        return [outcome.failure for outcome in outcomes]
+
+    found = with_host([config_of("Obedient", recovery="once")], play)
+    assert found[0] is None and found[-1].startswith(("lost process", "interrupted"))
 
 
 def test_children_of_an_environment_end_with_it(tmp_path):

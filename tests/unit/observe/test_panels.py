@@ -87,7 +87,8 @@ def test_every_metric_has_a_panel_or_a_phase():
 
 def test_environments_have_a_panel_for_each_unit():
     """Seconds would hide returns on the same axis; "Sum/returned" is no return."""
-    counted = ("return", "turns", "seconds", "failed", "not_a_number", "api/calls", "returned")
+    counted = ("return", "turns", "seconds", "failed", "failures/timeout", "failures/lost_process")
+    counted += ("not_a_number", "api/calls", "returned")
     names = [f"environment/{label}/{name}" for label in ("Sum", "Web-1") for name in counted]
     [(heading, panels)] = sections_with_values(names)
     assert heading == "Environments"
@@ -96,6 +97,11 @@ def test_environments_have_a_panel_for_each_unit():
         "Turns": ["Sum", "Web-1"],
         "Time": ["Sum", "Web-1"],
         "Failures": ["Sum", "Web-1"],
+        "Causes of failures": [
+            f"{label}/failures/{kind}"
+            for label in ("Sum", "Web-1")
+            for kind in ("timeout", "lost process")
+        ],
         "Counts": [
             f"{label}/{name}"
             for label in ("Sum", "Web-1")

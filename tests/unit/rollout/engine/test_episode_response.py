@@ -106,6 +106,7 @@ class Play:
             tool_parser=parser,
         )
         self.host = EpisodeHost([self.config], tmp_path / "journal")
+        self.closes = False
 
     async def __aenter__(self):
         await self.host.start()
@@ -114,6 +115,11 @@ class Play:
 
     async def __aexit__(self, *error):
         await self.host.stop()
+
+    def close(self, names):
+        """Close episodes if the test wants it, as engines do in a task of the host's loop."""
+        if self.closes:
+            asyncio.ensure_future(self.host.close(names))
 
     @property
     def actions(self):
@@ -129,7 +135,7 @@ class Play:
         remote = {
             name: SimpleNamespace(remote=getattr(self.host, name)) for name in ("open", "step")
         }
-        closed = SimpleNamespace(remote=lambda names: None)
+        closed = SimpleNamespace(remote=self.close)
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         settings = SamplingSettings(
             temperature=1.0, top_p=1.0, max_tokens=max_tokens, stop_ids=(end,)
@@ -151,6 +157,10 @@ class Play:
         one = self.response(policy, **given)
         await asyncio.wait_for(one.finish(), 20)
         return one.response()
+
+
+def call_of(arguments, name="f"):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 def user_turn(text):
@@ -248,6 +258,44 @@ def test_failure_of_the_environment_gives_no_score(tmp_path, tokenizer, failing)
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("recovery", ["replay", "state"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failed_response_continues_where_its_environment_failed(
+    tmp_path, tokenizer, failing, recovery
+):
+    """Catches a second try that samples answered turns again, or has other tokens."""
+    texts = ["one", "two", "three"]
+
+    async def run(folder, **options):
+        (tmp_path / folder).mkdir()
+        async with Play(tmp_path / folder, tokenizer, recovery=recovery, **options) as play:
+            play.closes = True
+            found, policy = None, Policy(tokenizer, *texts)
+            while found is None or found.finish_reason == "failed":
+                begun = None
+                if found is not None:
+                    group = OpenGroup(
+                        key=0,
+                        prompt_ids=(1, 2),
+                        seeds=(5,),
+                        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=400),
+                        responses=(found,),
+                    )
+                    [begun] = group.repeat_failures().responses
+                found = await play.finish(policy, begun=begun)
+            return found, policy.prompts, play.actions
+
+    plain, prompts, _ = asyncio.run(run("plain"))
+    found, again, actions = asyncio.run(run("failing", failing=failing, num_failures=2))
+    assert found.finish_reason == "stop" and found.failure is None
+    assert found.token_ids.tolist() == plain.token_ids.tolist() and again == prompts
+    assert [one.end for one in found.turns] == [one.end for one in plain.turns]
+    assert found.episode_return == 6.0
+    repeated = texts[: failing - 1] if recovery == "replay" else []
+    tries = [*repeated, texts[failing - 1]]
+    assert actions == [*texts[:failing], *tries, *tries, *texts[failing:]]
+
+
 def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
     """An error of the engine would end the run without a word on the environment."""
 
@@ -261,11 +309,21 @@ def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
     asyncio.run(run())
 
 
-def test_limits_end_a_response_as_truncated(tmp_path, tokenizer):
+def test_episode_out_of_turns_is_complete(tmp_path, tokenizer):
+    """Catches a lost game that is masked as truncated, or is longer by what no turn reads."""
+
     async def run():
         async with Play(tmp_path, tokenizer, max_turns=2) as play:
             found = await play.finish(Policy(tokenizer, "one", "two"))
-            assert found.finish_reason == "length" and len(found.actions) == 2
+            assert found.finish_reason == "max_turns" and not found.truncated
+            text = f"one<|im_end|>{user_turn('turn 1')}two<|im_end|>"
+            assert tokenizer.decode(found.token_ids) == text
+            assert len(found.actions) == 2 and found.episode_return == 3.0
+            whole = len(found.token_ids)
+            again = await play.finish(Policy(tokenizer, "one", "two"), seed=6, max_tokens=whole)
+            assert again.finish_reason == "max_turns"
+            cut = await play.finish(Policy(tokenizer, "one", "two"), seed=7, max_tokens=whole - 1)
+            assert cut.finish_reason == "length" and cut.truncated
 
     asyncio.run(run())
 
@@ -416,15 +474,23 @@ def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
         ('<tool_call>{"name": "f", "arguments": {"x": 1}', 0, 1),
         ("<tool_call>not JSON</tool_call>", 0, 1),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', 0, 1),
+        (call_of('{"x": ' + "[" * 900 + "]" * 900 + "}"), 0, 1),
+        (call_of('{"x": ' + "[" * 60 + "]" * 60 + "}"), 1, 0),
+        (call_of('{"x": ' + "[" * 20_000), 0, 1),
+        (call_of('{"\\ud83d": 1}'), 0, 1),
+        (call_of("{}", name="\\ud83d"), 0, 1),
         ("no call", 0, 0),
     ],
 )
 def test_calls_are_read_by_vllms_parser(tmp_path, tokenizer, text, calls, bad):
-    """A call that cannot be read is the model's mistake, which its environment hears of."""
+    """A call that cannot be read is the model's mistake, which its environment hears of.
+
+    Deep arguments, and half of a surrogate pair, would end the engine or fail the environment.
+    """
 
     async def run():
         async with Play(tmp_path, tokenizer, length=1, parser="hermes") as play:
-            found = await play.finish(Policy(tokenizer, text))
+            found = await play.finish(Policy(tokenizer, text), max_tokens=10**6)
             assert dict(found.metrics) == {"calls": calls, "bad": bad}
 
     asyncio.run(run())
@@ -446,5 +512,11 @@ def test_response_of_a_repeated_run_stops_at_until(tmp_path, tokenizer):
                 assert found.token_ids.tolist() == ids[:end]
                 is_whole = until >= len(ids)
                 assert found.finish_reason == ("stop" if is_whole else "unfinished")
+                # an engine that died after that leaves its turns in the host's records
+                num_acted = sum(action.stop <= until for action in whole.actions)
+                policy = Policy(tokenizer, *("one", "two")[num_acted:])
+                again = await play.finish(policy, seed=100 + until, until=until)
+                assert again.token_ids.tolist() == ids[:end]
+                assert again.finish_reason == found.finish_reason
 
     asyncio.run(run())

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from megadapo.rollout.episodes.host import EpisodeHost
+from megadapo.rollout.episodes.journal import MAX_COPIES
 from megadapo.rollout.episodes.types import cause_of
 from megadapo.rollout.journal import record_log
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
@@ -76,6 +78,24 @@ def test_step_that_was_done_is_answered_and_not_repeated(tmp_path):
             assert len(actions(tmp_path, name)) == 4
 
     with_host(all_counting(tmp_path, *RECOVERIES), run)
+
+
+def test_host_without_a_trainer_needs_no_weights(tmp_path):
+    """Catches `megadapo rollout`, or an evaluation that a restart continues before any update,
+    whose episodes all fail."""
+
+    async def run():
+        host = EpisodeHost([counting(tmp_path)], tmp_path / "journal")
+        try:
+            await host.start()
+            await host.open("a", 0, task_of("a"))
+            assert await play(host, 0, 2) == ANSWERS[:2]
+            host.begin(7, "weights")
+            assert await play(host, 2, 3) == ANSWERS[2:3]
+        finally:
+            await host.stop()
+
+    asyncio.run(run())
 
 
 def test_open_waits_for_a_step_whose_engine_died(tmp_path):
@@ -381,6 +401,76 @@ def test_journal_that_cannot_be_read_at_first_is_read_later(tmp_path, monkeypatc
     failure = with_host([counting(tmp_path, recovery="once")], run, tmp_path / "journal")
     assert cause_of(failure) == "interrupted"
     assert len(actions(tmp_path)) == 1
+
+
+def test_episode_without_records_survives_two_restarts(tmp_path):
+    """Catches turns that were replayed from the response and are not recorded again."""
+    sampled = [turn.action for turn in TURNS]
+    left = [2, 3, 4]
+
+    async def run(host):
+        known = left.pop(0)
+        opened = await host.open("a", 0, task_of("a"), digests(known), None, sampled[:known])
+        assert recorded(opened) == []
+        assert await play(host, known, known + 1) == ANSWERS[known : known + 1]
+
+    while left:
+        with_host([counting(tmp_path)], run, tmp_path / "journal")
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+def test_episode_dropped_in_the_middle_of_an_action_is_not_kept(tmp_path, recovery):
+    """Catches records that each file of later weights copies until the run ends."""
+    folder = tmp_path / "journal"
+    options = {"path": str(tmp_path / "actions.txt"), "seconds": 0.5}
+
+    async def run(host):
+        await host.open("a", 0, task_of("a"))
+        playing = asyncio.create_task(host.step("a", 0, TURNS[0]))
+        await asyncio.sleep(0.2)
+        closing = asyncio.create_task(host.close(["a"]))
+        await asyncio.sleep(0.1)
+        host.begin(2, "newer")
+        await asyncio.gather(playing, closing)
+        host.begin(3, "newest")
+
+    with_host([config_of("Counting", options=options, recovery=recovery)], run, folder)
+    assert (folder / "environments-version-3.log").stat().st_size == 0
+
+
+def test_episodes_that_no_restart_continues_are_forgotten(tmp_path):
+    """Catches a journal that grows with every restart, and one that forgets at once."""
+    folder = tmp_path / "journal"
+    first_life(tmp_path, {"a": "replay"}, 2)
+
+    def size(version):
+        return (folder / f"environments-version-{version}.log").stat().st_size
+
+    async def run(host):
+        for version in range(2, MAX_COPIES + 10):
+            host.begin(version, "weights")
+        assert size(3) > 0 and size(MAX_COPIES - 1) > 0 and size(MAX_COPIES + 9) == 0
+
+    with_host([counting(tmp_path)], run, folder)
+
+
+def test_weights_that_come_twice_write_no_record_over_another(tmp_path):
+    """Catches two threads that append to one file."""
+
+    async def run(host):
+        names = [f"{number}" for number in range(200)]
+        opening = [asyncio.create_task(host.open(one, 0, task_of(one))) for one in names]
+        while not all(one.done() for one in opening):
+            host.begin(1, "weights")
+            await asyncio.sleep(0.001)
+
+    folder = tmp_path / "journal"
+    with_host([counting(tmp_path)], run, folder)
+
+    async def again(host):
+        assert host.drain_warnings() == []
+
+    with_host([counting(tmp_path)], again, folder)
 
 
 def test_damaged_journal_loses_turns_and_invents_none(tmp_path):

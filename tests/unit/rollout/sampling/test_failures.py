@@ -1,8 +1,6 @@
 """Responses without a score: they leave their groups, and outages of rewards cost only time."""
 
 import random
-import re
-import zlib
 from contextlib import closing
 from dataclasses import replace
 
@@ -17,8 +15,6 @@ from megadapo.data.batch import pack
 from megadapo.data.group import Failure, Group
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.errors import InfraError
-from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.scorer import Scorer
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.sampling import scoring
@@ -215,60 +211,3 @@ def test_evaluation_is_the_mean_over_scored_responses():
         pytest.raises(InfraError, match="judge failed on all responses to problem id-.*HTTP 400"),
     ):
         running.finish()
-
-
-NO_SERVER = "exception: ValueError: no server (game.py, line 3)"
-
-
-class Broken(ScriptedEngines):
-    """Engines in whose environment some responses fail, chosen by their text."""
-
-    def __init__(self, share: float, **keys) -> None:
-        super().__init__(**keys)
-        self._share = share
-
-    def finished(self, timeout_s=None):
-        def failing(response):
-            if zlib.crc32(response.text.encode()) % 1000 >= 1000 * self._share:
-                return response
-            failure = Failure(
-                "environment/Sum", "exception: ValueError: no server (game.py, line 3)"
-            )
-            return replace(response, finish_reason="failed", failure=failure)
-
-        return [
-            replace(group, responses=tuple(map(failing, group.responses)))
-            for group in super().finished(timeout_s)
-        ]
-
-
-def test_failures_of_environments_are_counted_by_cause(caplog):
-    """Catches a step that loses responses and says nothing of it."""
-    scorer = Scorer(RewardConfig(symbolic=False))
-    with closing(scorer):
-        keys = {"prompts_per_step": 8, "responses_per_prompt": 6, "selection": "all"}
-        batch = make_sampler(Broken(0.2), judge=scorer, **keys).next_batch()
-        assert 1 < batch.num_excluded < 24
-        assert scorer.drain_warnings() == [
-            f"environment Sum failed on {batch.num_excluded} responses, which were left out: "
-            f"{batch.num_excluded} x {NO_SERVER}"
-        ]
-        assert scorer.drain_warnings() == []
-    # the first one is told at once, with its prompt
-    [told] = [one.getMessage() for one in caplog.records]
-    assert re.fullmatch(rf"environment Sum, prompt id-\d+: {re.escape(NO_SERVER)}", told)
-
-
-def test_step_that_environments_stop_names_environment_cause_and_remedy():
-    scorer = Scorer(RewardConfig(symbolic=False))
-    sampler = make_sampler(
-        Broken(1.0), judge=scorer, num_prompts=500, sampler={"max_failed_share": 0.25}
-    )
-    with closing(scorer), pytest.raises(InfraError) as raised:
-        sampler.next_batch()
-    assert str(raised.value) == (
-        "reward functions or environments failed on 9 responses of the step, 37.5% of them, and "
-        "reward.max_failed_share = 0.25; the last failure is of environment Sum: exception: "
-        "ValueError: no server (game.py, line 3). Nothing of the step is trained on. Mend it or "
-        "its server, or raise reward.max_failed_share"
-    )

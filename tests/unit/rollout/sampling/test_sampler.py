@@ -23,10 +23,11 @@ def test_batch_has_mixed_groups():
 @pytest.mark.parametrize("finish", ["short first", "last first", "at random"])
 @pytest.mark.parametrize("slots", [3, 12, 200])
 @pytest.mark.parametrize("at_once", [1, 5])
-def test_batch_does_not_depend_on_engines(finish, slots, at_once):
+@pytest.mark.parametrize("mode", [{}, {"mode": "one_step_off", "max_staleness": 1}])
+def test_batch_does_not_depend_on_engines(finish, slots, at_once, mode):
     """A batch of early finishers would prefer short responses."""
-    expected = take(make_sampler(ScriptedEngines()), 6)
-    other = take(make_sampler(ScriptedEngines(finish, slots=slots, at_once=at_once)), 6)
+    expected = take(make_sampler(ScriptedEngines(), **mode), 6)
+    other = take(make_sampler(ScriptedEngines(finish, slots=slots, at_once=at_once), **mode), 6)
     assert contents(expected) == contents(other)
 
 

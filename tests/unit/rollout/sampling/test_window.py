@@ -5,13 +5,14 @@ import random
 
 import pytest
 
+from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.keep_rate import (
     ExpectedMixed,
     KeepRate,
     should_oversample,
     would_go_stale,
 )
-from megadapo.rollout.sampling.window import Window
+from megadapo.rollout.sampling.window import Window, adapted_lead, num_places
 from tests.support.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 
 ANY = KeepRate()
@@ -33,11 +34,11 @@ def plan_and_window(source: random.Random) -> tuple[Plan, Window]:
     for index in range(source.randint(0, 5)):
         if source.random() < 0.5:
             plan.add_reserved(index)
-            window.carry(index, None, 5)
+            window.carry(index, None, 4)
         else:
-            last = source.randint(5, 5 + staleness)
-            plan.resume(index, ANY, due=last == 5)
-            window.carry(index, ANY, last)
+            version = source.randint(4 - staleness, 4)
+            plan.resume(index, ANY, due=version == 4 - staleness)
+            window.carry(index, ANY, version)
     return plan, window
 
 
@@ -51,15 +52,15 @@ def test_window_follows_the_rule_of_its_mode(part):
         while not plan.is_full:
             assert not window.is_full
             while not plan.is_full and plan.wants(ANY) and source.random() < 0.9:
-                assert window.wants(ANY, 9)
+                assert window.wants(ANY, 4)
                 plan.ask(index, ANY)
-                window.ask(index, ANY, 9)
+                window.ask(index, ANY, 4)
                 index += 1
             hopeless = plan.cannot_make_batch()
             assert sorted(window.cannot_make_batch()) == sorted(hopeless)
             plan.drop(hopeless)
             window.drop(hopeless)
-            assert plan.wants(ANY) == window.wants(ANY, 9)
+            assert plan.wants(ANY) == window.wants(ANY, 4)
             if not plan.open:
                 break
             done, is_mixed = source.choice(list(plan.open)), source.random() < 0.4
@@ -73,9 +74,9 @@ def test_a_batch_leaves_room_for_groups_that_are_due_soon():
     """Otherwise the next batch would have more due groups than places, and drop some."""
     window = Window(2, 100, step=5, max_staleness=2, most_untrained=6)
     for index in (1, 2, 3):
-        window.carry(index, ANY, 6)
-    window.carry(4, None, 7)
-    window.carry(5, None, 7)
+        window.carry(index, ANY, 3)
+    window.carry(4, None, 4)
+    window.carry(5, None, 4)
     assert not window.is_full and window.num_awaited == 3
     window.finish(2, True)
     assert window.is_full and window.chosen() == [2, 4]
@@ -85,10 +86,42 @@ def test_requests_leave_a_place_for_each_open_group():
     window = Window(2, 1000, step=5, max_staleness=2, most_untrained=6)
     sure = keep_rate(10**6, 10)
     index = 0
-    while window.wants(sure, 7):
-        window.ask(index, sure, 7)
+    while window.wants(sure, 4):
+        window.ask(index, sure, 4)
         index += 1
     assert index == 3 * 2
+
+
+def test_group_is_too_old_once_no_batch_may_train_on_it():
+    """One step later, and the batch has tokens older than max_staleness allows."""
+    window = Window(2, 100, step=5, max_staleness=2)
+    assert [version for version in range(5) if window.is_too_old(version)] == [0, 1]
+    assert not Window(2, 100, step=5).is_too_old(0), "a batch without staleness was whole before"
+
+
+def test_lead_follows_the_groups_that_batches_leave():
+    """Engines that are faster than the trainer would make all tokens max_staleness old."""
+    config = SamplingConfig(mode="async", max_staleness=3, prompts_per_step=16)
+    assert num_places(config) == 64
+    lead = {left: adapted_lead(config, 40, left) for left in (0, 2, 3, 8, 9, 20, 60)}
+    assert lead == {0: 48, 2: 48, 3: 40, 8: 40, 9: 36, 20: 30, 60: 16}
+    assert adapted_lead(config, 60, 0) == 64
+    odd = SamplingConfig(mode="async", max_staleness=3, prompts_per_step=17)
+    assert str(adapted_lead(odd, 40, 0)) == "48"
+
+
+def test_partial_requests_more_groups_than_have_places():
+    """Most groups here are not mixed. A place for each open one, as in async, wastes engines."""
+    counts = {}
+    for mode in ("partial", "async"):
+        config = SamplingConfig(mode=mode, max_staleness=2, prompts_per_step=4)
+        window = Window.for_step(config, 5, num_places(config))
+        rare, index = keep_rate(1000, 100), 0
+        while window.wants(rare, 4):
+            window.ask(index, rare, 4)
+            index += 1
+        counts[mode] = index
+    assert counts["async"] == 12 < counts["partial"]
 
 
 def keep_rate(num_asked: int, num_mixed: int) -> KeepRate:

@@ -60,7 +60,7 @@ def test_starts_that_never_reach_the_run_end_after_a_time(tmp_path, earlier_step
         status = {"num_steps": 9, "step": 5, "checkpoint_step": 5, "resumed_from": 0}
         process = {"host": "h", "pid": os.getpid(), "started": "t", "updated": "t"}
         (tmp_path / "status.json").write_text(json.dumps(status | process))
-    code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50, give_up_after_s=0.5)
+    code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50, give_up_after_s=3.0)
     assert code == 5 and len(starts) > 1
     assert "(--give-up-after) made no progress" in output
     if earlier_step:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.symbolic import SymbolicCounts
@@ -167,6 +167,14 @@ def test_step_without_responses_has_null_means():
     responses = ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s")
     for name in (*responses, "groups/all_correct_share", "groups/all_wrong_share"):
         assert found[name] is None
+
+
+def test_failures_of_environments_are_counted_and_not_repeated():
+    """Catches a comparison of two runs that names a lost process as a difference."""
+    name = "environment/Sum/failures/timeout"
+    found = metrics(replace(SAMPLED, failures={name: 3.0}, reward_parts={"rule": 0.5}))
+    assert found[name] == 3.0 and found["reward/rule"] == 0.5
+    assert not is_repeated(name) and is_repeated("environment/Sum/failed")
 
 
 def test_replayed_step_has_null_generation():
