@@ -179,6 +179,11 @@ def _run_environments(arguments: argparse.Namespace) -> int:
 
     names = [field.name for field in fields(environments.Setting)]
     setting = environments.Setting(**{name: getattr(arguments, name) for name in names})
+    counts = ("conversations", "turns", "tokens", "layers", "rounds")
+    if min(*setting.slots, *(getattr(setting, name) for name in counts)) < 1 or setting.delay < 0:
+        raise ConfigError("every count must be at least 1, and --delay at least 0")
+    if setting.hidden < 64 or setting.hidden % 64:
+        raise ConfigError("--hidden must be a multiple of 64, the size of an attention head")
     environments.run(setting, phases=Spinner(Console()), json_file=arguments.json)
     return 0
 
