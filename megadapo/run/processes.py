@@ -145,9 +145,16 @@ def start_environments(
 
 
 def start_engines_alone(
-    config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
+    config: RunConfig,
+    phases: Phases,
+    stack: ExitStack,
+    *,
+    log_folder: Path,
+    folder: Path | None = None,
 ) -> tuple[Engines, EpisodeHostActor | None]:
     """Start engines with the weights of model.path and without a trainer; end them with `stack`.
+
+    `folder`: as in `start_environments`.
 
     Returns:
         The engines, and the host of the environments if there are any.
@@ -159,7 +166,7 @@ def start_engines_alone(
     cluster = start_cluster(
         config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
     )
-    host = start_environments(config, phases, stack, log_folder=log_folder)
+    host = start_environments(config, phases, stack, log_folder=log_folder, folder=folder)
     with phases.phase("start engines"):
         engines = _start_engines(
             config,

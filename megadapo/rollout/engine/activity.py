@@ -25,6 +25,10 @@ class EngineActivity:
     with prefix caching."""
     max_kv_use: float = 0.0
     """Largest share of the key-value cache in use."""
+    num_prompt_tokens: int = 0
+    """Number of tokens at which requests began: prompts, with the earlier turns of episodes."""
+    num_cached_tokens: int = 0
+    """Number of these that were in the prefix cache."""
     private_bytes: int = 0
     """Private memory of the engine's processes at the end of the interval; 0: not measured."""
 
@@ -37,13 +41,25 @@ class ActivityCounter:
         self._running = 0
         self._last = self._started = time.monotonic()
         self._tokens_before = self._max_waiting = self._num_preemptions = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
         self._busy_s = self._running_s = self._max_kv_use = 0.0
 
-    def step(self, *, running: int, waiting: int, kv_use: float, num_preemptions: int) -> None:
+    def step(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        kv_use: float,
+        num_preemptions: int,
+        num_prompt_tokens: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> None:
         """Count a step, with the responses that run and wait after it."""
         self._pass_time()
         self._running = running
         self._num_preemptions += num_preemptions
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_cached_tokens += num_cached_tokens
         self._max_waiting = max(self._max_waiting, waiting)
         self._max_kv_use = max(self._max_kv_use, kv_use)
 
@@ -60,10 +76,13 @@ class ActivityCounter:
             max_waiting=self._max_waiting,
             num_preemptions=self._num_preemptions,
             max_kv_use=self._max_kv_use,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
         )
         self._started = self._last
         self._tokens_before = num_tokens
         self._max_waiting = self._num_preemptions = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
         self._busy_s = self._running_s = self._max_kv_use = 0.0
         return activity
 

@@ -106,11 +106,14 @@ class _StepLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
+        cache = scheduler_stats.prefix_cache_stats
         self._counter.step(
             running=scheduler_stats.num_running_reqs,
             waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
             kv_use=scheduler_stats.kv_cache_usage,
-            num_preemptions=scheduler_stats.prefix_cache_stats.preempted_requests,
+            num_preemptions=cache.preempted_requests,
+            num_prompt_tokens=cache.queries,
+            num_cached_tokens=cache.hits,
         )
 
     def log_engine_initialized(self) -> None:

@@ -20,6 +20,8 @@ def step(counter, running, **numbers):
         waiting=numbers.get("waiting", 0),
         kv_use=numbers.get("kv_use", 0.0),
         num_preemptions=numbers.get("preemptions", 0),
+        num_prompt_tokens=numbers.get("prompt", 0),
+        num_cached_tokens=numbers.get("cached", 0),
     )
 
 
@@ -27,9 +29,9 @@ def test_means_are_weighted_by_time(clock):
     """A mean over steps would weight short and long ones alike, and count idle time."""
     counter = ActivityCounter(8)
     clock[0] += 10.0  # nothing runs yet
-    step(counter, 8, waiting=5, kv_use=0.5)
+    step(counter, 8, waiting=5, kv_use=0.5, prompt=40, cached=32)
     clock[0] += 1.0
-    step(counter, 4, waiting=2, kv_use=0.75, preemptions=2)
+    step(counter, 4, waiting=2, kv_use=0.75, preemptions=2, prompt=20)
     clock[0] += 3.0
     step(counter, 0)
     clock[0] += 6.0
@@ -38,11 +40,12 @@ def test_means_are_weighted_by_time(clock):
     assert taken.seconds == pytest.approx(20.0) and taken.busy_seconds == pytest.approx(4.0)
     assert taken.mean_running == pytest.approx((8 * 1.0 + 4 * 3.0) / 4.0 / 8)
     assert taken.max_kv_use == 0.75
+    assert (taken.num_prompt_tokens, taken.num_cached_tokens) == (60, 32)
 
 
 def test_take_resets_counts_but_keeps_running_responses(clock):
     counter = ActivityCounter(4)
-    step(counter, 2, waiting=9, kv_use=0.9, preemptions=1)
+    step(counter, 2, waiting=9, kv_use=0.9, preemptions=1, prompt=9, cached=8)
     clock[0] += 2.0
     counter.take(3)
     clock[0] += 1.0
@@ -51,6 +54,7 @@ def test_take_resets_counts_but_keeps_running_responses(clock):
     assert taken.num_tokens == 2
     assert taken.busy_seconds == pytest.approx(1.0) and taken.mean_running == pytest.approx(0.5)
     assert (taken.max_waiting, taken.num_preemptions, taken.max_kv_use) == (0, 0, 0.0)
+    assert (taken.num_prompt_tokens, taken.num_cached_tokens) == (0, 0)
 
 
 def test_idle_engine_is_not_busy(clock):

@@ -1,0 +1,303 @@
+"""Benchmark of waiting: the speed of an engine whose conversations wait for an environment.
+
+The same conversations are played in an environment that answers at once and in one that takes a
+while, and answers of the same length are sampled in a single turn. All three take turns on one
+engine. Environments import this module, so it loads nothing large before it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadapo.environments.environment import Action, Environment, Observation
+from megadapo.errors import InfraError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.rollout.episodes.requests import EpisodeRequests
+    from megadapo.rollout.pool.engines import Engines
+    from megadapo.rollout.types import OpenGroup
+    from megadapo.run.inputs import Phases
+
+VOCABULARY = 16384
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+AT_ONCE, SLOW, SINGLE = WAYS = ("answers at once", "slow answers", "a single turn")
+
+Round = dict[str, dict[str, float]]
+"""Measurements of each way, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The conversations, the environment and the random model."""
+
+    conversations: int
+    slots: Sequence[int]
+    """rollout.max_num_seqs of each measurement."""
+    turns: int
+    tokens: int
+    """Mean number of tokens of a turn."""
+    delay: float
+    """Seconds that the slow environment takes for an answer."""
+    layers: int
+    hidden: int
+    rounds: int
+
+    @property
+    def max_response_tokens(self) -> int:
+        return 4 * self.turns * self.tokens
+
+
+class Delayed(Environment):
+    """An environment that answers each turn after some seconds.
+
+    Args:
+        turns: number of turns.
+        delay: seconds.
+    """
+
+    def __init__(self, turns: int, delay: float) -> None:
+        self._num_left, self._delay = turns, delay
+
+    def step(self, action: Action) -> Observation:
+        time.sleep(self._delay)
+        self._num_left -= 1
+        if not self._num_left:
+            return Observation(done=True)
+        text = f"{len(action.text)} characters; {self._num_left} turns are left"
+        return Observation(messages=[{"role": "user", "content": text}])
+
+
+def run(setting: Setting, *, phases: Phases, json_file: Path | None) -> None:
+    """Measure, print a table, and write JSON if requested."""
+    from megadapo.lab.record import write_record
+
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as name:
+        folder = Path(name)
+        num_parameters = _write_model(folder / "model", setting)
+        measured = {slots: _measure(setting, slots, folder, phases) for slots in setting.slots}
+    results = [
+        {"slots": slots, "way": way, **means(rounds, way)}
+        for slots, rounds in measured.items()
+        for way in WAYS
+    ]
+    print(_table(setting, results))
+    if json_file is not None:
+        record = {"settings": asdict(setting), "parameters": num_parameters, "results": results}
+        write_record(json_file, {**record, "rounds": measured})
+
+
+def _write_model(folder: Path, setting: Setting) -> int:
+    """Write a random Qwen2 with a tokenizer of single bytes; return its number of parameters."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    heads = setting.hidden // 64
+    config = Qwen2Config(
+        hidden_size=setting.hidden,
+        intermediate_size=4 * setting.hidden,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=math.gcd(heads, 2),
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1 << 16,
+        tie_word_embeddings=True,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML
+    ).save_pretrained(folder)
+    return sum(one.numel() for one in model.parameters())
+
+
+def _config(setting: Setting, num_slots: int, folder: Path) -> RunConfig:
+    from megadapo.config import from_dict
+
+    environments = [
+        {
+            "environment": f"{__name__}:{Delayed.__name__}",
+            "name": way.replace(" ", "_"),
+            "data_sources": [way],
+            "options": {"turns": setting.turns, "delay": delay},
+            "max_turns": setting.turns,
+        }
+        for way, delay in ((AT_ONCE, 0.0), (SLOW, setting.delay))
+    ]
+    rollout = {
+        "num_engines": 1,
+        "max_response_tokens": setting.max_response_tokens,
+        "max_num_seqs": num_slots,
+        "environments": environments,
+    }
+    return from_dict(
+        {
+            "run": {"folder": str(folder / f"slots-{num_slots}"), "num_steps": 1},
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "data": {"train": "arithmetic:train:64", "max_prompt_tokens": 64},
+            "rollout": rollout,
+            "reward": {"functions": ["environment"]},
+            "algorithm": {"overlong_buffer": 0},
+        }
+    )
+
+
+def _measure(setting: Setting, num_slots: int, folder: Path, phases: Phases) -> list[Round]:
+    """Return the measurements of all rounds on one engine; one more round warms it up."""
+    from megadapo.rollout.episodes.host import check_environments
+    from megadapo.rollout.episodes.requests import EpisodeRequests
+    from megadapo.run.inputs import load_tokenizer
+    from megadapo.run.processes import start_engines_alone
+
+    config = _config(setting, num_slots, folder)
+    environments, run_folder = config.rollout.environments, config.run.folder
+    requests = EpisodeRequests(
+        environments=[*zip(environments, check_environments(environments), strict=True)],
+        tokenizer=load_tokenizer(config),
+        seed=config.run.seed,
+    )
+    rounds: list[Round] = []
+    with ExitStack() as stack:
+        engines, host = start_engines_alone(
+            config, phases, stack, log_folder=run_folder / "logs", folder=run_folder
+        )
+        assert host is not None
+        for number in range(setting.rounds + 1):
+            measured: Round = {}
+            lengths: list[int] = []
+            tokens: dict[str, list[list[int]]] = {}
+            # a machine that gets slower or faster favours neither environment
+            for way in (*((AT_ONCE, SLOW) if number % 2 else (SLOW, AT_ONCE)), SINGLE):
+                groups = _groups(setting, requests, way, number, lengths)
+                # each run has a journal of its own, as each step of a training run has
+                host.begin(len(WAYS) * number + WAYS.index(way), "")
+                with phases.phase(f"{num_slots} slots, round {number}: {way}"):
+                    measured[way], tokens[way] = _play(engines, groups)
+                lengths = [len(ids) for ids in tokens[way]]
+            if tokens[SLOW] != tokens[AT_ONCE]:
+                raise InfraError("the two environments were given other tokens: see the engine")
+            rounds += [measured] * (number > 0)
+    return rounds
+
+
+def _groups(
+    setting: Setting, requests: EpisodeRequests, way: str, number: int, lengths: Sequence[int]
+) -> list[OpenGroup]:
+    """Return the conversations of a round, or answers of these lengths in a single turn."""
+    from megadapo.data.prompts import Prompt
+    from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+
+    groups = []
+    num_stops = VOCABULARY // setting.tokens
+    for place in range(setting.conversations):
+        text = f"Question {number}-{place}"
+        prompt = Prompt(id=text, messages=(("user", text),), ground_truth="", data_source=way)
+        is_single = way == SINGLE
+        # a random model gives all tokens about the same probability
+        settings = SamplingSettings(
+            temperature=1.0,
+            top_p=1.0,
+            max_tokens=lengths[place] if is_single else setting.max_response_tokens,
+            stop_ids=() if is_single else tuple(range(VOCABULARY - num_stops, VOCABULARY)),
+        )
+        group = OpenGroup(
+            key=place,
+            prompt_ids=requests.prompt_ids(prompt),
+            seeds=response_seeds(1, number, place),
+            settings=settings,
+            episode=requests.request(prompt),
+            priority=place,
+        )
+        groups.append(group)
+    return groups
+
+
+def _play(
+    engines: Engines, groups: Sequence[OpenGroup]
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Generate groups, and return measurements and each response's sampled tokens."""
+    engines.activity()
+    start = time.perf_counter()
+    engines.submit(groups)
+    finished: dict[int, OpenGroup] = {}
+    while engines.num_in_flight:
+        finished |= {group.key: group for group in engines.finished()}
+    seconds = time.perf_counter() - start
+    (activity,) = engines.activity()
+    responses = [finished[group.key].responses[0] for group in groups]
+    for one in responses:
+        if one.failure is not None:
+            raise InfraError(f"an episode has failed: {one.failure.reason}")
+    tokens = [one.token_ids[one.is_sampled].tolist() for one in responses]
+    waited = sum(turn.seconds for one in responses for turn in one.turns)
+    num_tokens = sum(map(len, tokens))
+    from_cache = activity.num_cached_tokens / activity.num_prompt_tokens
+    return {
+        "seconds": seconds,
+        "tokens": num_tokens,
+        "turns": sum(len(one.turns) or 1 for one in responses),
+        "tokens_per_second": num_tokens / seconds,
+        "busy_share": activity.busy_seconds / seconds,
+        "slot_use": activity.mean_running * activity.busy_seconds / seconds,
+        "mean_waiting": waited / seconds,
+        "cached_share": from_cache,
+        "load": os.getloadavg()[0],
+    }, tokens
+
+
+def means(rounds: Sequence[Round], way: str) -> dict[str, float]:
+    """Return the means over the rounds, with ratios to the environment that answers at once."""
+    found = {name: statistics.fmean(one[way][name] for one in rounds) for name in rounds[0][way]}
+    for name in ("tokens_per_second", "busy_share"):
+        ratios = [one[way][name] / one[AT_ONCE][name] for one in rounds]
+        found[f"{name}_ratio"] = statistics.fmean(ratios)
+        spread = statistics.stdev(ratios) if len(ratios) > 1 else math.nan
+        found[f"{name}_ratio_standard_error"] = spread / math.sqrt(len(ratios))
+    return found
+
+
+def _table(setting: Setting, results: Sequence[Mapping[str, Any]]) -> str:
+    from megadapo.observe.tables import TextTable
+
+    rows = [
+        [
+            str(one["slots"]),
+            one["way"],
+            f"{one['seconds']:.2f}",
+            f"{one['tokens_per_second']:.0f}",
+            _with_error(one, "tokens_per_second_ratio"),
+            f"{one['busy_share']:.3f}",
+            _with_error(one, "busy_share_ratio"),
+            f"{one['slot_use']:.2f}",
+            f"{one['mean_waiting']:.1f}",
+            f"{one['cached_share']:.2f}",
+        ]
+        for one in results
+    ]
+    head = ["slots", "", "seconds", "tokens/s", "ratio", "busy", "ratio", "slots used", "waiting"]
+    title = f"{setting.conversations} conversations; slow answers take {setting.delay:g} s"
+    return TextTable(title=title, head=[*head, "from cache"], rows=rows).text()
+
+
+def _with_error(result: Mapping[str, Any], name: str) -> str:
+    return f"{result[name]:.3f} +- {result[name + '_standard_error']:.3f}"
