@@ -12,7 +12,9 @@ its schedule is repeated undisturbed with another number of engines, which must 
 metrics, records and weights. A repetition stops at the first publication of other weights.
 
 With --environment each run plays episodes. Those of an environment that is lost are continued by
-replay, by its state, or not at all (once); then no action was done twice.
+replay, by its state, or not at all (once); then no action was done twice. Saved rollouts show that no
+failure was trained on as a reward. With --server the episodes are sessions of an OpenEnv server, which
+is killed as well if they are not to be continued.
 
 With --faults the run's folder is on a file server that fails, a judge that goes away is asked for
 rewards, and connections, Ray's daemons and the clock are disturbed: tools/faults/infrastructure.py.
@@ -38,15 +40,32 @@ from megadapo.observe.metrics.records import read_evaluations
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from faults.disturbed_run import EPISODES, NUM_STEPS, TARGETS, DisturbedRun  # noqa: E402
+from faults.disturbed_run import (  # noqa: E402
+    EPISODE_MOMENTS,
+    EPISODES,
+    MOMENTS,
+    NUM_STEPS,
+    PHASE_S,
+    TARGETS,
+    DisturbedRun,
+)
 from faults.engine_changes import CHANGES, MOST_ENGINES  # noqa: E402
+from faults.episode_server import SERVER, EpisodeServer  # noqa: E402
 from faults.infrastructure import FAULTS, Infrastructure  # noqa: E402
 
-from tests.support.runs.episodes import repeated_actions, write_recipe  # noqa: E402
+from tests.support.runs.episodes import (  # noqa: E402
+    repeated_actions,
+    write_recipe,
+    wrong_rewards,
+)
 from tests.support.runs.whole_runs import metrics, run, untimed, weights  # noqa: E402
 
 QUICKSTART = "configs/quickstart.toml"
 KILLS_PER_RUN = 6
+KILLS_PER_EPISODES_RUN = (1, 2)
+EPISODE_STEPS = 6
+"""Steps of a run with an environment."""
+ONE_RANK = ("--trainer.data_parallel=1",)
 OVERRIDES = ("--trainer.data_parallel=2", "--trainer.num_threads=1")
 """Two ranks: one that is killed leaves the other waiting for it."""
 ASYNC = (
@@ -55,7 +74,7 @@ ASYNC = (
     "--cluster.placement=separate",
     "--evaluation.every=0",
     "--rollout.max_num_seqs=8",
-    "--trainer.data_parallel=1",
+    *ONE_RANK,
 )
 """Few slots: the engines are slower than the trainer, so publications stop responses. One rank
 starts faster."""
@@ -67,10 +86,15 @@ DEADLINES = (
 """For processes that are stopped; Ray's and the driver's are constants: 60 and 120 s."""
 
 
-def undisturbed(folder: Path, overrides: Sequence[str], recipe: Path | str = QUICKSTART) -> Path:
+def undisturbed(
+    folder: Path,
+    overrides: Sequence[str],
+    recipe: Path | str = QUICKSTART,
+    num_steps: int = NUM_STEPS,
+) -> Path:
     """Return the folder of a run without kills, which is made once."""
     if not (folder / "plot.png").exists():
-        run(folder, *overrides, num_steps=NUM_STEPS, recipe=recipe)
+        run(folder, *overrides, num_steps=num_steps, recipe=recipe)
     return folder
 
 
@@ -83,6 +107,7 @@ def campaign(
     infrastructure: Infrastructure | None,
     is_async: bool = False,
     environment: str | None = None,
+    server: EpisodeServer | None = None,
 ) -> list[str]:
     """Continue the kills in FOLDER/kills.json; return the problems of a finished run.
 
@@ -90,10 +115,12 @@ def campaign(
         targets: a kind of process, or a fault, for each kill.
         is_async: compare each run with a repetition of its schedule.
         environment: the recovery of episodes, if runs play any.
+        server: the server of the episodes, if they are not played by the run itself.
     """
     overrides = (
         *OVERRIDES,
         *(ASYNC if is_async else ()),
+        *(ONE_RANK if environment else ()),
         *(DEADLINES if how == signal.SIGSTOP else ()),
     )
     mount = served = folder
@@ -102,10 +129,11 @@ def campaign(
         mount, served = infrastructure.mount, infrastructure.served
     until = time.monotonic() + budget_s
     recipe: Path | str = QUICKSTART
+    num_steps = NUM_STEPS
     if environment is not None:
-        recipe = write_recipe(folder / "recipe", environment)
-    expected = undisturbed(folder / "undisturbed", overrides, recipe)
-    step_s = sorted(record["time/step_s"] for record in metrics(expected))[NUM_STEPS // 2]
+        recipe = write_recipe(folder / "recipe", environment, server and server.port)
+        num_steps = EPISODE_STEPS
+    expected = undisturbed(folder / "undisturbed", overrides, recipe, num_steps)
     log = folder / "kills.json"
     runs: list[dict[str, Any]] = json.loads(log.read_text()) if log.exists() else []
     while time.monotonic() < until:
@@ -118,20 +146,26 @@ def campaign(
                 (folder / "recipe" / "actions").unlink(missing_ok=True)
             runs.append({"folder": f"run-{len(runs)}", "ended": False, "kills": [], "problems": []})
         entry = runs[-1]
-        num_engines = random.Random(entry["folder"]).randint(1, MOST_ENGINES) if is_async else 1
+        choose = random.Random(entry["folder"])
+        num_engines = choose.randint(1, MOST_ENGINES) if is_async else 1
+        per_run = choose.randint(*KILLS_PER_EPISODES_RUN) if environment else KILLS_PER_RUN
         disturbed = DisturbedRun(
             mount / entry["folder"],
             served / entry["folder"],
             how,
             (*overrides, f"--rollout.num_engines={num_engines}"),
             infrastructure,
-            step_s,
+            _median(expected, "time/step_s"),
             so_far,
             until,
             recipe=recipe,
+            num_steps=num_steps,
+            phase_s=_median(expected, "time/rollout_s") if environment else PHASE_S,
+            moments=EPISODE_MOMENTS if environment else MOMENTS,
+            server=server,
         )
         try:
-            disturbed.disturb(targets[so_far : so_far + KILLS_PER_RUN])
+            disturbed.disturb(targets[so_far : so_far + per_run - len(entry["kills"])])
         finally:
             code = disturbed.end()
             entry["kills"] += [asdict(kill) for kill in disturbed.kills]
@@ -145,11 +179,29 @@ def campaign(
                 entry["problems"] += _differences(disturbed.seen, expected)
             elif code and entry["ended"]:
                 entry["problems"].append(f"exit code {code}")
-            if environment == "once":
-                twice = repeated_actions(folder / "recipe")
-                entry["problems"] += [f"done twice: {action}" for action in twice]
+            if environment is not None and entry["ended"]:
+                actions = folder / "recipe" / "actions"
+                entry |= _count_episodes(disturbed.seen, actions, environment, entry["problems"])
             log.write_text(json.dumps(runs, indent=1) + "\n")
     return [problem for one in runs for problem in one["problems"]]
+
+
+def _median(folder: Path, name: str) -> float:
+    values = sorted(record[name] for record in metrics(folder))
+    return float(values[len(values) // 2])
+
+
+def _count_episodes(
+    folder: Path, actions: Path, environment: str, problems: list[str]
+) -> dict[str, int]:
+    """Return the counts of a run's actions and failed responses; append its problems."""
+    num_left_out, wrong = wrong_rewards(folder)
+    repeated = repeated_actions(actions)
+    problems += wrong
+    if environment == "once":
+        problems += [f"done twice: {action}" for action in repeated]
+    num_actions = actions.read_text().count("\n")
+    return {"actions": num_actions, "repeated": len(repeated), "left_out": num_left_out}
 
 
 def _repeat(folder: Path, overrides: Sequence[str], num_engines: int) -> list[str]:
@@ -182,8 +234,9 @@ def _differences(folder: Path, expected: Path) -> list[str]:
     for found, wanted in pairs:
         names = [n for n in wanted if found.get(n) != wanted[n] and not _is_disturbed(n, found)]
         problems += [f"step {wanted['step']}: {n} {found.get(n)} != {wanted[n]}" for n in names]
-    if len(metrics(folder)) != NUM_STEPS:
-        problems.append(f"{len(metrics(folder))} of {NUM_STEPS} steps")
+    found_steps, steps = len(metrics(folder)), len(metrics(expected))
+    if found_steps != steps:
+        problems.append(f"{found_steps} of {steps} steps")
     if read_evaluations(folder) != read_evaluations(expected):
         problems.append("evaluations differ")
     return problems
@@ -210,11 +263,15 @@ if __name__ == "__main__":
     parser.add_argument("--signal", default="SIGKILL")
     parser.add_argument("--mode", choices=["sync", "async"], default="sync")
     parser.add_argument("--environment", choices=["replay", "state", "once"])
+    parser.add_argument("--server", action="store_true", help="of episodes; for --environment")
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), help="kinds of faults")
     parser.add_argument("--fuse", default=sys.executable, help="a Python that has mfusepy")
     arguments = parser.parse_args()
     own = EPISODES if arguments.environment else ()
+    if arguments.server and arguments.environment == "once":
+        # sessions end with the server, and failures that are left out change the metrics
+        own = (*own, SERVER)
     targets = arguments.targets or [*own, *TARGETS]
     chosen = [
         *islice(cycle(targets), arguments.kills),
@@ -223,7 +280,9 @@ if __name__ == "__main__":
     ]
     random.Random(0).shuffle(chosen)
     with ExitStack() as stack:
-        below = None
+        server = below = None
+        if arguments.server:
+            server = stack.enter_context(closing(EpisodeServer(arguments.folder / "recipe")))
         if arguments.faults:
             below = stack.enter_context(closing(Infrastructure(arguments.folder, arguments.fuse)))
         found = campaign(
@@ -234,6 +293,7 @@ if __name__ == "__main__":
             infrastructure=below,
             is_async=arguments.mode == "async",
             environment=arguments.environment,
+            server=server,
         )
     print(table(arguments.folder / "kills.json"))
     sys.exit(1 if found else 0)

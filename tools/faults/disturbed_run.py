@@ -22,6 +22,7 @@ from megadapo.run.state.status import Status, read_status
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from faults.engine_changes import CHANGES, change_engines  # noqa: E402
+from faults.episode_server import SERVER, EpisodeServer  # noqa: E402
 from faults.infrastructure import FAULTS, Infrastructure  # noqa: E402
 from tests.support import COMPILED, REPOSITORY  # noqa: E402 - needs the path above
 from tests.support.runs.whole_runs import command, descendants, marked  # noqa: E402
@@ -31,6 +32,8 @@ EPISODES = ("environment", "host")
 """Further kinds of process in a run with environments."""
 TARGETS = ("engine", "rank", "verifier", "everything", "raylet", "vllm", "gcs", "driver")
 MOMENTS = ("start", "rollout", "train", "sync", "any", "checkpoint")
+EPISODE_MOMENTS = ("rollout", "rollout", "rollout", "any")
+"""Moments of a run with environments: most kills meet open episodes."""
 VICTIMS = {"sockets reset": "engine", "daemon stopped": "raylet", "slow-down": "vllm"}
 """Kind of process that another fault hits."""
 NAMES = {
@@ -50,6 +53,7 @@ REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 """One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
 TINY_BYTES = 1 << 20
 """vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
+PHASE_S = 0.3
 POLL_S = 0.05
 SCAN_S = 2.0
 """Seconds between two scans of shared memory."""
@@ -95,6 +99,12 @@ class DisturbedRun:
     """On the monotonic clock, when the run is to be stopped."""
     kills: list[Kill] = field(default_factory=list)
     recipe: Path | str = "configs/quickstart.toml"
+    num_steps: int = NUM_STEPS
+    phase_s: float = PHASE_S
+    """Longest time from the beginning of a phase until it is disturbed."""
+    moments: Sequence[str] = MOMENTS
+    server: EpisodeServer | None = None
+    """Server of the run's episodes."""
     segments: set[str] = field(default_factory=set)
     """Shared memory that any process of the run has had."""
 
@@ -116,7 +126,7 @@ class DisturbedRun:
                 self.folder,
                 "--restarts=30",
                 *self.overrides,
-                num_steps=NUM_STEPS,
+                num_steps=self.num_steps,
                 recipe=self.recipe,
             ),
             cwd=REPOSITORY,
@@ -130,7 +140,7 @@ class DisturbedRun:
         for target in targets:
             how = self.how.name if target in NAMES else ""
             # a run that starts cannot be asked for other engines
-            moments = MOMENTS if target not in CHANGES else MOMENTS[1:]
+            moments = self.moments if target not in CHANGES else MOMENTS[1:]
             kill = Kill(self.seed, how, target, self._random.choice(moments))
             if not self._wait_for(kill.moment) or not self._disturb_once(kill):
                 return
@@ -210,6 +220,9 @@ class DisturbedRun:
         elif kill.target in FAULTS:
             assert self.infrastructure is not None
             kill.command = self.infrastructure.cause(kill.target, processes, self._random)
+        elif kill.target == SERVER:
+            assert self.server is not None
+            kill.command = self.server.restart(self._random)
         else:
             kill.command = " ".join(victims[0][1].split())[:60]
             for process in processes:
