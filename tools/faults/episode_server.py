@@ -2,8 +2,8 @@
 
     python tools/faults/episode_server.py LOG PORT
 
-Each action adds a line EPISODE/TURN to LOG, which is on disk before the answer is sent. Messages are
-those of openenv-core 0.3. A session ends with its connection, and all of them with the server.
+Each action adds a line EPISODE/TURN to LOG, which is on disk before the answer is sent. Messages
+are those of openenv-core 0.3. A session ends with its connection, and all of them with the server.
 """
 
 from __future__ import annotations
