@@ -32,8 +32,8 @@ ASYNC = (
     "--cluster.placement=separate",
     "--evaluation.every=0",
     "--observe.saved_groups=all",
-    # few slots: the engines are slower than the trainer, so publications stop responses
-    "--rollout.max_num_seqs=4",
+    # one slot: the engines are slower than the trainer, so publications stop responses
+    "--rollout.max_num_seqs=1",
 )
 
 
