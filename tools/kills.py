@@ -12,9 +12,9 @@ its schedule is repeated undisturbed with another number of engines, which must 
 metrics, records and weights. A repetition stops at the first publication of other weights.
 
 With --environment each run plays episodes. Those of an environment that is lost are continued by
-replay, by its state, or not at all (once); then no action was done twice. Saved rollouts show that no
-failure was trained on as a reward. With --server the episodes are sessions of an OpenEnv server, which
-is killed as well if they are not to be continued.
+replay, by its state, or not at all (once); then no action was done twice. Saved rollouts show that
+no failure was trained on as a reward. With --server the episodes are sessions of an OpenEnv server.
+It is killed as well with "once"; with the others its failures would change the metrics.
 
 With --faults the run's folder is on a file server that fails, a judge that goes away is asked for
 rewards, and connections, Ray's daemons and the clock are disturbed: tools/faults/infrastructure.py.
@@ -131,7 +131,8 @@ def campaign(
     recipe: Path | str = QUICKSTART
     num_steps = NUM_STEPS
     if environment is not None:
-        recipe = write_recipe(folder / "recipe", environment, server and server.port)
+        port = None if server is None else server.port
+        recipe = write_recipe(folder / "recipe", environment, port)
         num_steps = EPISODE_STEPS
     expected = undisturbed(folder / "undisturbed", overrides, recipe, num_steps)
     log = folder / "kills.json"
