@@ -181,8 +181,9 @@ def campaign(
             elif code and entry["ended"]:
                 entry["problems"].append(f"exit code {code}")
             if environment is not None and entry["ended"]:
-                actions = folder / "recipe" / "actions"
-                entry |= _count_episodes(disturbed.seen, actions, environment, entry["problems"])
+                entry |= _count_episodes(
+                    disturbed.seen, folder / "recipe", environment, entry["problems"]
+                )
             log.write_text(json.dumps(runs, indent=1) + "\n")
     return [problem for one in runs for problem in one["problems"]]
 
@@ -193,15 +194,15 @@ def _median(folder: Path, name: str) -> float:
 
 
 def _count_episodes(
-    folder: Path, actions: Path, environment: str, problems: list[str]
+    folder: Path, recipe: Path, environment: str, problems: list[str]
 ) -> dict[str, int]:
     """Return the counts of a run's actions and failed responses; append its problems."""
     num_left_out, wrong = wrong_rewards(folder)
-    repeated = repeated_actions(actions)
+    repeated = repeated_actions(recipe)
     problems += wrong
     if environment == "once":
         problems += [f"done twice: {action}" for action in repeated]
-    num_actions = actions.read_text().count("\n")
+    num_actions = (recipe / "actions").read_text().count("\n")
     return {"actions": num_actions, "repeated": len(repeated), "left_out": num_left_out}
 
 
