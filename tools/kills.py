@@ -13,8 +13,8 @@ metrics, records and weights. A repetition stops at the first publication of oth
 
 With --environment each run plays episodes. Those of an environment that is lost are continued by
 replay, by its state, or not at all (once); then no action was done twice. Saved rollouts show that
-no failure was trained on as a reward. With --server the episodes are sessions of an OpenEnv server,
-which is killed as well if they are not to be continued.
+no failure was trained on as a reward. With --server the episodes are sessions of an OpenEnv server.
+It is killed as well with "once"; with the others its failures would change the metrics.
 
 With --faults the run's folder is on a file server that fails, a judge that goes away is asked for
 rewards, and connections, Ray's daemons and the clock are disturbed: tools/faults/infrastructure.py.
@@ -131,7 +131,8 @@ def campaign(
     recipe: Path | str = QUICKSTART
     num_steps = NUM_STEPS
     if environment is not None:
-        recipe = write_recipe(folder / "recipe", environment, server.port if server else None)
+        port = None if server is None else server.port
+        recipe = write_recipe(folder / "recipe", environment, port)
         num_steps = EPISODE_STEPS
     expected = undisturbed(folder / "undisturbed", overrides, recipe, num_steps)
     log = folder / "kills.json"
@@ -180,8 +181,9 @@ def campaign(
             elif code and entry["ended"]:
                 entry["problems"].append(f"exit code {code}")
             if environment is not None and entry["ended"]:
-                actions = folder / "recipe" / "actions"
-                entry |= _count_episodes(disturbed.seen, actions, environment, entry["problems"])
+                entry |= _count_episodes(
+                    disturbed.seen, folder / "recipe", environment, entry["problems"]
+                )
             log.write_text(json.dumps(runs, indent=1) + "\n")
     return [problem for one in runs for problem in one["problems"]]
 
@@ -192,15 +194,15 @@ def _median(folder: Path, name: str) -> float:
 
 
 def _count_episodes(
-    folder: Path, actions: Path, environment: str, problems: list[str]
+    folder: Path, recipe: Path, environment: str, problems: list[str]
 ) -> dict[str, int]:
     """Return the counts of a run's actions and failed responses; append its problems."""
     num_left_out, wrong = wrong_rewards(folder)
-    repeated = repeated_actions(actions)
+    repeated = repeated_actions(recipe)
     problems += wrong
     if environment == "once":
         problems += [f"done twice: {action}" for action in repeated]
-    num_actions = actions.read_text().count("\n")
+    num_actions = (recipe / "actions").read_text().count("\n")
     return {"actions": num_actions, "repeated": len(repeated), "left_out": num_left_out}
 
 

@@ -22,7 +22,11 @@ class Guess(Environment):
         """
         numbers = re.findall(r"[0-9]{1,9}", action.text)
         guess = int(numbers[-1]) if numbers else self.first - 1
-        metrics = {"guesses": 1, "notes": len(numbers) > 1, "wasted": guess not in self.possible}
+        metrics: dict[str, float] = {
+            "guesses": 1,
+            "notes": len(numbers) > 1,
+            "wasted": guess not in self.possible,
+        }
         if guess == self.hidden:
             return Observation(reward=1.0, done=True, metrics=metrics)
         if not self.first <= guess <= self.last:

@@ -1,16 +1,15 @@
-"""An OpenEnv server that plays tests.support.environments.games:Sum, and can be killed.
+"""An OpenEnv server that plays tests.support.environments.games:CountedGuess, and can be killed.
 
     python tools/faults/episode_server.py LOG PORT
 
 Each action adds a line EPISODE/TURN to LOG, which is on disk before the answer is sent. Messages
-are those of openenv-core 0.3. A session ends with its connection, and all of them with the server.
+are those of openenv-core 0.3. A session ends with its connection, and all end with the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import socket
 import subprocess
@@ -18,16 +17,18 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+from megadapo.environments.environment import Action, Observation, Task
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.environments.games import CountedGuess  # noqa: E402 - needs the path above
+
 SERVER = "server"
 """The target of a kill."""
 HOST = "127.0.0.1"
-STEP_S = 0.05
-"""Seconds of an action, long enough to be killed in."""
 LONGEST_AWAY_S = 2.0
 START_S = 20.0
 """Seconds in which a server must have started."""
@@ -74,7 +75,7 @@ class EpisodeServer:
 
 async def play(connection: ServerConnection, log: Path) -> None:
     """Answer the messages of one session."""
-    episode, question, truth, turn = "", "", "", 0
+    game = CountedGuess(str(log))
     with suppress(ConnectionClosed):
         async for line in connection:
             message = json.loads(line)
@@ -82,28 +83,16 @@ async def play(connection: ServerConnection, log: Path) -> None:
                 return
             data = message["data"]
             if message["type"] == "reset":
-                episode, turn = data["episode_id"], 0
-                question, truth = data["question"], data["truth"]
-                await connection.send(_observed(question))
-                continue
-            _append(log, f"{episode}/{turn}\n")
-            turn += 1
-            await asyncio.sleep(STEP_S)
-            is_right = truth in data["text"]
-            answer = _observed(f"no, again: {question}", reward=float(is_right), done=is_right)
-            await connection.send(answer)
-
-
-def _append(log: Path, line: str) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, line.encode())
-    os.fsync(file)
-    os.close(file)
-
-
-def _observed(text: str, **result: Any) -> str:
-    data = {"observation": {"text": text}, "reward": None, "done": False, **result}
-    return json.dumps({"type": "observation", "data": data})
+                question = {"role": "user", "content": data["question"]}
+                name, number = data["episode_id"], str(data["number"])
+                game.reset(Task(id=name, messages=[question], ground_truth=number, episode=name))
+                found = Observation(messages=[question])
+            else:
+                found = await asyncio.to_thread(game.step, Action(text=data["text"]))
+            text = "".join(one["content"] for one in found.messages)
+            result = {"reward": found.reward, "done": found.done}
+            reply = {"type": "observation", "data": {"observation": {"text": text}, **result}}
+            await connection.send(json.dumps(reply))
 
 
 async def main(log: Path, port: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
+from examples.environment.guess import Guess
 from megadapo.environments.environment import (
     Action,
     Environment,
@@ -102,32 +104,29 @@ class OddSum(Environment):
         )
 
 
-class Sum(Environment):
-    """Asks for a sum until it is right; adds EPISODE/TURN of each action to the file `log`."""
+class CountedGuess(Guess):
+    """The example's game; adds EPISODE/TURN of each action to the file `log`, on disk at once."""
 
     def __init__(self, log: str) -> None:
-        self._log, self._turn = Path(log), 0
+        self._log, self._turn = log, 0
 
     def reset(self, task: Task) -> None:
-        self._task = task
+        super().reset(task)
+        self._episode, self._turn = task.episode, 0
 
-    def state(self) -> int:
-        return self._turn
+    def state(self) -> list[int]:
+        return [self._turn, self.possible.start, self.possible.stop]
 
-    def restore(self, task: Task, state: int) -> None:
-        self._task, self._turn = task, state
+    def restore(self, task: Task, state: list[int]) -> None:
+        self.reset(task)
+        self._turn, self.possible = state[0], range(*state[1:])
 
     def step(self, action: Action) -> Observation:
-        with self._log.open("a") as file:
-            file.write(f"{self._task.episode}/{self._turn}\n")
+        file = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, f"{self._episode}/{self._turn}\n".encode())
+        os.fsync(file)
+        os.close(file)
         self._turn += 1
         # long enough to be killed in
         time.sleep(0.05)
-        is_right = self._task.ground_truth in action.text
-        question = f"no, again: {self._task.messages[0]['content']}"
-        return Observation(
-            messages=[_message(question)],
-            reward=float(is_right),
-            done=is_right,
-            metrics={"characters": float(len(action.text))},
-        )
+        return super().step(action)

@@ -1,29 +1,25 @@
-"""Recipes of runs with an environment, on the quickstart's model with a chat template."""
+"""Recipes of runs that play the example's game, and checks of their actions and rewards."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support import REPOSITORY
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
+NUM_PROMPTS = 100
 RESPONSES_PER_PROMPT = 4
 
 
 def write_recipe(folder: Path, recovery: str = "replay", port: int | None = None) -> Path:
-    """Write a recipe, its model and its prompts; actions are counted in FOLDER/actions.
+    """Write a recipe and its prompts; actions are counted in FOLDER/actions.
 
     Args:
         port: of an OpenEnv server that plays the game; None: the run plays it itself.
@@ -32,25 +28,15 @@ def write_recipe(folder: Path, recovery: str = "replay", port: int | None = None
     recipe = folder / "recipe.toml"
     if recipe.exists():
         return recipe
-    model = folder / "model"
-    shutil.copytree(REPOSITORY / "configs" / "quickstart-base", model)
-    settings = model / "tokenizer_config.json"
-    changed = json.loads(settings.read_text()) | {"chat_template": TEMPLATE}
-    settings.write_text(json.dumps(changed))
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
-            "ground_truth": str(a + b),
-            "data_source": "sum",
-            "extra_info": {"question": f"{a}+{b}=", "truth": str(a + b)},
-        }
-        for a in range(10)
-        for b in range(10)
-    ]
+    rows = map(json.loads, (REPOSITORY / "examples/environment/train.jsonl").open())
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with prompts.open("w") as file:
+        for row in islice(rows, NUM_PROMPTS):
+            # an OpenEnv server gets no prompt
+            row["extra_info"]["question"] = row["prompt"]
+            file.write(json.dumps(row) + "\n")
     game = f"""
-environment = "tests.support.environments.games:Sum"
+environment = "tests.support.environments.games:CountedGuess"
 options = {{log = "{folder / "actions"}"}}"""
     if port is not None:
         game = f"""
@@ -61,7 +47,7 @@ options = {{url = "ws://127.0.0.1:{port}", field = "text", text = "text"}}"""
 [run]
 seed = 1
 [model]
-path = "{model}"
+path = "{REPOSITORY / "configs" / "agent-base"}"
 dtype = "float32"
 [data]
 train = "{prompts}"
@@ -69,12 +55,12 @@ held_out = "{prompts}"
 max_prompt_tokens = 40
 overlap = "warn"
 [rollout]
-max_response_tokens = 96
+max_response_tokens = 160
 max_num_seqs = 64
 kv_cache_gib = 0.125
 [[rollout.environments]]{game}
-name = "Sum"
-max_turns = 3
+name = "Guess"
+max_turns = 4
 recovery = "{recovery}"
 [reward]
 functions = ["environment"]
@@ -83,7 +69,7 @@ max_failed_share = 0.9
 responses_per_prompt = {RESPONSES_PER_PROMPT}
 selection = "all"
 [algorithm]
-overlong_buffer = 16
+overlong_buffer = 0
 [trainer]
 tokens_per_micro_batch = 4096
 [trainer.optimizer]
@@ -129,7 +115,8 @@ def _wrong_rewards(group: SavedGroup) -> Iterator[str]:
         for number, turn in enumerate(response.turns):
             pieces = zip(saved.tokens, response.is_sampled, strict=True)
             said = "".join(text for text, sampled in list(pieces)[start : turn.end] if sampled)
-            if turn.reward != float(group.prompt.ground_truth in said):
+            guesses = re.findall(r"[0-9]{1,9}", said)
+            if turn.reward != float(guesses[-1:] == [group.prompt.ground_truth]):
                 yield f"reward {turn.reward} for turn {number}: {said!r}"
             start = turn.end
         if saved.score.reward != response.episode_return:
