@@ -149,22 +149,15 @@ def _run_rollout(arguments: argparse.Namespace) -> int:
 def _add_environments(benches: Commands) -> None:
     summary = "speed of an engine whose conversations wait for a slow environment"
     parser = _add_bench(benches, "environments", summary)
-    parser.add_argument(
-        "--slots",
-        type=int,
-        nargs="+",
-        default=[64, 32],
-        metavar="N",
-        help="rollout.max_num_seqs of each measurement (default 64 32)",
-    )
     for name, default, meaning in (
         ("conversations", 64, "conversations in flight"),
+        ("slots", 64, "responses that the engine generates at the same time"),
         ("turns", 4, "turns of a conversation"),
-        ("tokens", 96, "mean length of a turn"),
+        ("tokens", 64, "mean length of a turn"),
         ("delay", 0.2, "seconds that the environment takes for an answer"),
         ("layers", 4, "decoder layers of the model"),
         ("hidden", 512, "hidden size of the model"),
-        ("rounds", 3, "measured rounds"),
+        ("rounds", 4, "measured rounds"),
     ):
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{meaning} (default {default})"
@@ -179,8 +172,8 @@ def _run_environments(arguments: argparse.Namespace) -> int:
 
     names = [field.name for field in fields(environments.Setting)]
     setting = environments.Setting(**{name: getattr(arguments, name) for name in names})
-    counts = ("conversations", "turns", "tokens", "layers", "rounds")
-    if min(*setting.slots, *(getattr(setting, name) for name in counts)) < 1 or setting.delay < 0:
+    counts = ("conversations", "slots", "turns", "tokens", "layers", "rounds")
+    if min(getattr(setting, name) for name in counts) < 1 or setting.delay < 0:
         raise ConfigError("every count must be at least 1, and --delay at least 0")
     if setting.hidden < 64 or setting.hidden % 64:
         raise ConfigError("--hidden must be a multiple of 64, the size of an attention head")

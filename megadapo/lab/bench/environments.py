@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megadapo.environments.environment import Action, Environment, Observation
 from megadapo.errors import InfraError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megadapo.run.inputs import Phases
 
 VOCABULARY = 16384
+CALL_TIMEOUT_S = 60.0
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -44,8 +45,8 @@ class Setting:
     """The conversations, the environment and the random model."""
 
     conversations: int
-    slots: Sequence[int]
-    """rollout.max_num_seqs of each measurement."""
+    slots: int
+    """rollout.max_num_seqs of the engine."""
     turns: int
     tokens: int
     """Mean number of tokens of a turn."""
@@ -87,16 +88,12 @@ def run(setting: Setting, *, phases: Phases, json_file: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as name:
         folder = Path(name)
         num_parameters = _write_model(folder / "model", setting)
-        measured = {slots: _measure(setting, slots, folder, phases) for slots in setting.slots}
-    results = [
-        {"slots": slots, "way": way, **means(rounds, way)}
-        for slots, rounds in measured.items()
-        for way in WAYS
-    ]
+        rounds = _measure(setting, folder, phases)
+    results = {way: means(rounds, way) for way in WAYS}
     print(_table(setting, results))
     if json_file is not None:
-        record = {"settings": asdict(setting), "parameters": num_parameters, "results": results}
-        write_record(json_file, {**record, "rounds": measured})
+        record = {"settings": asdict(setting), "parameters": num_parameters, "means": results}
+        write_record(json_file, {**record, "rounds": rounds})
 
 
 def _write_model(folder: Path, setting: Setting) -> int:
@@ -131,7 +128,7 @@ def _write_model(folder: Path, setting: Setting) -> int:
     return sum(one.numel() for one in model.parameters())
 
 
-def _config(setting: Setting, num_slots: int, folder: Path) -> RunConfig:
+def _config(setting: Setting, folder: Path) -> RunConfig:
     from megadapo.config import from_dict
 
     environments = [
@@ -147,12 +144,12 @@ def _config(setting: Setting, num_slots: int, folder: Path) -> RunConfig:
     rollout = {
         "num_engines": 1,
         "max_response_tokens": setting.max_response_tokens,
-        "max_num_seqs": num_slots,
+        "max_num_seqs": setting.slots,
         "environments": environments,
     }
     return from_dict(
         {
-            "run": {"folder": str(folder / f"slots-{num_slots}"), "num_steps": 1},
+            "run": {"folder": str(folder), "num_steps": 1},
             "model": {"path": str(folder / "model"), "dtype": "float32"},
             "data": {"train": "arithmetic:train:64", "max_prompt_tokens": 64},
             "rollout": rollout,
@@ -162,15 +159,15 @@ def _config(setting: Setting, num_slots: int, folder: Path) -> RunConfig:
     )
 
 
-def _measure(setting: Setting, num_slots: int, folder: Path, phases: Phases) -> list[Round]:
-    """Return the measurements of all rounds on one engine; one more round warms it up."""
+def _measure(setting: Setting, folder: Path, phases: Phases) -> list[Round]:
+    """Return the measurements of all rounds, after one that warms the engine up."""
     from megadapo.rollout.episodes.host import check_environments
     from megadapo.rollout.episodes.requests import EpisodeRequests
     from megadapo.run.inputs import load_tokenizer
     from megadapo.run.processes import start_engines_alone
 
-    config = _config(setting, num_slots, folder)
-    environments, run_folder = config.rollout.environments, config.run.folder
+    config = _config(setting, folder)
+    environments = config.rollout.environments
     requests = EpisodeRequests(
         environments=[*zip(environments, check_environments(environments), strict=True)],
         tokenizer=load_tokenizer(config),
@@ -179,23 +176,24 @@ def _measure(setting: Setting, num_slots: int, folder: Path, phases: Phases) -> 
     rounds: list[Round] = []
     with ExitStack() as stack:
         engines, host = start_engines_alone(
-            config, phases, stack, log_folder=run_folder / "logs", folder=run_folder
+            config, phases, stack, log_folder=folder / "logs", folder=folder
         )
         assert host is not None
         for number in range(setting.rounds + 1):
             measured: Round = {}
-            lengths: list[int] = []
             tokens: dict[str, list[list[int]]] = {}
+            lengths: list[int] = []
             # a machine that gets slower or faster favours neither environment
             for way in (*((AT_ONCE, SLOW) if number % 2 else (SLOW, AT_ONCE)), SINGLE):
                 groups = _groups(setting, requests, way, number, lengths)
-                # each run has a journal of its own, as each step of a training run has
+                # no tokens of the other way, and a journal of its own, as in each step of a run
+                engines.call_all("reset_prefix_cache", CALL_TIMEOUT_S)
                 host.begin(len(WAYS) * number + WAYS.index(way), "")
-                with phases.phase(f"{num_slots} slots, round {number}: {way}"):
+                with phases.phase(f"round {number} of {setting.rounds}: {way}"):
                     measured[way], tokens[way] = _play(engines, groups)
                 lengths = [len(ids) for ids in tokens[way]]
             if tokens[SLOW] != tokens[AT_ONCE]:
-                raise InfraError("the two environments were given other tokens: see the engine")
+                raise InfraError("the engine sampled other tokens for slow answers: this is a bug")
             rounds += [measured] * (number > 0)
     return rounds
 
@@ -251,7 +249,6 @@ def _play(
     tokens = [one.token_ids[one.is_sampled].tolist() for one in responses]
     waited = sum(turn.seconds for one in responses for turn in one.turns)
     num_tokens = sum(map(len, tokens))
-    from_cache = activity.num_cached_tokens / activity.num_prompt_tokens
     return {
         "seconds": seconds,
         "tokens": num_tokens,
@@ -260,7 +257,8 @@ def _play(
         "busy_share": activity.busy_seconds / seconds,
         "slot_use": activity.mean_running * activity.busy_seconds / seconds,
         "mean_waiting": waited / seconds,
-        "cached_share": from_cache,
+        "tokens_read": activity.num_prompt_tokens - activity.num_cached_tokens,
+        "tokens_from_cache": activity.num_cached_tokens,
         "load": os.getloadavg()[0],
     }, tokens
 
@@ -276,28 +274,27 @@ def means(rounds: Sequence[Round], way: str) -> dict[str, float]:
     return found
 
 
-def _table(setting: Setting, results: Sequence[Mapping[str, Any]]) -> str:
+def _table(setting: Setting, results: Mapping[str, Mapping[str, float]]) -> str:
     from megadapo.observe.tables import TextTable
 
-    rows = [
-        [
-            str(one["slots"]),
-            one["way"],
+    rows = []
+    for way, one in results.items():
+        name = "tokens_per_second_ratio"
+        numbers = (
             f"{one['seconds']:.2f}",
             f"{one['tokens_per_second']:.0f}",
-            _with_error(one, "tokens_per_second_ratio"),
+            f"{one[name]:.3f} +- {one[name + '_standard_error']:.3f}",
             f"{one['busy_share']:.3f}",
-            _with_error(one, "busy_share_ratio"),
+            f"{one['busy_share_ratio']:.3f}",
             f"{one['slot_use']:.2f}",
             f"{one['mean_waiting']:.1f}",
-            f"{one['cached_share']:.2f}",
-        ]
-        for one in results
-    ]
-    head = ["slots", "", "seconds", "tokens/s", "ratio", "busy", "ratio", "slots used", "waiting"]
-    title = f"{setting.conversations} conversations; slow answers take {setting.delay:g} s"
-    return TextTable(title=title, head=[*head, "from cache"], rows=rows).text()
-
-
-def _with_error(result: Mapping[str, Any], name: str) -> str:
-    return f"{result[name]:.3f} +- {result[name + '_standard_error']:.3f}"
+            f"{one['tokens_read']:.0f}",
+            f"{one['tokens_from_cache']:.0f}",
+        )
+        rows.append([way, *numbers])
+    head = ["seconds", "tokens/s", "ratio", "busy", "ratio", "slots used", "waiting"]
+    title = (
+        f"{setting.conversations} conversations in {setting.slots} slots; slow answers take "
+        f"{setting.delay:g} s"
+    )
+    return TextTable(title=title, head=["", *head, "read", "from cache"], rows=rows).text()
