@@ -19,7 +19,7 @@ NUM_HELD_OUT_PARTS = 300
 """Parts of held-out prompts alone, whose prices no training prompt can teach."""
 NUM_HELD_OUT, NUM_TRAIN, NUM_TRANSCRIPTS = 128, 2048, 20_000
 GUESSES = 0.25
-"""Probability of a guessed answer at the start of a transcript, and after the result of a search."""
+"""Probability of a guessed answer at the start, and after the result of a search."""
 RIGHT = 0.6
 """Share of programs that multiply each price by its own count and add the products."""
 
