@@ -77,8 +77,7 @@ class Delayed(Environment):
         self._num_left -= 1
         if not self._num_left:
             return Observation(done=True)
-        text = f"{len(action.text)} characters; {self._num_left} turns are left"
-        return Observation(messages=[{"role": "user", "content": text}])
+        return Observation(messages=[{"role": "user", "content": "Go on."}])
 
 
 def run(setting: Setting, *, phases: Phases, json_file: Path | None) -> None:
