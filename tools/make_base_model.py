@@ -39,6 +39,7 @@ from megadapo.data.group import NO_VERSION, Response
 from megadapo.data.rows import Row
 from megadapo.data.sources import read_answered_rows
 from megadapo.run.processes import trainer_settings
+from megadapo.tokens.chat import CHATML
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
@@ -51,10 +52,6 @@ NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
 ROUTER_AUX_LOSS_COEF = 0.01
 """Coefficient that keeps the router from sending most tokens to the first good experts."""
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 Example = tuple[list[int], Response]
 """Token ids of a prompt, and a response to it that the model learns."""

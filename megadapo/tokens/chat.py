@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 Messages = Sequence[tuple[str, str]]
 """(role, content) of each chat message."""
 ASSISTANT = "assistant"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A plain chat template, for models that are made here; <|im_end|> closes a turn."""
 _WITH_MARKUP = (ASSISTANT, "system")
 """Roles whose texts may have control tokens that are not special, such as <think>."""
 

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 VOCABULARY = 16384
 CALL_TIMEOUT_S = 60.0
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 AT_ONCE, SLOW, SINGLE = WAYS = ("answers at once", "slow answers", "a single turn")
 
 Round = dict[str, dict[str, float]]
@@ -100,6 +96,8 @@ def _write_model(folder: Path, setting: Setting) -> int:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    from megadapo.tokens.chat import CHATML
 
     heads = setting.hidden // 64
     config = Qwen2Config(

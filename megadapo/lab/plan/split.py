@@ -14,7 +14,12 @@ from megadapo.lab.plan.cards import Card
 from megadapo.lab.plan.engine_speed import EngineSpeed, running_context, slots_of, speed_of
 from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import Models
-from megadapo.lab.plan.step_time import KEPT_SHARE, PROMPT_TOKENS, mean_response, train_seconds
+from megadapo.lab.plan.step_time import (
+    PROMPT_TOKENS,
+    mean_response,
+    num_responses,
+    train_seconds,
+)
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 
@@ -126,7 +131,7 @@ def split_time(
         rollout_s = busy + longest * speed.step_time(1, 0.0)
     else:
         context = PROMPT_TOKENS + mean_response(config)
-        num_moved = min(num_slots * split.num_engines, _num_responses(config))
+        num_moved = min(num_slots * split.num_engines, num_responses(config))
         busy += num_moved * context * speed.prefill_s / split.num_engines
         rollout_s = max(busy, longest * speed.step_s / staleness)
     step_s = max(rollout_s, split.train_s) + PUBLISH_S
@@ -211,17 +216,11 @@ def generation_seconds(
     config: RunConfig, speed: EngineSpeed, num_slots: int, num_engines: int
 ) -> float:
     """Return the seconds in which engines with full slots generate a step's responses."""
-    num_responses = _num_responses(config)
-    num_running = max(1.0, min(num_slots, num_responses / num_engines))
+    number = num_responses(config)
+    num_running = max(1.0, min(num_slots, number / num_engines))
     token_s = speed.step_time(1, running_context(config)) + speed.step_s * (1 / num_running - 1)
     prefill_s = PROMPT_TOKENS / config.sampling.responses_per_prompt * speed.prefill_s
-    return num_responses * (mean_response(config) * token_s + prefill_s) / num_engines
-
-
-def _num_responses(config: RunConfig) -> float:
-    sampling = config.sampling
-    kept = KEPT_SHARE if sampling.selection == "signal" else 1.0
-    return sampling.prompts_per_step * sampling.responses_per_prompt / kept
+    return number * (mean_response(config) * token_s + prefill_s) / num_engines
 
 
 def _trainers(config: RunConfig, num_gpus: int) -> Iterator[TrainerConfig]:

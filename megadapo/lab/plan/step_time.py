@@ -94,13 +94,18 @@ def update_flops(
     return sum(passes * length * forward_flops(model, length) for length in lengths)
 
 
+def num_responses(config: RunConfig) -> float:
+    """Return the number of responses that engines generate for a step."""
+    sampling = config.sampling
+    kept = KEPT_SHARE if sampling.selection == "signal" else 1.0
+    return sampling.prompts_per_step * sampling.responses_per_prompt / kept
+
+
 def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> tuple[float, float]:
-    rollout, sampling = config.rollout, config.sampling
+    rollout = config.rollout
     itemsize = itemsize_of(config)
     engine = engine_bytes(model, rollout, card, itemsize=itemsize)
-    kept = KEPT_SHARE if sampling.selection == "signal" else 1.0
-    num_responses = sampling.prompts_per_step * sampling.responses_per_prompt / kept
-    per_engine = num_responses / rollout.num_engines
+    per_engine = num_responses(config) / rollout.num_engines
     mean = mean_response(config)
     context = mean_context(config)
     at_once = max(1.0, min(rollout.max_num_seqs, per_engine, engine.cache_tokens / context))
