@@ -44,6 +44,8 @@ class Turn:
     is_call: bool = True
     """Whether the output answers a call; False behind the last turn, and behind a stop text that
     ends no call."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """(name, value) of each number that its environment counted."""
 
 
 class Failure(NamedTuple):
@@ -97,8 +99,6 @@ class Response:
 
     The last token of a response is sampled but never read, so the engine has no experts for it.
     None if the engine does not return them."""
-    metrics: tuple[tuple[str, float], ...] = ()
-    """(name, value) of each number that its environment counted."""
     failure: Failure | None = None
     """Failure of its environment, if the finish reason is "failed"."""
 
@@ -127,6 +127,14 @@ class Response:
     def episode_return(self) -> float:
         """The sum of what its turns earned in its environment."""
         return math.fsum(turn.reward for turn in self.turns)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The sum over its turns of each number that its environment counted."""
+        counted: dict[str, float] = {}
+        for name, value in (one for turn in self.turns for one in turn.metrics):
+            counted[name] = counted.get(name, 0.0) + value
+        return counted
 
     @property
     def oldest_version(self) -> float:

@@ -72,13 +72,15 @@ def encode_response(response: Response, *, readable: bool = False) -> dict[str, 
         "finish_reason": response.finish_reason,
         "policy_versions": encode_versions(response.policy_versions),
         "turns": [
-            [one.end, _finite_or_none(one.entropy), one.reward, one.seconds, one.is_call]
+            [
+                *(one.end, _finite_or_none(one.entropy), one.reward, one.seconds, one.is_call),
+                dict(one.metrics),
+            ]
             for one in response.turns
         ],
         "entropy": _finite_or_none(response.entropy),
         "branch": None if response.branch is None else list(response.branch),
         "experts": encode_experts(response.experts),
-        "metrics": dict(response.metrics),
         "failure": None if response.failure is None else list(response.failure),
     }
 
@@ -104,7 +106,6 @@ def decode_response(entry: Mapping[str, Any]) -> Response:
         entropy=_or_nan(entry["entropy"]),
         branch=_decode_branch(entry["branch"]),
         experts=decode_experts(entry["experts"]),
-        metrics=tuple((name, float(value)) for name, value in entry.get("metrics", {}).items()),
         failure=Failure(*map(str, entry["failure"])) if entry.get("failure") else None,
     )
 
@@ -226,13 +227,15 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
 
 def _decode_turn(entry: Sequence[Any]) -> Turn:
     # older files have calls of tools alone
-    end, entropy, reward, seconds, is_call = entry if len(entry) > 2 else [*entry, 0.0, 0.0, True]
+    older = [*entry, 0.0, 0.0, True, {}]
+    end, entropy, reward, seconds, is_call, metrics = entry if len(entry) > 2 else older
     return Turn(
         end=int(end),
         entropy=_or_nan(entropy),
         reward=float(reward),
         seconds=float(seconds),
         is_call=bool(is_call),
+        metrics=tuple((name, float(value)) for name, value in metrics.items()),
     )
 
 

@@ -66,7 +66,8 @@ class Observation:
     """False if a stop text has ended no call of a tool: `max_turns` does not count the action, and
     no response branches off behind it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by name; the mean over episodes of each one's sum becomes a metric."""
+    """Numbers by name; each one's sum in an episode becomes a metric: the mean over the episodes
+    that have the name."""
 
 
 class EnvironmentFailure(Exception):

@@ -13,7 +13,8 @@
                     "logprobs_update": [float | null, ...] | null,
                     "finish_reason": "stop" | "max_turns" | "length",
                     "policy_versions": [[int, int], ...],
-                    "turns": [[int, float | null, float, float, bool], ...],
+                    "turns": [[int, float | null, float, float, bool, {str: float}],
+                              ...],
                     "entropy": float | null,
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "advantages": [float | null, ...] | null,
@@ -22,7 +23,7 @@
                     "reward_parts": {str: float}, "steps": [[int, float], ...],
                     "branch": [int, int] | null,
                     "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null,
-                    "metrics": {str: float}, "failure": null}, ...],
+                    "failure": null}, ...],
      "failures": [[str, str], ...], "control_tokens": {str: str}}
 
 Output of tools and environments is part of the tokens, with policy version -1 and null log-probs.
@@ -33,7 +34,8 @@ is not trained on. Policy versions are runs of tokens, [version, number of token
 trained on. Without a trainer, "trained" groups are the ones it would receive; they have an
 advantage and null log-probs. "advantages" is null if every token has "advantage". A step is its
 end, counted in tokens, and its score. A turn is its end, with its output, the entropy behind it,
-its reward, its environment's seconds, and whether the output answers a call. `SavedResponse`,
+its reward, its environment's seconds, whether the output answers a call, and what the environment
+counted. `SavedResponse`,
 `Response` and `Score` describe the fields. "control_tokens" has the names of the special tokens in
 the responses by their ids.
 """

@@ -181,9 +181,14 @@ class EpisodeResponse(InFlightResponse):
         self._segments.append(Segment(ids, None, NO_VERSION))
         end = len(self._token_ids)
         self._turns.append(
-            Turn(end=end, reward=observation.reward, seconds=outcome.seconds, is_call=is_call)
+            Turn(
+                end=end,
+                reward=observation.reward,
+                seconds=outcome.seconds,
+                is_call=is_call,
+                metrics=tuple(observation.metrics.items()),
+            )
         )
-        self._metrics.update(observation.metrics)
         self._finish_reason = "unfinished"
         if observation.done:
             self._finish_reason = "stop"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -70,7 +69,6 @@ class InFlightResponse:
         self._experts: list[np.ndarray] = [] if experts is None else [experts]
         self._turns: list[Turn] = [] if prefix is None else list(prefix.turns)
         self._entropy = math.nan if prefix is None else prefix.entropy
-        self._metrics = Counter({} if prefix is None else dict(prefix.metrics))
         self._failure: Failure | None = None
         self._finish_reason: FinishReason = "unfinished"
         if prefix is not None:
@@ -135,7 +133,6 @@ class InFlightResponse:
             entropy=self._entropy,
             branch=self._branch,
             experts=np.concatenate(self._experts) if self._experts else None,
-            metrics=tuple(self._metrics.items()),
             failure=self._failure,
         )
 

@@ -290,7 +290,7 @@ def _with_parts(score: Score, response: Response, episode: EpisodeRequest | None
         "seconds": math.fsum(turn.seconds for turn in response.turns),
         "out_of_turns": float(response.finish_reason == "max_turns"),
         FAILED: 0.0,
-        **dict(response.metrics),
+        **response.metrics,
     }
     parts = ((f"{episode.area}/{name}", value) for name, value in counted.items())
     return replace(score, parts=(*score.parts, *parts))

@@ -1,6 +1,7 @@
 """Branching points, compared with hand-computed numbers."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,11 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, Turn
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
-from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
+from megadapo.rollout.engine.branching import (
+    choose_branches,
+    normalized_entropy,
+    response_prefix,
+)
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 ON = BranchingConfig(initial_rollouts=2)
@@ -117,3 +122,17 @@ def test_branching_group_takes_as_many_slots_as_start_at_the_prompt():
         request = OpenGroup(key=0, prompt_ids=(1,), seeds=seeds, settings=one)
         assert request.num_at_once == expected
     assert SamplingConfig(responses_per_prompt=4, branching=ON).responses_at_once == 2
+
+
+def test_branch_counts_what_its_environment_counted_in_the_turns_that_it_shares():
+    """It counted from its branching point on only, so calls of its parent were missing."""
+    turns = [
+        Turn(end=end, metrics=(("search/calls", 1.0), ("python/calls", python)))
+        for end, python in ((10, 0.0), (20, 2.0), (30, 1.0))
+    ]
+    whole = replace(response(0.1), turns=tuple(turns))
+    assert whole.metrics == {"search/calls": 3.0, "python/calls": 3.0}
+    for end, searches, python in ((10, 1.0, 0.0), (25, 2.0, 2.0)):
+        found = response_prefix(whole, end, num_prompt=5).metrics
+        assert found == {"search/calls": searches, "python/calls": python}
+    assert response_prefix(whole, 9, num_prompt=5).metrics == {}
