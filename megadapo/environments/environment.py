@@ -27,6 +27,8 @@ class Task:
     """Name of the episode in its run, the same after a restart: a key for services elsewhere."""
     seed: int = 0
     """For everything random: the same for all responses to the prompt, also after a restart."""
+    prompt_ids: Sequence[int] = ()
+    """Token ids of the prompt, if the environment `uses_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,10 @@ class Action:
     """Calls that the configured parser found; empty without a parser."""
     problem: str = ""
     """Mistake in a call, if the parser could not read it."""
+    token_ids: Sequence[int] = ()
+    """Sampled tokens with the one that ends the turn, if the environment `uses_tokens`."""
+    logprobs: Sequence[float] = ()
+    """Log-prob of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,9 @@ class Observation:
     """Messages of the roles "user" or "tool"; the model answers them in its next turn."""
     text: str | None = None
     """Text that is appended as it is instead: the model's turn continues behind it."""
+    token_ids: Sequence[int] | None = None
+    """Token ids that are appended as they are instead, up to the start of the model's next turn.
+    They may be control tokens, and are never cut off."""
     reward: float = 0.0
     """Reward of this action. The return of an episode is the sum."""
     done: bool = False
@@ -84,6 +93,8 @@ class Environment(ABC):
     """JSON schemas of the tools that the chat template shows to the model."""
     stop: Sequence[str] = ()
     """Texts that end an action in the middle of a turn, for observations with `text`."""
+    uses_tokens: bool = False
+    """Whether tasks and actions have token ids, for environments that render messages."""
     output: str = "{}"
     """Frame of each `text`, in which {} stands for a result. Tokens of the model that are not
     special, such as <tool_response>, are tokens in the frame and plain text in the result."""

@@ -32,6 +32,8 @@ class EnvironmentDescription:
     """Texts that end an action in the middle of a turn."""
     output: str
     """Frame of texts within the model's turn; see `Environment.output`."""
+    uses_tokens: bool = False
+    """Whether tasks and actions have token ids."""
 
 
 class Seat:
@@ -105,6 +107,7 @@ class EnvironmentProcesses:
             tuple(described["tools"]),
             tuple(described["stop"]),
             described["output"],
+            described["uses_tokens"],
         )
 
     async def seat(self) -> Seat:

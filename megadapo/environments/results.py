@@ -34,6 +34,7 @@ def read_description(environment: Environment) -> dict[str, Any]:
     if not isinstance(environment.output, str) or environment.output.count("{}") != 1:
         raise WrongResult(f"has an output without one {{}}: {_short(environment.output)}")
     return {
+        "uses_tokens": bool(environment.uses_tokens),
         "tools": _json([dict(one) for one in tools], "tools"),
         "stop": list(stop),
         "output": environment.output,
@@ -53,16 +54,19 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
         raise WrongResult(f"{method} returned {_short(value.messages)} as messages, not a list")
     messages = [_message(one, method) for one in value.messages]
     text = None if value.text is None else _text(value.text, f"{method} returned", "text")
-    if messages and text is not None:
-        raise WrongResult(f"{method} returned both messages and text")
+    token_ids = None if value.token_ids is None else _token_ids(value.token_ids, method)
+    if bool(messages) + (text is not None) + (token_ids is not None) > 1:
+        raise WrongResult(f"{method} returned more than one of messages, text and token_ids")
     # numpy has a type of its own
     if type(value.done).__name__ not in ("bool", "bool_"):
         raise WrongResult(f"{method} returned done = {_short(value.done)}, not True or False")
     done = bool(value.done)
     if method == "reset" and done:
         raise WrongResult("reset returned done = True")
-    if not (messages or text is not None or done):
-        raise WrongResult(f"{method} returned no messages, no text and done = False")
+    if not (messages or text is not None or token_ids is not None or done):
+        raise WrongResult(
+            f"{method} returned no messages, no text, no token_ids and done = False"
+        )
     if not isinstance(value.metrics, Mapping):
         raise WrongResult(f"{method} returned {_short(value.metrics)} as metrics, not a dict")
     for name in value.metrics:
@@ -70,6 +74,7 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
     return {
         "messages": messages,
         "text": text,
+        "token_ids": token_ids,
         "reward": _number(value.reward, method, "reward"),
         "done": done,
         "is_call": bool(value.is_call),
@@ -115,6 +120,12 @@ def _message(value: Any, method: str) -> dict[str, str]:
         )
         for name, one in value.items()
     }
+
+
+def _token_ids(value: Any, method: str) -> list[int]:
+    if not _is_list(value) or not all(type(one) is int and one >= 0 for one in value):
+        raise WrongResult(f"{method} returned token_ids that are no list of token ids")
+    return list(value)
 
 
 def _text(value: Any, start: str, name: str) -> str:

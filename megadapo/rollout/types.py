@@ -47,6 +47,8 @@ class EpisodeRequest:
     """Texts that end an action in the middle of a turn."""
     output: str = "{}"
     """Frame of texts within the model's turn; see `Environment.output`."""
+    uses_tokens: bool = False
+    """Whether the task and actions have token ids."""
     max_turns: int
     max_turn_tokens: int | None = None
     max_observation_tokens: int

@@ -10,5 +10,6 @@ BUILT_IN = {
     "search": f"{_ADAPTERS}.search:Search",
     "skyrl_gym": f"{_ADAPTERS}.skyrl_gym:SkyRLGym",
     "tools": f"{_ADAPTERS}.toolbox:Toolbox",
+    "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",
 }
 """MODULE:CLASS of built-in environments by their name in a config."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -99,6 +100,9 @@ class EpisodeClient:
             DataError: the chat template has no place for the messages.
             ConfigError: there is no chat template to write messages with.
         """
+        if observation.token_ids is not None:
+            self._check_ids(observation.token_ids, request.max_observation_tokens)
+            return list(observation.token_ids)
         if observation.text is not None:
             ids = output_ids(observation.text, request.output, self._tokenizer)
             return ids[: request.max_observation_tokens]
@@ -109,6 +113,18 @@ class EpisodeClient:
             for message in observation.messages
         ]
         return self._turns.ids_after(turn_ids, messages)
+
+    def _check_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        if len(token_ids) > max_tokens:
+            raise DataError(
+                f"an observation has {len(token_ids)} token ids, which cannot be cut off: raise "
+                f"rollout.environments.max_observation_tokens = {max_tokens}"
+            )
+        if max(token_ids, default=0) >= len(self._tokenizer):
+            raise DataError(
+                f"an observation has the token id {max(token_ids)}, and the model's tokenizer has "
+                f"{len(self._tokenizer)} tokens: the environment must use the same tokenizer"
+            )
 
     def _cut(self, text: str, max_tokens: int) -> str:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -134,12 +150,16 @@ class Episode:
         self,
         client: EpisodeClient,
         request: EpisodeRequest,
+        prompt_ids: Sequence[int],
         seed: int,
         version: int,
         parent_seed: int | None = None,
     ) -> None:
         """`parent_seed`: of the response that it branches off."""
         self.request = request
+        self._task = request.task
+        if request.uses_tokens:
+            self._task = replace(request.task, prompt_ids=tuple(prompt_ids))
         self._client = client
         self._name = f"{version}-{seed}"
         self._parent = None if parent_seed is None else f"{version}-{parent_seed}"
@@ -149,14 +169,13 @@ class Episode:
 
         `stop_ids`: tokens that end a turn, which are not part of its action.
         """
-        turns = [response.token_ids[action].tolist() for action in response.actions]
-        actions = [
-            self._client.action(ids[:-1] if ids[-1] in stop_ids else ids, self.request)
-            for ids in turns
-        ]
+        actions = []
+        for action in response.actions:
+            ids, logprobs = response.token_ids[action].tolist(), response.logprobs[action]
+            actions.append(self._action(ids, len(ids) - (ids[-1] in stop_ids), logprobs))
         digests = [_digest(response.token_ids[action]) for action in response.actions]
         opened: Opened = await self._client.actor.open.remote(
-            *(self._name, self.request.environment, self.request.task),
+            *(self._name, self.request.environment, self._task),
             *(digests, self._parent, actions),
         )
         return opened
@@ -169,14 +188,19 @@ class Episode:
             sampled: the turn's tokens.
             end: number of these tokens before the one that ends the turn.
         """
-        ids = sampled.token_ids.tolist()
         taken = SampledTurn(
             digest=_digest(sampled.token_ids),
             sampled=json.dumps(encode_response(sampled)).encode(),
-            action=self._client.action(ids[:end], self.request),
+            action=self._action(sampled.token_ids.tolist(), end, sampled.logprobs),
         )
         outcome: Outcome = await self._client.actor.step.remote(self._name, turn, taken)
         return outcome
+
+    def _action(self, ids: list[int], end: int, logprobs: np.ndarray) -> Action:
+        action = self._client.action(ids[:end], self.request)
+        if not self.request.uses_tokens:
+            return action
+        return replace(action, token_ids=tuple(ids), logprobs=tuple(logprobs.tolist()))
 
     def close(self) -> None:
         """Tell the host that the episode has ended or is not wanted; does not wait."""

@@ -102,7 +102,8 @@ class EpisodeResponse(InFlightResponse):
         version = int(versions[0]) if len(versions) else self._group.policy_version
         branch, seeds = self._branch, self._group.request.seeds
         parent = None if branch is None else seeds[branch.parent]
-        self._episode = Episode(client, request, self._seed, version, parent)
+        prompt_ids = self._group.request.prompt_ids
+        self._episode = Episode(client, request, prompt_ids, self._seed, version, parent)
         opened = await self._unless_stopped(self._episode.open(before, self._ends))
         if opened is None:
             return

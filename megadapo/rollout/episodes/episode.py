@@ -264,7 +264,11 @@ class Episode:
 
 def identity_of(config: EnvironmentConfig, task: Task) -> str:
     """Return a digest of all that determines an episode's answers, except for the actions."""
-    parts: list[Any] = [config.path, config.options, config.recovery, asdict(task)]
+    fields = asdict(task)
+    if not fields["prompt_ids"]:
+        # older journals do not have it
+        del fields["prompt_ids"]
+    parts: list[Any] = [config.path, config.options, config.recovery, fields]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -283,4 +287,5 @@ def _compared(observation: Observation | None) -> Any:
     if observation is None:
         return None
     messages = [dict(message) for message in observation.messages]
-    return messages, observation.text, observation.reward, observation.done
+    ids = observation.token_ids
+    return messages, observation.text, ids, observation.reward, observation.done

@@ -49,6 +49,7 @@ class EpisodeRequests:
                     task=task,
                     stop=description.stop,
                     output=description.output,
+                    uses_tokens=description.uses_tokens,
                     max_turns=config.max_turns,
                     max_turn_tokens=config.max_turn_tokens,
                     max_observation_tokens=config.max_observation_tokens,

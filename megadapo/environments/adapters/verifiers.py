@@ -1,0 +1,306 @@
+"""The environment "verifiers": a task of a verifiers taskset (made for verifiers 0.4.0).
+
+A harness of verifiers owns the conversation and calls a model. Its calls arrive here over HTTP as
+token ids, and the engine samples their answers. So an observation is what the next call appends to
+the sampled tokens. An action is the answer to the call before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megadapo.environments.environment import (
+    Action,
+    Environment,
+    EnvironmentFailure,
+    Observation,
+    Task,
+)
+
+MAX_BODY_BYTES = 16 << 20
+"""Size of a model call; a million token ids have 7 MB."""
+TASK = "task"
+"""Column of a prompt's extra_info with the data of its task."""
+_CONTEXT = 8
+"""Tokens that are shown around a difference."""
+
+
+class Verifiers(Environment):
+    """An episode of a verifiers environment, which needs `network = true`.
+
+    Args:
+        env: settings of the environment, as in the table `env` of a verifiers config.
+        model: folder or name of the model, whose tokenizer renders the conversation.
+        renderer: settings of the renderer, as verifiers' train client takes them; none: verifiers
+            chooses one by the model's name.
+        tools: JSON schemas of the harness' tools that the chat template shows in the prompt.
+    """
+
+    uses_tokens = True
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, Any],
+        model: str,
+        renderer: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.tools = tuple(tools)
+        self._server = _Server.shared(env, model, renderer)
+        self._inbox: asyncio.Queue[_ModelCall | asyncio.Task[Any]] = asyncio.Queue()
+        self._run: asyncio.Task[Any] | None = None
+        self._call: _ModelCall | None = None
+        """The call that the next action answers."""
+        self._known: list[int] = []
+        """The prompt and all tokens since then."""
+        self._num_calls = 0
+
+    async def reset(self, task: Task) -> Observation | None:
+        if TASK not in task.extra_info:
+            raise ValueError(
+                f'the prompt has no column extra_info.{TASK}: write the prompts of the taskset '
+                "with examples/verifiers/prepare.py"
+            )
+        self._known = list(task.prompt_ids)
+        await self._server.start()
+        self._run = asyncio.create_task(self._server.play(task.extra_info[TASK], self._inbox))
+        self._run.add_done_callback(self._inbox.put_nowait)
+        observation = await self._observe()
+        if observation.done:
+            raise EnvironmentFailure("the episode ended without a call of the model")
+        return observation if observation.token_ids else None
+
+    async def step(self, action: Action) -> Observation:
+        assert self._call is not None, "an action follows a call"
+        missed = set(self._call.stop_ids).intersection(action.token_ids[:-1])
+        if missed:
+            raise EnvironmentFailure(
+                f"the renderer ends a turn at token {min(missed)}, and the engine does not: add it "
+                "to eos_token_id in the model's generation_config.json"
+            )
+        self._known += action.token_ids
+        self._call.answer.set_result(action)
+        return await self._observe()
+
+    async def close(self) -> None:
+        if self._run is not None:
+            self._run.remove_done_callback(self._inbox.put_nowait)
+            self._run.cancel()
+            # verifiers stops what the episode has started
+            await asyncio.wait([self._run])
+        calls = [self._call, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
+        for call in calls:
+            if isinstance(call, _ModelCall):
+                call.answer.cancel()
+
+    async def _observe(self) -> Observation:
+        """Wait for the next call or the end of the episode.
+
+        Raises:
+            EnvironmentFailure: the call does not continue the tokens so far, or verifiers failed.
+        """
+        arrived = await self._inbox.get()
+        if not isinstance(arrived, _ModelCall):
+            return _end(arrived.result())
+        self._call = arrived
+        self._num_calls += 1
+        if arrived.unsupported:
+            raise EnvironmentFailure(
+                f"the harness asks for {arrived.unsupported}, which the engine does not do"
+            )
+        num_known = len(self._known)
+        if arrived.token_ids[:num_known] != self._known:
+            raise EnvironmentFailure(self._difference(arrived.token_ids))
+        added = arrived.token_ids[num_known:]
+        self._known += added
+        return Observation(token_ids=added)
+
+    def _difference(self, token_ids: Sequence[int]) -> str:
+        pairs = enumerate(zip(token_ids, self._known, strict=False))
+        at = next((at for at, (one, other) in pairs if one != other), len(token_ids))
+        given, known = (
+            self._server.decode(ids[max(0, at - _CONTEXT) : at + _CONTEXT])
+            for ids in (token_ids, self._known)
+        )
+        where = f"from token {at} on: {given!r:.80} there, {known!r:.80} here"
+        if self._num_calls == 1:
+            return (
+                f"the harness begins with another prompt {where}; write what it sends into the "
+                "prompts (its system prompt) and the option tools, and use the model's chat template"
+            )
+        return (
+            f"call {self._num_calls} of the harness does not continue the sampled tokens {where}; "
+            'use a renderer that extends them (thinking_retention = "all"), and a harness with one '
+            "conversation"
+        )
+
+
+@dataclass
+class _ModelCall:
+    """A call of the model that waits for its answer."""
+
+    token_ids: list[int]
+    stop_ids: Sequence[int]
+    """Tokens that end a turn for the renderer."""
+    unsupported: str
+    """Setting that an engine does not have; empty: none."""
+    answer: asyncio.Future[Action]
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> _ModelCall:
+        params = body["sampling_params"]
+        found = [name for name in ("features", "content_parts") if body.get(name)]
+        found += [name for name in ("stop", "bad_words", "structured_outputs") if params.get(name)]
+        answer = asyncio.get_running_loop().create_future()
+        stop_ids = params.get("stop_token_ids") or ()
+        return cls(list(body["token_ids"]), stop_ids, ", ".join(found), answer)
+
+
+class Endpoint:
+    """The routes of a vLLM server that verifiers' train client calls, on the loopback interface."""
+
+    def __init__(self) -> None:
+        # bound before the event loop, so that a missing network = true is noticed before the run
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        # other users of the machine cannot guess it
+        self._path = f"/{secrets.token_urlsafe(24)}"
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}/v1"
+        self.inboxes: dict[str, asyncio.Queue[Any]] = {}
+        """Receivers of calls by session."""
+
+    async def start(self) -> None:
+        web = importlib.import_module("aiohttp.web")
+
+        async def generate(request: Any) -> Any:
+            inbox = self.inboxes.get(request.headers.get("X-Session-ID", ""))
+            if inbox is None:
+                return web.json_response({"error": "no such episode"}, status=404)
+            try:
+                call = _ModelCall.of(await request.json())
+            except (KeyError, TypeError, ValueError) as error:
+                return web.json_response({"error": f"no model call: {error!r}"}, status=400)
+            inbox.put_nowait(call)
+            return web.json_response(_reply(await call.answer))
+
+        async def models(request: Any) -> Any:
+            # without max_model_len, as the engine limits the tokens
+            return web.json_response({"object": "list", "data": []})
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post(f"{self._path}/inference/v1/generate", generate)
+        app.router.add_get(f"{self._path}/v1/models", models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, self._socket).start()
+
+
+class _Server:
+    """A verifiers environment and the endpoint of its model calls, which episodes share."""
+
+    _servers: ClassVar[dict[str, _Server]] = {}
+    _creating: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self, env: Mapping[str, Any], model: str, renderer: Mapping[str, Any] | None
+    ) -> None:
+        try:
+            importlib.import_module("verifiers.v1")
+        except ImportError as error:
+            raise RuntimeError(
+                f"verifiers cannot be imported ({error}): install verifiers, and set "
+                "rollout.environments.python to the Python that has it"
+            ) from error
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        clients = importlib.import_module("verifiers.v1.clients")
+        types = importlib.import_module("verifiers.v1.types")
+        config = loaders.resolve_env_config(json.loads(json.dumps(env)))
+        self._env = loaders.load_environment(config)
+        self._endpoint, self._model = Endpoint(), model
+        client = clients.TrainClientConfig(
+            base_url=self._endpoint.url, renderer=renderer, renderer_model_name=model
+        )
+        self._context = clients.ModelContext(
+            model=model, client=client, sampling=types.SamplingConfig()
+        )
+        self._tokenizer = importlib.import_module("renderers.base").load_tokenizer(model)
+        self._starting = asyncio.Lock()
+        self._stack = contextlib.AsyncExitStack()
+        self._is_started = False
+
+    @classmethod
+    def shared(cls, *settings: Any) -> _Server:
+        """Return the one server of a process with these settings."""
+        with cls._creating:
+            key = json.dumps(settings, sort_keys=True)
+            if key not in cls._servers:
+                cls._servers[key] = cls(*settings)
+            return cls._servers[key]
+
+    async def start(self) -> None:
+        """Start the endpoint and what episodes share in verifiers; they end with the process."""
+        async with self._starting:
+            if not self._is_started:
+                await self._stack.enter_async_context(self._env.serving())
+                await self._endpoint.start()
+                self._is_started = True
+
+    async def play(self, data: Mapping[str, Any], inbox: asyncio.Queue[Any]) -> Any:
+        """Play a task, whose model calls arrive in `inbox`; return verifiers' episode."""
+        task_class = type(self._env.taskset).task_type()
+        task = task_class(
+            task_class.data_type().model_validate(data), self._env.config.taskset.task
+        )
+        inboxes, sessions = self._endpoint.inboxes, []
+
+        def begin(trace: Any) -> None:
+            sessions.append(trace.id)
+            inboxes[trace.id] = inbox
+
+        try:
+            return await self._env.run_episode(task, self._context, on_trace=begin)
+        finally:
+            for session in sessions:
+                del inboxes[session]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _reply(action: Action) -> dict[str, Any]:
+    """Return the engine's reply to a model call. Turns that are cut off are no actions."""
+    content = [
+        {"token": f"token_id:{one}", "logprob": logprob}
+        for one, logprob in zip(action.token_ids, action.logprobs, strict=True)
+    ]
+    choice = {"index": 0, "token_ids": list(action.token_ids), "finish_reason": "stop"}
+    return {"choices": [{**choice, "logprobs": {"content": content}}]}
+
+
+def _end(episode: Any) -> Observation:
+    """Return the rewards and metrics of an episode that has ended.
+
+    Raises:
+        EnvironmentFailure: something in verifiers failed.
+    """
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        found = errors[-1] if errors else None
+        raise EnvironmentFailure(f"{found.type}: {found.message}" if found else "no reason given")
+    called = [trace for trace in episode.traces if trace.num_turns]
+    rewards = {name: one.score for trace in called for name, one in trace.rewards.items() if one}
+    metrics = {name: one for trace in called for name, one in trace.metrics.items()}
+    return Observation(
+        reward=sum(trace.reward for trace in called),
+        done=True,
+        metrics={name: float(one) for name, one in {**rewards, **metrics}.items() if one is not None},
+    )
