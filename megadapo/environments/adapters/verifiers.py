@@ -30,6 +30,9 @@ MAX_BODY_BYTES = 16 << 20
 """Size of a model call; a million token ids have 7 MB."""
 TASK = "task"
 """Column of a prompt's extra_info with the data of its task."""
+RENDERER = "megadapo.environments.adapters.verifiers_renderer:ChatTemplateRenderer"
+_BODY = {"model", "token_ids", "sampling_params", "cache_salt", "priority"}
+_PARAMS = {"stop_token_ids", "logprobs", "skip_special_tokens", "routed_experts_prompt_start"}
 _CONTEXT = 8
 """Tokens that are shown around a difference."""
 
@@ -40,8 +43,8 @@ class Verifiers(Environment):
     Args:
         env: settings of the environment, as in the table `env` of a verifiers config.
         model: folder or name of the model, whose tokenizer renders the conversation.
-        renderer: settings of the renderer, as verifiers' train client takes them; none: verifiers
-            chooses one by the model's name.
+        renderer: settings of one of verifiers' renderers, which is named. Without a name they are
+            those of `ChatTemplateRenderer`, such as {tool_parser = "hermes"}.
         tools: JSON schemas of the harness' tools that the chat template shows in the prompt.
     """
 
@@ -114,9 +117,10 @@ class Verifiers(Environment):
             return _end(arrived.result())
         self._call = arrived
         self._num_calls += 1
-        if arrived.unsupported:
+        if arrived.unused:
             raise EnvironmentFailure(
-                f"the harness asks for {arrived.unsupported}, which the engine does not do"
+                f"the option env sets {', '.join(arrived.unused)} of model calls, which is not "
+                "used: set them in [sampling] and [rollout] instead"
             )
         num_known = len(self._known)
         if arrived.token_ids[:num_known] != self._known:
@@ -135,13 +139,13 @@ class Verifiers(Environment):
         where = f"from token {at} on: {given!r:.80} there, {known!r:.80} here"
         if self._num_calls == 1:
             return (
-                f"the harness begins with another prompt {where}; write what it sends into the "
-                "prompts (its system prompt) and the option tools, and use the model's chat template"
+                f"the harness begins with another prompt {where}; write what it sends, such as "
+                "its system prompt, into the prompts, and its tools into the option tools"
             )
         return (
             f"call {self._num_calls} of the harness does not continue the sampled tokens {where}; "
-            'use a renderer that extends them (thinking_retention = "all"), and a harness with one '
-            "conversation"
+            "the harness must not change the conversation, and a renderer with a name needs "
+            'thinking_retention = "all"'
         )
 
 
@@ -152,21 +156,19 @@ class _ModelCall:
     token_ids: list[int]
     stop_ids: Sequence[int]
     """Tokens that end a turn for the renderer."""
-    unsupported: str
-    """Setting that an engine does not have; empty: none."""
+    unused: Sequence[str]
+    """Settings of the call that an engine takes from the config of the run, or does not have."""
     answer: asyncio.Future[Action]
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> _ModelCall:
         params = body["sampling_params"]
-        found = [name for name in ("features", "content_parts") if body.get(name)]
-        found += [name for name in ("stop", "bad_words", "structured_outputs") if params.get(name)]
+        unused = sorted({*params} - _PARAMS | {*body} - _BODY)
         answer = asyncio.get_running_loop().create_future()
-        stop_ids = params.get("stop_token_ids") or ()
-        return cls(list(body["token_ids"]), stop_ids, ", ".join(found), answer)
+        return cls(list(body["token_ids"]), params["stop_token_ids"], unused, answer)
 
 
-class Endpoint:
+class _Endpoint:
     """The routes of a vLLM server that verifiers' train client calls, on the loopback interface."""
 
     def __init__(self) -> None:
@@ -214,25 +216,22 @@ class _Server:
         self, env: Mapping[str, Any], model: str, renderer: Mapping[str, Any] | None
     ) -> None:
         try:
-            importlib.import_module("verifiers.v1")
+            vf = importlib.import_module("verifiers.v1")
+            renderers = importlib.import_module("renderers.base")
         except ImportError as error:
             raise RuntimeError(
                 f"verifiers cannot be imported ({error}): install verifiers, and set "
                 "rollout.environments.python to the Python that has it"
             ) from error
-        loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        clients = importlib.import_module("verifiers.v1.clients")
-        types = importlib.import_module("verifiers.v1.types")
-        config = loaders.resolve_env_config(json.loads(json.dumps(env)))
-        self._env = loaders.load_environment(config)
-        self._endpoint, self._model = Endpoint(), model
-        client = clients.TrainClientConfig(
-            base_url=self._endpoint.url, renderer=renderer, renderer_model_name=model
+        self._env = vf.load_environment(vf.resolve_env_config(dict(env)))
+        self._endpoint, self._tokenizer = _Endpoint(), renderers.load_tokenizer(model)
+        settings = dict(renderer or {})
+        if "name" not in settings:
+            settings |= {"name": "custom", "import_path": RENDERER}
+        client = vf.TrainClientConfig(
+            base_url=self._endpoint.url, renderer=settings, renderer_model_name=model
         )
-        self._context = clients.ModelContext(
-            model=model, client=client, sampling=types.SamplingConfig()
-        )
-        self._tokenizer = importlib.import_module("renderers.base").load_tokenizer(model)
+        self._context = vf.ModelContext(model=model, client=client)
         self._starting = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
         self._is_started = False
@@ -297,10 +296,11 @@ def _end(episode: Any) -> Observation:
         found = errors[-1] if errors else None
         raise EnvironmentFailure(f"{found.type}: {found.message}" if found else "no reason given")
     called = [trace for trace in episode.traces if trace.num_turns]
-    rewards = {name: one.score for trace in called for name, one in trace.rewards.items() if one}
-    metrics = {name: one for trace in called for name, one in trace.metrics.items()}
-    return Observation(
-        reward=sum(trace.reward for trace in called),
-        done=True,
-        metrics={name: float(one) for name, one in {**rewards, **metrics}.items() if one is not None},
-    )
+    metrics: dict[str, float] = {}
+    for trace in called:
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing:
+            raise EnvironmentFailure(f"no reward {missing[0]}: {trace.stop_condition}")
+        metrics |= {name: reward.score for name, reward in trace.rewards.items()}
+        metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return Observation(reward=sum(trace.reward for trace in called), done=True, metrics=metrics)
