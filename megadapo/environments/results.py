@@ -64,9 +64,7 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
     if method == "reset" and done:
         raise WrongResult("reset returned done = True")
     if not (messages or text is not None or token_ids is not None or done):
-        raise WrongResult(
-            f"{method} returned no messages, no text, no token_ids and done = False"
-        )
+        raise WrongResult(f"{method} returned no messages, no text, no token_ids and done = False")
     if not isinstance(value.metrics, Mapping):
         raise WrongResult(f"{method} returned {_short(value.metrics)} as metrics, not a dict")
     for name in value.metrics:
@@ -123,9 +121,14 @@ def _message(value: Any, method: str) -> dict[str, str]:
 
 
 def _token_ids(value: Any, method: str) -> list[int]:
-    if not _is_list(value) or not all(type(one) is int and one >= 0 for one in value):
-        raise WrongResult(f"{method} returned token_ids that are no list of token ids")
-    return list(value)
+    is_list = _is_list(value)
+    if not is_list or any(
+        isinstance(x, bool) or not isinstance(x, numbers.Integral) for x in value
+    ):
+        raise WrongResult(f"{method} returned token_ids = {_short(value)}, not a list of ids")
+    if min(value, default=0) < 0:
+        raise WrongResult(f"{method} returned a negative token id")
+    return [int(x) for x in value]
 
 
 def _text(value: Any, start: str, name: str) -> str:

@@ -71,7 +71,7 @@ class Verifiers(Environment):
     async def reset(self, task: Task) -> Observation | None:
         if TASK not in task.extra_info:
             raise ValueError(
-                f'the prompt has no column extra_info.{TASK}: write the prompts of the taskset '
+                f"the prompt has no column extra_info.{TASK}: write the prompts of the taskset "
                 "with examples/verifiers/prepare.py"
             )
         self._known = list(task.prompt_ids)

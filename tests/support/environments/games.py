@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -83,6 +84,35 @@ class Count(Environment):
 
 def _message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+class Tokens(Environment):
+    """Answers with token ids, and adds those that it gets to a file, as lines of JSON.
+
+    Args:
+        log: the file.
+        answers: token ids after each turn; the turn behind them ends the episode.
+        hello: token ids behind the prompt.
+    """
+
+    uses_tokens = True
+
+    def __init__(self, log: str, answers: list[list[int]], hello: list[int] | None = None) -> None:
+        self._log, self._answers, self._hello = Path(log), list(answers), hello
+
+    def _add(self, *given: object) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(given) + "\n")
+
+    def reset(self, task: Task) -> Observation | None:
+        self._add(task.prompt_ids)
+        return None if self._hello is None else Observation(token_ids=self._hello)
+
+    def step(self, action: Action) -> Observation:
+        self._add(action.token_ids, action.logprobs, action.text)
+        if not self._answers:
+            return Observation(reward=1.0, done=True)
+        return Observation(token_ids=self._answers.pop(0))
 
 
 class OddSum(Environment):

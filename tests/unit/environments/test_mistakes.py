@@ -97,7 +97,7 @@ class Game(Game):
 IN_A_STEP = {
     "None": "step returned None; an environment returns an Observation",
     "'text'": "step returned 'text'; an environment returns an Observation",
-    "Observation()": "step returned no messages, no text and done = False",
+    "Observation()": "step returned no messages, no text, no token_ids and done = False",
     "Observation(done='no')": "step returned done = 'no', not True or False",
     "Observation(done=True, reward=None)": "step returned reward = None, not a number",
     "Observation(done=True, reward=float('nan'))": "step returned reward = nan",
@@ -115,8 +115,15 @@ IN_A_STEP = {
     "Observation(text=b'x')": "step returned text = a bytes, not a text",
     "Observation(text='\\ud800')": "step returned text that is not valid Unicode",
     "Observation(text='x', messages=[{'role': 'user', 'content': 'x'}])": (
-        "step returned both messages and text"
+        "step returned more than one of messages, text and token_ids"
     ),
+    "Observation(text='x', token_ids=[])": (
+        "step returned more than one of messages, text and token_ids"
+    ),
+    "Observation(token_ids='12')": "step returned token_ids = '12', not a list of ids",
+    "Observation(token_ids=[1, True])": "step returned token_ids = a list, not a list of ids",
+    "Observation(token_ids=[1.0])": "step returned token_ids = a list, not a list of ids",
+    "Observation(token_ids=[-1])": "step returned a negative token id",
 }
 
 

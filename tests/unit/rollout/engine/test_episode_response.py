@@ -84,19 +84,20 @@ class Play:
         max_turn_tokens=None,
         parser=None,
         recovery="once",
+        game="Count",
         **options,
     ):
         self.log = tmp_path / "actions"
         self.log.touch()
         self.tokenizer = tokenizer
         self.config = EnvironmentConfig(
-            environment="tests.support.environments.games:Count",
+            environment=f"tests.support.environments.games:{game}",
             options={"log": str(self.log), **options},
             recovery=recovery,
         )
         self.request = EpisodeRequest(
             environment=0,
-            label="Count",
+            label=game,
             task=TASK,
             stop=("stop",) if "in_turn" in options else (),
             max_turns=max_turns,
@@ -104,6 +105,7 @@ class Play:
             output=options.get("frame", "{}"),
             max_observation_tokens=50,
             tool_parser=parser,
+            uses_tokens=game == "Tokens",
         )
         self.host = EpisodeHost([self.config], tmp_path / "journal")
         self.closes = False
