@@ -59,12 +59,13 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
                 completion = await client.chat.completions.create(
                     model=ctx.model, messages=messages
                 )
-                text = completion.choices[0].message.content or ""
-                answer = self.answer(text, trace.task.data)
+                message = completion.choices[0].message
+                answer = self.answer(message.content or "", trace.task.data)
                 trace.info["found"] = not answer
                 if not answer:
                     break
-                messages.append({"role": "assistant", "content": text})
+                # as it came, with reasoning_content: another message would begin another branch
+                messages.append(message.model_dump(exclude_none=True))
                 messages.append({"role": "user", "content": answer})
         return ProgramResult(exit_code=0, stdout="", stderr="")
 

@@ -121,10 +121,7 @@ def _message(value: Any, method: str) -> dict[str, str]:
 
 
 def _token_ids(value: Any, method: str) -> list[int]:
-    is_list = _is_list(value)
-    if not is_list or any(
-        isinstance(x, bool) or not isinstance(x, numbers.Integral) for x in value
-    ):
+    if not _is_list(value) or not all(map(_is_whole, value)):
         raise WrongResult(f"{method} returned token_ids = {_short(value)}, not a list of ids")
     if min(value, default=0) < 0:
         raise WrongResult(f"{method} returned a negative token id")
@@ -151,6 +148,10 @@ def _number(value: Any, method: str, name: str) -> float:
     if not math.isfinite(number):
         raise WrongResult(f"{method} returned {name} = {number}")
     return number
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_list(value: Any) -> bool:

@@ -19,7 +19,7 @@ from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.turns import Turns
 
 
-class ChatTemplateRenderer(DefaultRenderer):
+class ChatTemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     """Renders by the tokenizer's chat template, and extends sampled tokens.
 
     Its settings are those of renderers' default renderer, such as `tool_parser`, without arguments

@@ -76,14 +76,16 @@ class FakeTaskset:
 
 async def post(url: str, call: Any, *, session: str, path: str = "/inference/v1/generate") -> Any:
     """Call the model as `generate` does; return the reply, or the status of an error."""
-    body = (
-        {"model": "m", "token_ids": call, "sampling_params": PARAMS} if type(call) is list else call
-    )
+    body = call
+    if isinstance(call, list):
+        body = {"model": "m", "token_ids": call, "sampling_params": PARAMS}
     headers = {"X-Session-ID": session}
     address = url.removesuffix("/v1") + path
-    async with aiohttp.ClientSession() as client:
-        async with client.post(address, json=body, headers=headers) as reply:
-            return await reply.json() if reply.status == 200 else reply.status
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(address, json=body, headers=headers) as reply,
+    ):
+        return await reply.json() if reply.status == 200 else reply.status
 
 
 @pytest.fixture
@@ -137,10 +139,8 @@ def playing() -> Iterator[TokenPlayer]:
 def test_an_episode_is_played_by_token_ids(package: FakeEnv) -> None:
     one, two = [4, END], [5, 6, END]
     calls = [PROMPT, [*PROMPT, *one, 7, 8], [*PROMPT, *one, 7, 8, *two, 7]]
-    rewards = {
-        "found": SimpleNamespace(score=1.0, value=0.5),
-        "b": SimpleNamespace(score=2, value=1),
-    }
+    scores = {"found": (1.0, 0.5), "b": (2.0, 1.0)}
+    rewards = {name: SimpleNamespace(score=s, value=v) for name, (s, v) in scores.items()}
     trace = {"rewards": rewards, "metrics": {"guesses": 3.0, "none": None}}
     with playing() as player:
         assert player.reset(task(calls=calls, trace=trace)) is None
