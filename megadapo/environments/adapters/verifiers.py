@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import importlib
 import json
-import secrets
-import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megadapo.environments.adapters.verifiers_endpoint import Endpoint, ModelCall
 from megadapo.environments.environment import (
     Action,
     Environment,
@@ -26,13 +24,9 @@ from megadapo.environments.environment import (
     Task,
 )
 
-MAX_BODY_BYTES = 16 << 20
-"""Size of a model call; a million token ids have 7 MB."""
 TASK = "task"
 """Column of a prompt's extra_info with the data of its task."""
 RENDERER = "megadapo.environments.adapters.verifiers_renderer:ChatTemplateRenderer"
-_BODY = {"model", "token_ids", "sampling_params", "cache_salt", "priority"}
-_PARAMS = {"stop_token_ids", "logprobs", "skip_special_tokens", "routed_experts_prompt_start"}
 _CONTEXT = 8
 """Tokens that are shown around a difference."""
 
@@ -44,7 +38,7 @@ class Verifiers(Environment):
         env: settings of the environment, as in the table `env` of a verifiers config.
         model: folder or name of the model, whose tokenizer renders the conversation.
         renderer: settings of one of verifiers' renderers, which is named. Without a name they are
-            those of `ChatTemplateRenderer`, such as {tool_parser = "hermes"}.
+            those of `ChatTemplateRenderer`, such as {tool_parser = "qwen3"}.
         tools: JSON schemas of the harness' tools that the chat template shows in the prompt.
     """
 
@@ -60,9 +54,9 @@ class Verifiers(Environment):
     ) -> None:
         self.tools = tuple(tools)
         self._server = _Server.shared(env, model, renderer)
-        self._inbox: asyncio.Queue[_ModelCall | asyncio.Task[Any]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[ModelCall | asyncio.Task[Any]] = asyncio.Queue()
         self._run: asyncio.Task[Any] | None = None
-        self._call: _ModelCall | None = None
+        self._call: ModelCall | None = None
         """The call that the next action answers."""
         self._known: list[int] = []
         """The prompt and all tokens since then."""
@@ -103,7 +97,7 @@ class Verifiers(Environment):
             await asyncio.wait([self._run])
         calls = [self._call, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
         for call in calls:
-            if isinstance(call, _ModelCall):
+            if isinstance(call, ModelCall):
                 call.answer.cancel()
 
     async def _observe(self) -> Observation:
@@ -113,7 +107,7 @@ class Verifiers(Environment):
             EnvironmentFailure: the call does not continue the tokens so far, or verifiers failed.
         """
         arrived = await self._inbox.get()
-        if not isinstance(arrived, _ModelCall):
+        if not isinstance(arrived, ModelCall):
             return _end(arrived.result())
         self._call = arrived
         self._num_calls += 1
@@ -136,7 +130,7 @@ class Verifiers(Environment):
             self._server.decode(ids[max(0, at - _CONTEXT) : at + _CONTEXT])
             for ids in (token_ids, self._known)
         )
-        where = f"from token {at} on: {given!r:.80} there, {known!r:.80} here"
+        where = f"from token {at} on: {given!r:.40} there, {known!r:.40} here"
         if self._num_calls == 1:
             return (
                 f"the harness begins with another prompt {where}; write what it sends, such as "
@@ -147,63 +141,6 @@ class Verifiers(Environment):
             "the harness must not change the conversation, and a renderer with a name needs "
             'thinking_retention = "all"'
         )
-
-
-@dataclass
-class _ModelCall:
-    """A call of the model that waits for its answer."""
-
-    token_ids: list[int]
-    stop_ids: Sequence[int]
-    """Tokens that end a turn for the renderer."""
-    unused: Sequence[str]
-    """Settings of the call that an engine takes from the config of the run, or does not have."""
-    answer: asyncio.Future[Action]
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> _ModelCall:
-        params = body["sampling_params"]
-        unused = sorted({*params} - _PARAMS | {*body} - _BODY)
-        answer = asyncio.get_running_loop().create_future()
-        return cls(list(body["token_ids"]), params["stop_token_ids"], unused, answer)
-
-
-class _Endpoint:
-    """The routes of a vLLM server that verifiers' train client calls, on the loopback interface."""
-
-    def __init__(self) -> None:
-        # bound before the event loop, so that a missing network = true is noticed before the run
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        # other users of the machine cannot guess it
-        self._path = f"/{secrets.token_urlsafe(24)}"
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}/v1"
-        self.inboxes: dict[str, asyncio.Queue[Any]] = {}
-        """Receivers of calls by session."""
-
-    async def start(self) -> None:
-        web = importlib.import_module("aiohttp.web")
-
-        async def generate(request: Any) -> Any:
-            inbox = self.inboxes.get(request.headers.get("X-Session-ID", ""))
-            if inbox is None:
-                return web.json_response({"error": "no such episode"}, status=404)
-            try:
-                call = _ModelCall.of(await request.json())
-            except (KeyError, TypeError, ValueError) as error:
-                return web.json_response({"error": f"no model call: {error!r}"}, status=400)
-            inbox.put_nowait(call)
-            return web.json_response(_reply(await call.answer))
-
-        async def models(request: Any) -> Any:
-            # without max_model_len, as the engine limits the tokens
-            return web.json_response({"object": "list", "data": []})
-
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post(f"{self._path}/inference/v1/generate", generate)
-        app.router.add_get(f"{self._path}/v1/models", models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.SockSite(runner, self._socket).start()
 
 
 class _Server:
@@ -224,7 +161,7 @@ class _Server:
                 "rollout.environments.python to the Python that has it"
             ) from error
         self._env = vf.load_environment(vf.resolve_env_config(dict(env)))
-        self._endpoint, self._tokenizer = _Endpoint(), renderers.load_tokenizer(model)
+        self._endpoint, self._tokenizer = Endpoint(), renderers.load_tokenizer(model)
         settings = dict(renderer or {})
         if "name" not in settings:
             settings |= {"name": "custom", "import_path": RENDERER}
@@ -273,16 +210,6 @@ class _Server:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
-
-
-def _reply(action: Action) -> dict[str, Any]:
-    """Return the engine's reply to a model call. Turns that are cut off are no actions."""
-    content = [
-        {"token": f"token_id:{one}", "logprob": logprob}
-        for one, logprob in zip(action.token_ids, action.logprobs, strict=True)
-    ]
-    choice = {"index": 0, "token_ids": list(action.token_ids), "finish_reason": "stop"}
-    return {"choices": [{**choice, "logprobs": {"content": content}}]}
 
 
 def _end(episode: Any) -> Observation:

@@ -87,7 +87,7 @@ def _message(text: str) -> dict[str, str]:
 
 
 class Tokens(Environment):
-    """Answers with token ids, and adds those that it gets to a file, as lines of JSON.
+    """Answers with token ids, and writes the ids of each action to a file of JSON lines.
 
     Args:
         log: the file.

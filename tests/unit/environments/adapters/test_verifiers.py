@@ -15,7 +15,8 @@ import aiohttp
 import pytest
 
 from megadapo.environments.adapters import verifiers
-from megadapo.environments.adapters.verifiers import MAX_BODY_BYTES, Verifiers
+from megadapo.environments.adapters.verifiers import Verifiers
+from megadapo.environments.adapters.verifiers_endpoint import MAX_BODY_BYTES
 from megadapo.environments.environment import Action, EnvironmentFailure, Observation, Task
 from megadapo.environments.results import read_observation
 from tests.unit.environments.adapters.playing import Player
@@ -165,7 +166,7 @@ def test_an_episode_is_played_by_token_ids(package: FakeEnv) -> None:
 
 
 def test_a_prompt_that_goes_on_is_observed(package: FakeEnv) -> None:
-    """As a renderer that begins the model's turn with an empty thought."""
+    """Some renderers begin the model's turn with an empty thought."""
     with playing() as player:
         assert list(player.reset(task(calls=[[*PROMPT, 7]])).token_ids) == [7]
         assert player.turn(4, END).done

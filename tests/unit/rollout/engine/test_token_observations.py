@@ -1,6 +1,6 @@
 """Environments that take and give token ids.
 
-Each failure caught here would train on other tokens than those that the environment has seen.
+Each failure caught here would train on tokens that the environment has not seen.
 """
 
 import asyncio
