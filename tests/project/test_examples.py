@@ -12,6 +12,7 @@ from examples.environment.guess import Guess
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
 from megadapo.environments.environment import Action, Task
+from megadapo.environments.worker import load
 from megadapo.lab.plan.cards import H100
 from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import models_of
@@ -66,6 +67,14 @@ def test_prepared_games_and_prompts_are_those_of_the_environment(tmp_path):
         seen |= set(ranges)
     share = float(re.search(r"won: ([0-9.]+)", ran.stdout)[1])
     assert 0.3 < share < 0.45, "a base model of these games has little to learn, or cannot"
+
+
+def test_recipe_of_verifiers_has_options_of_its_environment():
+    """The package itself is needed to play it; see test_verifiers_package.py."""
+    config = load_config(EXAMPLES / "verifiers" / "recipe.toml")
+    [entry] = config.rollout.environments
+    assert load(entry.path, entry.options, entry.recovery).uses_tokens
+    assert entry.options["model"] == config.model.path and entry.network
 
 
 def started(hidden: int, first: int = 12, last: int = 26) -> Guess:

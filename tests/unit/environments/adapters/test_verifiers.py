@@ -134,7 +134,7 @@ def playing() -> Iterator[TokenPlayer]:
         left = asyncio.all_tasks(loop)
         loop.close()
     # a call that waits for ever would hold its connection
-    assert not [one for one in left if "generate" in repr(one)]
+    assert not [one for one in left if "RequestHandler" in repr(one)]
 
 
 def test_an_episode_is_played_by_token_ids(package: FakeEnv) -> None:
@@ -260,7 +260,10 @@ def test_closing_ends_the_episode_and_its_calls(package: FakeEnv) -> None:
     """The check of `playing` finds a call that is still answered."""
     with playing() as player:
         player.reset(task(calls=[PROMPT]))
-    assert package.num_cancelled == 1 and not package.replies
+        player.value(player.environment.close())
+        assert package.num_cancelled == 1 and not package.replies
+        # a call of a program that lives on finds no episode
+        assert player.value(post(package.url, PROMPT, session="trace")) == 404
 
 
 def test_only_the_harness_can_call_the_model(package: FakeEnv) -> None:
@@ -275,6 +278,8 @@ def test_only_the_harness_can_call_the_model(package: FakeEnv) -> None:
             return player.value(post(base, call, session=session, **options))
 
         assert status(f"{root}/v1", PROMPT) == status(f"{root}/guessed/v1", PROMPT) == 404
+        with pytest.raises(aiohttp.ClientConnectorError):
+            status(url.replace("127.0.0.1", "127.0.0.2"), PROMPT)
         assert status(url, PROMPT, session="another") == 404
         assert status(url, {"token_ids": PROMPT}) == status(url, {"sampling_params": 3}) == 400
         assert status(url, {"text": "x" * MAX_BODY_BYTES}) == 413
