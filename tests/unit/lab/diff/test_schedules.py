@@ -1,4 +1,4 @@
-"""Where the schedules of two runs part, though no run saved its groups."""
+"""Sentences about where two schedules part, though no run saved its groups."""
 
 from dataclasses import replace
 
