@@ -64,7 +64,7 @@ from tests.support.runs.whole_runs import metrics, run, untimed, weights  # noqa
 QUICKSTART = "configs/quickstart.toml"
 KILLS_PER_RUN = 6
 FEW_KILLS = (1, 2)
-"""Kills of a run with episodes or a schedule, of which many short runs show more than few long ones."""
+"""Kills of a run with episodes or a schedule: many short runs show more than a few long ones."""
 EPISODE_STEPS, ASYNC_STEPS = 6, 10
 """Steps of a run with an environment, and of an asynchronous one."""
 ONE_RANK = ("--trainer.data_parallel=1",)
