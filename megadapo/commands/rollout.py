@@ -95,17 +95,20 @@ def sample_steps(
         start_rollouts,
     )
 
-    config = config if keep is None else keeping_every_group(config)
+    config = config if keep is None else keeping_every_group(config, keep)
 
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[RolloutStep] = []
     show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with (
-        start_rollouts(config, Spinner(console), lambda line: show(printable(line))) as sample,
+        start_rollouts(config, Spinner(console), lambda line: show(printable(line))) as (
+            sample,
+            episodes,
+        ),
         Progress(*columns, console=console, transient=True) as progress,
     ):
-        rows = None if keep is None else kept_rows(config, keep, max_per_prompt=max_per_prompt)
+        rows = keep and kept_rows(config, keep, episodes, max_per_prompt=max_per_prompt)
         for step in progress.track(range(1, num_steps + 1)):
             done.append(sample(step))
             if rows is not None:

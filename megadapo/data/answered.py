@@ -11,14 +11,14 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megadapo.data.config import DataColumns
-from megadapo.data.group import Group
+from megadapo.data.group import Group, Response
 from megadapo.data.pretraining import LabelledTokens
 from megadapo.data.prompts import Prompt, render, some
 from megadapo.data.rows import Messages, Row
@@ -95,7 +95,7 @@ class AnswerEncoder:
             raise DataError(f"{row.place}: no message of the {ASSISTANT} follows another message")
         sequences: list[tuple[list[int], list[bool]]] = []
         for place in answers:
-            ids = self._ids_of(row, messages, place, is_last=place == answers[-1])
+            ids, predicted = self._answer(row, messages, place, is_last=place == answers[-1])
             prompt = self._prompt_ids(row, messages[:place])
             tokens, wanted = sequences[-1] if sequences else ([], [])
             if not sequences or prompt[: len(tokens)] != tokens:
@@ -103,7 +103,7 @@ class AnswerEncoder:
                 sequences.append((tokens, wanted))
             given = prompt[len(tokens) :]
             tokens += [*given, *ids]
-            wanted += [False] * len(given) + [True] * len(ids)
+            wanted += [False] * len(given) + predicted
         return [
             (np.array(tokens, dtype=np.int32), np.array(wanted, dtype=np.bool_))
             for tokens, wanted in sequences
@@ -111,7 +111,7 @@ class AnswerEncoder:
 
     def _prompt_ids(self, row: Row, messages: Messages) -> list[int]:
         prompt = Prompt(row.place, messages, "", "")
-        ids = render(prompt, self._tokenizer)
+        ids = render(prompt, self._tokenizer, tools=row.tools)
         if len(ids) > self._max_prompt_tokens:
             raise OverlongError(
                 f"{row.place}: a prompt has {len(ids)} tokens; at most data.max_prompt_tokens = "
@@ -119,7 +119,10 @@ class AnswerEncoder:
             )
         return ids
 
-    def _ids_of(self, row: Row, messages: Messages, place: int, *, is_last: bool) -> list[int]:
+    def _answer(
+        self, row: Row, messages: Messages, place: int, *, is_last: bool
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens of an answer, and whether each is to be predicted."""
         sampled = row.columns.get("response_ids") if is_last else None
         if sampled is None:
             ids = self.response_ids(messages[place][1])
@@ -130,7 +133,11 @@ class AnswerEncoder:
                 f"{row.place}: an answer has {len(ids)} tokens; at most "
                 f"rollout.max_response_tokens = {self._max_response_tokens} are allowed"
             )
-        return ids
+        wanted = [True] * len(ids)
+        spans = row.columns.get("environment_spans") if sampled is not None else None
+        for start, stop in [] if spans is None else _checked_spans(spans, len(ids), row.place):
+            wanted[start:stop] = [False] * (stop - start)
+        return ids, wanted
 
     def _sampled_ids(self, row: Row, sampled: object, text: str) -> list[int]:
         size = len(self._tokenizer)
@@ -144,6 +151,21 @@ class AnswerEncoder:
                 "made them; leave them out to encode the text"
             )
         return list(sampled)
+
+
+def _checked_spans(spans: object, num_tokens: int, place: str) -> list[tuple[int, int]]:
+    """Return the spans of an answer that no model has sampled."""
+    found: list[tuple[int, int]] = []
+    for span in spans if isinstance(spans, list) else [None]:
+        is_pair = isinstance(span, list) and [type(one) for one in span] == [int, int]
+        start, stop = span if span and is_pair else (0, 0)
+        if not (found[-1][1] if found else 0) <= start < stop <= num_tokens:
+            raise DataError(
+                f"{place}: environment_spans are not ascending pairs of a start and a stop in the "
+                f"{num_tokens} response_ids"
+            )
+        found.append((start, stop))
+    return found
 
 
 class OverlongError(DataError):
@@ -193,15 +215,22 @@ class CorrectRows:
     """The rows of correct responses, which `load_answered` reads; equal ones are written once."""
 
     def __init__(
-        self, path: Path, encoder: AnswerEncoder, *, max_per_prompt: int | None = None
+        self,
+        path: Path,
+        encoder: AnswerEncoder,
+        tools: Callable[[Prompt], Sequence[Mapping[str, Any]]] = lambda _: (),
+        *,
+        max_per_prompt: int | None = None,
     ) -> None:
         """Begin an empty file.
 
-        `max_per_prompt`: number of responses of one prompt to write; None writes all.
+        Args:
+            tools: returns the JSON schemas that the chat template shows with a prompt.
+            max_per_prompt: number of responses of one prompt to write; None writes all.
         """
         self.path = path
         self.num_rows = self.num_repeated = self.num_truncated = 0
-        self._encoder = encoder
+        self._encoder, self._tools = encoder, tools
         self._max_per_prompt = max_per_prompt
         self._texts: defaultdict[str, set[str]] = defaultdict(set)
         path.write_text("")
@@ -227,7 +256,7 @@ class CorrectRows:
                 self.num_repeated += 1
             elif self._max_per_prompt is None or len(texts) < self._max_per_prompt:
                 texts.add(text)
-                yield self._row(group.prompt, text, ids, score.reward)
+                yield self._row(group.prompt, text, response, score.reward)
 
     @property
     def summary(self) -> str:
@@ -238,12 +267,19 @@ class CorrectRows:
             f"out: {self.num_repeated} repeated, {self.num_truncated} truncated"
         )
 
-    def _row(self, prompt: Prompt, text: str, ids: list[int], reward: float) -> dict[str, Any]:
+    def _row(self, prompt: Prompt, text: str, response: Response, reward: float) -> dict[str, Any]:
         messages = [*prompt.messages, (ASSISTANT, text)]
         row: dict[str, Any] = {
             "messages": [{"role": role, "content": content} for role, content in messages],
             "prompt_id": prompt.id,
             "reward": reward,
         }
+        if tools := self._tools(prompt):
+            row["tools"] = list(tools)
+        ids = response.token_ids.tolist()
+        edges = np.flatnonzero(np.diff(response.is_sampled, prepend=True, append=True))
+        if len(edges):
+            # the text does not tell the turns of the model from those of its environment
+            return row | {"response_ids": ids, "environment_spans": edges.reshape(-1, 2).tolist()}
         # if encoding the text gives other tokens, the sampled ones are trained on
         return row if self._encoder.response_ids(text) == ids else row | {"response_ids": ids}

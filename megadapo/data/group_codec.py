@@ -226,9 +226,9 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
 
 
 def _decode_turn(entry: Sequence[Any]) -> Turn:
-    # older files have calls of tools alone
-    older = [*entry, 0.0, 0.0, True, {}]
-    end, entropy, reward, seconds, is_call, metrics = entry if len(entry) > 2 else older
+    # older files have calls of tools alone, with two values, or turns without metrics
+    missing: list[Any] = [0.0, 0.0, True, {}][len(entry) - 2 :]
+    end, entropy, reward, seconds, is_call, metrics = [*entry, *missing]
     return Turn(
         end=int(end),
         entropy=_or_nan(entropy),

@@ -21,6 +21,8 @@ GOLDS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
 """Usual columns of a gold answer; of several the first counts, which is verl's."""
 ANSWERS = ("response", "answer")
 """Columns of the text that answers a prompt, one of them."""
+OF_ROLLOUTS = ("tools", "response_ids", "environment_spans")
+"""Columns of sampled answers: schemas in the prompt, tokens, and which of these were given."""
 EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
 DATA_SOURCE = "data_source"
@@ -146,6 +148,21 @@ class Row:
             )
         prompt = self.names.wrap(self._prompt(filled[0]), self.place)
         return (*prompt, ("assistant", self._text(answers[0])))
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools that the chat template shows, as a list or its JSON text."""
+        tools = self.columns.get("tools")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise DataError(f"{self.place}: tools is not JSON: {error}") from error
+        if tools is None:
+            return []
+        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+            raise DataError(f"{self.place}: tools is not a list of JSON schemas: {tools!r:.80}")
+        return tools
 
     @property
     def text(self) -> str:

@@ -23,6 +23,7 @@ from megadapo.data.rows import (
     DATA_SOURCE,
     EXTRA_INFO,
     GOLDS,
+    OF_ROLLOUTS,
     PROMPTS,
     TEXT,
     Messages,
@@ -129,7 +130,7 @@ def read_answered_rows(source: str, columns: DataColumns | None = None) -> Itera
         DataError: the source does not exist or cannot be read.
     """
     names = _names(source, columns or DataColumns())
-    optional = (*PROMPTS, *ANSWERS, "response_ids", *filter(None, [names.config.prompt]))
+    optional = (*PROMPTS, *ANSWERS, *OF_ROLLOUTS, *filter(None, [names.config.prompt]))
     for file in _files(source, SUFFIXES):
         for row in _rows(file, optional):
             yield Row(row.place, row.columns, names)

@@ -96,8 +96,8 @@ class SamplingInputs(RunPrompts):
     """Everything that sampling needs besides engines: prompts, tokenizer and scorer."""
 
     scorer: Scorer
-    episodes: EpisodeRequests | None = None
-    """Environments of prompts; None: every prompt has a single turn."""
+    episodes: EpisodeRequests
+    """Environments of prompts."""
 
     @property
     def verifier(self) -> Verifier:

@@ -18,6 +18,7 @@ from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.inputs import Phases, SamplingInputs, load_tokenizer
@@ -46,14 +47,15 @@ class RolloutStep:
 @contextmanager
 def start_rollouts(
     config: RunConfig, phases: Phases, show: Callable[[str], None]
-) -> Iterator[Callable[[int], RolloutStep]]:
+) -> Iterator[tuple[Callable[[int], RolloutStep], EpisodeRequests]]:
     """Start scorer and engines with the weights of model.path; end them on exit.
 
     Args:
         show: gets each warning, after the step that it is about or after an error.
 
     Returns:
-        A function that samples and scores the batch of a step, and saves its groups.
+        A function that samples and scores the batch of a step, and saves its groups; and what
+        knows the prompts' environments.
 
     Raises:
         ConfigError: there are no weights to sample from, or the folder holds a run.
@@ -74,7 +76,7 @@ def start_rollouts(
                 for line in (*engines.drain_warnings(), *of_host, *inputs.scorer.drain_warnings()):
                     show(line)
 
-        yield sample
+        yield sample, inputs.episodes
 
 
 def _sample(
@@ -104,16 +106,16 @@ def _sample(
     return RolloutStep(step=step, sampled=sampled, num_disagreements=num_disagreements)
 
 
-def keeping_every_group(config: RunConfig) -> RunConfig:
+def keeping_every_group(config: RunConfig, keep: Keep) -> RunConfig:
     """Return a configuration whose steps have every group that they sample, mixed or not.
 
     Raises:
-        ConfigError: responses have answers of environments, which no row can keep from training.
+        ConfigError: pairs would have answers of environments, which a loss of pairs counts.
     """
-    if config.rollout.environments:
+    if config.rollout.environments and keep == "pairs":
         raise ConfigError(
-            "--keep: rollout.environments puts answers into responses, and rows would train on "
-            "them: leave it out"
+            "--keep pairs: rollout.environments puts answers into responses, and a loss of pairs "
+            "would count them: leave it out, or use --keep correct"
         )
     observe = config.observe.model_copy(update={"saved_groups": "all"})
     sampling = config.sampling.model_copy(update={"selection": "all"})
@@ -121,7 +123,7 @@ def keeping_every_group(config: RunConfig) -> RunConfig:
 
 
 def kept_rows(
-    config: RunConfig, keep: Keep, *, max_per_prompt: int | None
+    config: RunConfig, keep: Keep, episodes: EpisodeRequests, *, max_per_prompt: int | None
 ) -> CorrectRows | PairRows:
     """Begin the file of rows in the folder of rollouts.
 
@@ -136,7 +138,7 @@ def kept_rows(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )
-    return CorrectRows(path, encoder, max_per_prompt=max_per_prompt)
+    return CorrectRows(path, encoder, episodes.tools, max_per_prompt=max_per_prompt)
 
 
 def rollout_folder(config: RunConfig) -> Path:

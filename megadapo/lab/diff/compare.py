@@ -11,6 +11,7 @@ from megadapo.lab.diff.difference import Difference, Phase, Row, ranges, row
 from megadapo.lab.diff.groups import StepGroups
 from megadapo.lab.diff.metrics import compare_evaluations, compare_metrics, is_replay
 from megadapo.lab.diff.record import RunRecord
+from megadapo.lab.diff.schedules import about_schedules
 from megadapo.run.state.config_diff import changed_keys, decides_learning
 
 _DEPENDS_ON_WEIGHTS = {
@@ -101,7 +102,9 @@ class _Comparer:
             if found:
                 first, *result.also = found.values()
                 more = _about_update(result.also) if first.phase == "update" else ()
-                result.first = first.with_evidence(*self._about_weights(first), *more)
+                schedules = about_schedules(self._a.folder, self._b.folder)
+                about = (*self._about_weights(first), *more, *filter(None, [schedules]))
+                result.first = first.with_evidence(*about)
                 break
             if step:
                 result.equal_steps.append(step)

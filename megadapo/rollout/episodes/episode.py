@@ -21,6 +21,11 @@ MAX_ATTEMPTS = 3
 """Number of attempts to reset, and to repeat what a lost process has not answered."""
 _FINAL = ("wrong result", "not repeatable", "journal")
 """Causes that another attempt to reset would meet again."""
+_OUTAGES = ("failure", "no capacity")
+"""Causes that may be over in a while, such as a server that starts again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 32.0
+"""Pauses between attempts to reset in an outage, about a minute in all; each is twice the one
+before."""
 
 
 class Episode:
@@ -38,6 +43,7 @@ class Episode:
         self._task, self._journal = asdict(task) | {"episode": name}, journal
         self._seat: Seat | None = None
         self._lock = asyncio.Lock()
+        self._closing = asyncio.Event()
         self._failure: str | None = None
         self._released: set[asyncio.Task[None]] = set()
         identity = identity_of(config, task)
@@ -95,8 +101,13 @@ class Episode:
                 return Outcome(None, "wrong call: the episode has ended", 0.0)
             return await self._act(given, weights)
 
+    def end_pause(self) -> None:
+        """Wait for no outage any more."""
+        self._closing.set()
+
     async def close(self) -> None:
         """Release the object after the call in progress."""
+        self.end_pause()
         async with self._lock:
             if self._journal is not None and self.record.is_reset:
                 # nothing is lost without it
@@ -150,24 +161,44 @@ class Episode:
         if turns and self._config.recovery == "once":
             text = f'its process was lost after {turns} turns, and recovery = "once"'
             raise CallError("interrupted", text)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        attempt, pause_s = 0, FIRST_PAUSE_S
+        while True:
             seat = await self._processes.seat()
             try:
                 await self._reset(seat)
             except CallError as error:
                 self._release(seat)
-                if attempt == MAX_ATTEMPTS or error.cause in _FINAL:
+                if error.cause in _OUTAGES and pause_s <= LONGEST_PAUSE_S:
+                    await self._pause(pause_s, error)
+                    pause_s *= 2
+                    continue
+                attempt += 1
+                if attempt == MAX_ATTEMPTS or error.cause in _FINAL or error.cause in _OUTAGES:
                     raise
                 continue
             try:
                 await self._repeat(seat)
             except CallError as error:
                 self._release(seat)
+                attempt += 1
                 if attempt == MAX_ATTEMPTS or error.cause != LOST:
                     raise
                 continue
             self._seat = seat
             return
+
+    async def _pause(self, seconds: float, error: CallError) -> None:
+        """Wait in an outage, unless the episode is to be closed.
+
+        Raises:
+            CallError: it is.
+        """
+        warning = f"environment {self._config.label}: {error}; trying again for about a minute"
+        if warning not in self._processes.warnings:
+            self._processes.warnings.append(warning)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+            raise error
 
     async def _reset(self, seat: Seat) -> None:
         record = self.record

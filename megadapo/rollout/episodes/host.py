@@ -155,6 +155,8 @@ class EpisodeHost:
     async def stop(self) -> None:
         """Kill all processes; calls in progress fail."""
         self._stopping.set()
+        for episode in self._episodes.values():
+            episode.end_pause()
         await asyncio.gather(*(processes.stop() for processes in self._processes))
         await asyncio.gather(*self._calls, return_exceptions=True)
         if self._journal is not None:

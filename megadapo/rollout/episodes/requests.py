@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megadapo.data.prompts import Prompt, render
 from megadapo.environments.config import EnvironmentConfig
@@ -64,9 +64,15 @@ class EpisodeRequests:
         Raises:
             DataError: it is too long, or does not fit the chat template.
         """
-        request = self.request(prompt)
-        tools = () if request is None else self.environments[request.environment][1].tools
+        tools = self.tools(prompt)
         return tuple(render(prompt, self.tokenizer, max_prompt_tokens, tools=tools))
+
+    def tools(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+        """Return the JSON schemas of the tools that the chat template shows with a prompt."""
+        for config, description in self.environments:
+            if config.applies_to(prompt.data_source):
+                return description.tools
+        return ()
 
     def check(self, prompts: Iterable[Prompt], max_prompt_tokens: int) -> None:
         """Check that the chat template and the length allow the environments' turns and tools.

@@ -6,10 +6,12 @@ An evaluation uses engines of its own, or the slots that training leaves idle.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
+
+import numpy as np
 
 from megadapo.data.group import Group
 from megadapo.data.prompts import Prompt
@@ -20,7 +22,13 @@ from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
 from megadapo.rollout.sampling.accuracy import Evaluation, consensus, mean_of_sets, summary
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
-from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
+from megadapo.rollout.types import (
+    OpenGroup,
+    SamplingSettings,
+    StopReport,
+    continued_seed,
+    response_seeds,
+)
 from megadapo.tokens.stops import stop_ids
 
 if TYPE_CHECKING:
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
 
 EVALUATION_PRIORITY = 1 << 48
 """A priority after every training group, whose priority is its prompt index."""
+MAX_REPLACED = 10
+"""Number of times that all episodes of a problem are replaced by others, one for each restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +149,7 @@ class EvaluationInProgress:
             if (result := known.get(held_out.digest(request.key))) is not None:
                 self._results[request.key] = result
         self._waiting = [one for one in held_out.requests if one.key not in self._results]
+        self._num_replaced: Counter[int] = Counter()
         self.num_from_journal = len(self._results)
         """Number of problems with a result in the journal."""
 
@@ -199,6 +210,9 @@ class EvaluationInProgress:
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
+            if not group.responses and self._can_replace(group):
+                self._replace(group.prompt_index)
+                continue
             if not group.responses:
                 last = group.failures[-1]
                 raise InfraError(
@@ -217,6 +231,23 @@ class EvaluationInProgress:
             self._results[group.prompt_index] = result
             if self._journal is not None and not group.failures:
                 self._journal.append(self._held_out.digest(group.prompt_index), result)
+
+    def _can_replace(self, group: Group) -> bool:
+        """Return whether other episodes may take the place of a problem's, which all failed.
+
+        A restart fails open episodes with recovery = "once", and would do so each time.
+        """
+        request = self._held_out.requests[-group.prompt_index - 1]
+        is_once = request.episode is not None and not request.episode.may_repeat
+        return is_once and self._num_replaced[request.key] < MAX_REPLACED
+
+    def _replace(self, key: int) -> None:
+        """Ask for a problem's responses with other seeds, by which their episodes are named."""
+        self._num_replaced[key] += 1
+        request = self._held_out.requests[-key - 1]
+        number = np.array([self._num_replaced[key]])
+        seeds = tuple(continued_seed(seed, number) for seed in request.seeds)
+        self._pool.submit([replace(request, seeds=seeds)])
 
 
 class InterleavedEngines:

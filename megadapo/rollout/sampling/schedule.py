@@ -13,7 +13,7 @@ import logging
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ class Schedule:
     def _done(self, made: Take | Cut) -> None:
         record = self.next
         if record is not None and record != made:
-            self._differ(_difference(record, made))
+            self._differ(describe_difference(record, made, "the schedule", "the run"))
         if self.next is None:
             self._records.append(made)
         self.position += 1
@@ -220,7 +220,7 @@ class Schedule:
         if self._log.cut:
             logger.warning("%s: %s; what followed is decided again", path, self._log.cut)
         if header == self._header:
-            self._records = [_decode(payload) for payload in payloads]
+            self._records = [decode_record(payload) for payload in payloads]
         else:
             if header:
                 logger.warning("%s is of a run with other rules, and begins again", path)
@@ -237,7 +237,7 @@ class Schedule:
                 f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
                 "rollout keys; repeat it with the configuration in its resolved.json"
             )
-        records = [_decode(payload) for payload in payloads[1:]]
+        records = [decode_record(payload) for payload in payloads[1:]]
         if records[: len(self._records)] != self._records[: len(records)]:
             raise ConfigError(f"--schedule: {path} is not the schedule of {self._path} so far")
         return records
@@ -280,7 +280,8 @@ def _encode(record: Take | Cut) -> bytes:
     return zlib.compress(json.dumps(entry, separators=(",", ":")).encode(), 9)
 
 
-def _decode(payload: bytes) -> Take | Cut:
+def decode_record(payload: bytes) -> Take | Cut:
+    """Return the record of a payload behind the file's header."""
     entry = json.loads(zlib.decompress(payload))
     open_groups = list(accumulate(entry["open"]))
     if "step" in entry:
@@ -305,40 +306,45 @@ def _digest(group: Group) -> int:
     return digest
 
 
-def _difference(record: Take | Cut, made: Take | Cut) -> str:
-    """Return the first difference of what a run did from a record, by step, group and token."""
-    if isinstance(record, Take):
-        if not isinstance(made, Take):
-            return f"version {made.policy_version} is published before step {record.step}"
-        place = f"step {made.step}"
-        if record.step != made.step:
-            return f"{place}: the schedule takes the batch of step {record.step}"
-        for index in sorted(record.digests.keys() | made.digests.keys()):
-            ours, theirs = made.digests.get(index), record.digests.get(index)
+def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str) -> str:
+    """Return the first difference of two records, by step, group and token.
+
+    `name` and `other` say whose they are.
+    """
+    if isinstance(one, Take) and isinstance(two, Take):
+        place = f"step {one.step}"
+        if one.step != two.step:
+            return f"{place}: {other} takes the batch of step {two.step}"
+        for index in sorted(one.digests.keys() | two.digests.keys()):
+            ours, theirs = one.digests.get(index), two.digests.get(index)
             if ours is None or theirs is None:
-                has = "lacks" if ours is None else "has"
-                return f"{place}, group {index}: the batch {has} it, unlike the schedule's"
+                has = other if ours is None else name
+                return f"{place}, group {index}: it is in the batch of {has} alone"
             if ours != theirs:
                 return f"{place}, group {index}: its tokens, log-probs, versions or rewards differ"
-    elif not isinstance(made, Cut):
-        return f"step {made.step} takes a batch before version {record.policy_version}"
+    elif isinstance(one, Cut) and isinstance(two, Cut):
+        place = f"version {one.policy_version}"
+        if one.policy_version != two.policy_version:
+            return f"{place}: {other} publishes version {two.policy_version}"
+        if one.weights != two.weights:
+            return f"{place}: the weights differ ({one.weights} and {two.weights})"
+        for index in sorted(one.counts.keys() & two.counts.keys()):
+            # a group that was not begun may have no counts
+            pairs = zip_longest(one.counts[index], two.counts[index], fillvalue=0)
+            for response, (n, m) in enumerate(pairs):
+                if n != m:
+                    where = f"{place}, group {index}, response {response}"
+                    return f"{where}: it has {n} tokens at the cut in {name}, and {m} in {other}"
     else:
-        place = f"version {made.policy_version}"
-        if record.policy_version != made.policy_version:
-            return f"{place}: the schedule publishes version {record.policy_version}"
-        if record.weights != made.weights:
-            return f"{place}: the weights differ ({made.weights}, not {record.weights})"
-        for index in sorted(record.counts.keys() & made.counts.keys()):
-            pairs = enumerate(zip(made.counts[index], record.counts[index], strict=True))
-            for response, (ours, theirs) in pairs:
-                if ours != theirs:
-                    return (
-                        f"{place}, group {index}, response {response}: it has {ours} tokens at the "
-                        f"cut, and {theirs} in the schedule"
-                    )
-    only = sorted(set(record.open) ^ set(made.open))
+        return f"{name} {_doing(one)}, and {other} {_doing(two)}"
+    only = sorted(set(one.open) ^ set(two.open))
     if only:
-        return f"{place}, group {only[0]}: it is open in only one of both"
-    return (
-        f"{place}: {made.next_index} groups were requested, and {record.next_index} in the schedule"
-    )
+        has = name if only[0] in one.open else other
+        return f"{place}, group {only[0]}: it is open in {has} alone"
+    return f"{place}: {one.next_index} groups are requested in {name}, {two.next_index} in {other}"
+
+
+def _doing(record: Take | Cut) -> str:
+    if isinstance(record, Take):
+        return f"takes the batch of step {record.step}"
+    return f"publishes version {record.policy_version}"

@@ -21,10 +21,15 @@ from tests.support.weights.actors import greedy, start_actors, start_senders
 
 CONFIG = WeightsConfig(bucket_mib=0.05, verify="every", deadline_s=20.0)
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("local_ray")]
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("local_ray"),
+]
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("folder", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", ["auto", "folder"])
 def test_restarted_engine_gets_published_weights_while_ranks_are_busy(tmp_path, transport):
     """It would wait for the end of the update, or get weights that belong to no version."""
     first, second = (make_engine_model(tmp_path / f"{seed}", seed=seed) for seed in (1, 2))

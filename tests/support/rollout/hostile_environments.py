@@ -176,3 +176,19 @@ class Changing(Counting):
 
     def step(self, action):
         return say(f"{super().step(action).messages[0]['content']} from {os.getpid()}")
+
+
+class Away(Environment):
+    """Its server is away for the first resets; each adds a line to a file."""
+
+    def __init__(self, path: str, num_resets: int) -> None:
+        self._path, self._num_resets = Path(path), num_resets
+
+    def reset(self, task):
+        with self._path.open("a") as file:
+            file.write("reset\n")
+        if self._path.read_text().count("reset") <= self._num_resets:
+            raise EnvironmentFailure("no server")
+
+    def step(self, action: Action) -> Observation:
+        return say("yes")

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megadapo.data.answered import AnswerEncoder, CorrectRows, fingerprint, load_answered
 from megadapo.data.config import DataColumns
-from megadapo.data.group import Group, Response, Score
+from megadapo.data.group import NO_VERSION, Group, Response, Score
 from megadapo.data.pairs import load_pairs
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
@@ -112,6 +113,8 @@ def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
         ({"prompt": "1+2=?", "response": 3}, "response is not a string"),
         ({"messages": [ASK, SAY], "response_ids": [1, 2]}, "another tokenizer made them"),
         ({"messages": [ASK, SAY], "response_ids": "3"}, "another tokenizer made them"),
+        ({"messages": [ASK, SAY], "tools": "{"}, "tools is not JSON"),
+        ({"messages": [ASK, SAY], "tools": ["add"]}, "tools is not a list of JSON schemas"),
         ({"messages": [ASK, {**SAY, "content": "3" * 9}]}, "an answer has 10 tokens; at most"),
         ({"messages": [{**ASK, "content": "3" * 99}, SAY]}, "a prompt has 99 tokens; at most"),
     ],
@@ -196,3 +199,45 @@ def test_correct_rows_restore_the_sampled_tokens(tmp_path):
     few = CorrectRows(tmp_path / "few.jsonl", encoder, max_per_prompt=1)
     few.add([group])
     assert few.num_rows == 1 and "response_ids" not in few.path.read_text()
+
+
+SHOWING = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + CHATML
+"""A template that shows the names of tools before a chat."""
+
+
+def episode_of(tokenizer):
+    """A response with a turn of its environment after 4 tokens, and its group; both are correct."""
+    end = tokenizer.eos_token_id
+    ids = [*tokenizer.encode("12"), end, *tokenizer.encode("+="), *tokenizer.encode("9"), end]
+    group = group_of(tokenizer, ids, ids)
+    versions = np.array([0, 0, 0, NO_VERSION, NO_VERSION, 0, 0], dtype=np.int32)
+    responses = [replace(one, policy_versions=versions) for one in group.responses]
+    return replace(group, responses=tuple(responses), scores=(group.scores[0],) * 2), ids
+
+
+def test_rows_of_episodes_do_not_train_on_what_the_model_only_read(tmp_path):
+    tokenizer, encoder = encoder_of(SHOWING)
+    tools = [{"name": "add"}]
+    group, ids = episode_of(tokenizer)
+    rows = CorrectRows(tmp_path / "correct.jsonl", encoder, lambda prompt: tools)
+    rows.add([group])
+    [line] = map(json.loads, rows.path.read_text().splitlines())
+    assert (line["response_ids"], line["environment_spans"]) == (ids, [[3, 5]])
+    [[(tokens, wanted)]] = load_answered(str(rows.path), encoder)
+    prompt = render(group.prompt, tokenizer, tools=tools)
+    assert tokenizer.decode(prompt).startswith("add")
+    assert tokens.tolist() == [*prompt, *ids]
+    assert wanted.tolist() == [False] * len(prompt) + [True] * 3 + [False] * 2 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    "spans", [3, [3], [[3]], [[5, 3]], [[3, 5], [4, 6]], [[3, 8]], [[-1, 2]], [[0.5, 2]], [[3, 3]]]
+)
+def test_wrong_spans_of_environments_are_refused(tmp_path, spans):
+    """They would train on other tokens than meant, without a word."""
+    tokenizer, encoder = encoder_of()
+    group, ids = episode_of(tokenizer)
+    row = {"messages": [ASK, {**SAY, "content": encoder.text_of(ids)}], "response_ids": ids}
+    path = write(tmp_path / "rows.jsonl", row | {"environment_spans": spans})
+    with pytest.raises(DataError, match="line 1: environment_spans are not ascending pairs"):
+        load_answered(path, encoder)

@@ -11,9 +11,11 @@ import pytest
 from megadapo.data.group_codec import (
     decode_experts,
     decode_group,
+    decode_response,
     decode_versions,
     encode_experts,
     encode_group,
+    encode_response,
     encode_versions,
 )
 from tests.support.rollout.groups import make_group
@@ -33,6 +35,17 @@ def test_group_survives_json_exactly() -> None:
             assert getattr(one, name) == getattr(two, name)
         assert [call.end for call in one.turns] == [call.end for call in two.turns]
         assert math.isnan(two.turns[0].entropy) and two.turns[1].entropy == 0.25
+
+
+def test_turns_of_older_files_are_read() -> None:
+    """Rollouts that were saved before turns had rewards, or metrics, could not be shown."""
+    entry = encode_response(make_group(2).responses[0])
+    expected = decode_response(entry).turns
+    assert expected and all(turn.reward == 0.0 and not turn.metrics for turn in expected)
+    for num_values in (2, 5):
+        turns = [values[:num_values] for values in entry["turns"]]
+        found = decode_response({**entry, "turns": turns}).turns
+        assert str(found) == str(expected)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,11 @@ from megadapo.rollout import episodes
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.episodes.types import CAUSES, EnvironmentDescription
-from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
+from megadapo.rollout.sampling.evaluation import (
+    MAX_REPLACED,
+    EvaluationInProgress,
+    HeldOutRequests,
+)
 from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.rollout.sampling.scoring import MAX_REPEATS
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
@@ -162,23 +166,46 @@ def test_actions_that_must_not_be_repeated_are_not():
     assert batch.num_unscored > 0 and set(Counter(engines.asked).values()) == {1}
 
 
-def test_problem_of_an_evaluation_is_asked_again():
-    """Catches an evaluation that ends because of one failure, or loses its answer to training."""
+def evaluation_of(recovery, engines):
     held_out = HeldOutRequests.create(
         {"": make_prompts(20)},
         EvaluationConfig(samples_per_problem=1),
         tokenizer=PlainTokenizer(),
         max_response_tokens=12,
         seed=0,
-        episodes=requests_of("replay"),
+        episodes=requests_of(recovery),
     )
-    engines = Broken(0.3, num_failures=1)
-    with EvaluationInProgress(engines, SumOfDigits(0), held_out) as running:
+    return EvaluationInProgress(engines, SumOfDigits(0), held_out)
+
+
+@pytest.mark.parametrize("recovery", ["replay", "once"])
+def test_problem_of_an_evaluation_is_asked_again(recovery):
+    """Catches an evaluation that ends because of one failure, or loses its answer to training.
+
+    After a restart open episodes fail with "once", so that an evaluation would fail each time.
+    """
+    engines = Broken(0.3, num_failures=1 if recovery == "replay" else 1000)
+    seeds = []
+    submit = engines.submit
+    engines.submit = lambda groups: [seeds.extend(one.seeds for one in groups), submit(groups)]
+    with evaluation_of(recovery, engines) as running:
         running.submit()
         while not running.is_done:
             running.poll()
         assert running.finish().accuracy == 1.0
     assert 20 < len(engines.asked) < 40
+    # other seeds name other episodes, and none is played again
+    assert len(set(seeds)) == (20 if recovery == "replay" else len(seeds))
+
+
+@pytest.mark.parametrize("recovery,num_asked", [("replay", MAX_REPEATS), ("once", MAX_REPLACED)])
+def test_evaluation_whose_environment_keeps_failing_ends(recovery, num_asked):
+    """Catches an evaluation that asks for ever."""
+    engines = Broken(1.0)
+    running = evaluation_of(recovery, engines)
+    with running, pytest.raises(InfraError, match="environment Sum failed on all responses"):
+        running.finish()
+    assert max(Counter(engines.asked).values()) == 1 + num_asked
 
 
 class EndsAfterNine(ClockedEngines):

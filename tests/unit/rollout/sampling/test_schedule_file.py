@@ -159,9 +159,9 @@ VALUES = "5: its tokens, log-probs, versions or rewards differ"
         ([BATCH[0], changed(LAST, policy_versions=OTHER_VERSION)], VALUES),
         ([BATCH[0], changed(LAST, logprobs=OTHER_LOGPROB)], VALUES),
         ([BATCH[0], replace(LAST, scores=OTHER_REWARD)], VALUES),
-        ([BATCH[0]], "5: the batch lacks it, unlike the schedule's"),
-        ([BATCH[0], make_group(7)], "5: the batch lacks it, unlike the schedule's"),
-        ([*BATCH, make_group(7)], "7: the batch has it, unlike the schedule's"),
+        ([BATCH[0]], "5: it is in the batch of the schedule alone"),
+        ([BATCH[0], make_group(7)], "5: it is in the batch of the schedule alone"),
+        ([*BATCH, make_group(7)], "7: it is in the batch of the run alone"),
     ],
     ids=["token", "version", "log-prob", "reward", "missing group", "other group", "one too many"],
 )
@@ -176,8 +176,12 @@ def test_difference_of_a_batch_names_step_and_group(tmp_path, batch, place):
     ("weights", "counts", "place"),
     [
         ("bb" * 32, COUNTS, "version 1: the weights differ"),
-        ("aa" * 32, COUNTS | {4: (7, 1, 12)}, "version 1, group 4, response 1: it has 1 tokens"),
-        ("aa" * 32, {6: (0, 0, 0)}, "version 1, group 4: it is open in only one"),
+        (
+            "aa" * 32,
+            COUNTS | {4: (7, 1, 12)},
+            "version 1, group 4, response 1: it has 0 tokens at the cut in the schedule, and 1 in",
+        ),
+        ("aa" * 32, {6: (0, 0, 0)}, "version 1, group 4: it is open in the schedule alone"),
     ],
 )
 def test_difference_of_a_cut_names_version_group_and_response(tmp_path, weights, counts, place):
@@ -196,9 +200,8 @@ def test_differences_are_counted_if_bits_may_differ(tmp_path, caplog):
     assert schedule.num_differences == 2 and schedule.next is None
     zeros, ones = "0" * 16, "1" * 16
     assert caplog.messages == [
-        f"difference 1 from the schedule: version 0: the weights differ ({ones}, not {zeros})",
-        "difference 2 from the schedule: step 1, group 5: the batch lacks it, unlike the "
-        "schedule's",
+        f"difference 1 from the schedule: version 0: the weights differ ({zeros} and {ones})",
+        "difference 2 from the schedule: step 1, group 5: it is in the batch of the schedule alone",
     ]
 
 
@@ -211,7 +214,7 @@ def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     c, a = "c" * 16, "a" * 16
     assert schedule.next is None
     assert caplog.messages == [
-        f"version 1: the weights differ ({c}, not {a}): the resumed run cannot repeat what "
+        f"version 1: the weights differ ({a} and {c}): the resumed run cannot repeat what "
         f"{tmp_path / 'a'} says next and decides again (was the configuration changed?)"
     ]
     schedule.take(2, 12, [], BATCH)
