@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import resource
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from megadapo.environments.environment import Action
 
 MAX_BODY_BYTES = 16 << 20
 """Size of a model call; a million token ids have 7 MB."""
+MAX_WAITING = 4096
+"""Connections that may wait to be accepted; all responses of a step may begin at once."""
 _BODY = {"model", "token_ids", "sampling_params", "cache_salt", "priority"}
 _PARAMS = {"stop_token_ids", "logprobs", "skip_special_tokens", "routed_experts_prompt_start"}
 
@@ -46,6 +49,9 @@ class Endpoint:
     def __init__(self) -> None:
         # bound before the event loop, so that a missing network = true is noticed before the run
         self._socket = socket.create_server(("127.0.0.1", 0))
+        # an episode has four sockets: a call to verifiers' own server, and one from there to here
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         # other users of the machine cannot guess it
         self._path = f"/{secrets.token_urlsafe(24)}"
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}/v1"
@@ -75,7 +81,7 @@ class Endpoint:
         app.router.add_get(f"{self._path}/v1/models", models)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        await web.SockSite(runner, self._socket).start()
+        await web.SockSite(runner, self._socket, backlog=MAX_WAITING).start()
 
 
 def _reply(action: Action) -> dict[str, Any]:
