@@ -6,6 +6,7 @@ The harness plays in the process that calls it. Others start a program or a cont
 import random
 import re
 
+import httpx
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.runtimes import ProgramResult
@@ -13,6 +14,9 @@ from verifiers.v1.runtimes import ProgramResult
 __all__ = ["GuessHarness", "GuessTaskset"]
 
 MAX_GUESSES = 4
+# one for all episodes of a process, as making one takes 25 ms. A busy process may miss time limits,
+# also that of a connection that waits to be used again
+CLIENT = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class GuessData(vf.TaskData):
@@ -54,19 +58,17 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         trace.info["found"] = False
         messages = [{"role": "user", "content": data.prompt}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            for _ in range(MAX_GUESSES):
-                completion = await client.chat.completions.create(
-                    model=ctx.model, messages=messages
-                )
-                message = completion.choices[0].message
-                answer = self.answer(message.content or "", trace.task.data)
-                trace.info["found"] = not answer
-                if not answer:
-                    break
-                # as it came, with reasoning_content: another message would begin another branch
-                messages.append(message.model_dump(exclude_none=True))
-                messages.append({"role": "user", "content": answer})
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=CLIENT)
+        for _ in range(MAX_GUESSES):
+            completion = await client.chat.completions.create(model=ctx.model, messages=messages)
+            message = completion.choices[0].message
+            answer = self.answer(message.content or "", trace.task.data)
+            trace.info["found"] = not answer
+            if not answer:
+                break
+            # as it came, with reasoning_content: another message would begin another branch
+            messages.append(message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": answer})
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
     def answer(self, text: str, data: GuessData) -> str:

@@ -166,7 +166,11 @@ class _Server:
         if "name" not in settings:
             settings |= {"name": "custom", "import_path": RENDERER}
         client = vf.TrainClientConfig(
-            base_url=self._endpoint.url, renderer=settings, renderer_model_name=model
+            base_url=self._endpoint.url,
+            renderer=settings,
+            renderer_model_name=model,
+            # the endpoint is in this process, so a connection that takes long is no outage
+            timeout={"connect": None},
         )
         self._context = vf.ModelContext(model=model, client=client)
         self._starting = asyncio.Lock()

@@ -70,7 +70,10 @@ class Endpoint:
             except (KeyError, TypeError, ValueError) as error:
                 return web.json_response({"error": f"no model call: {error!r}"}, status=400)
             inbox.put_nowait(call)
-            return web.json_response(_reply(await call.answer))
+            reply = web.json_response(_reply(await call.answer))
+            # a client in a busy process may close a connection that it has just used again
+            reply.force_close()
+            return reply
 
         async def models(request: Any) -> Any:
             # without max_model_len, as the engine limits the tokens

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import verifiers.v1 as vf
-from guess_taskset import GuessData, GuessHarness
+from guess_taskset import CLIENT, GuessData, GuessHarness
 from openai import AsyncOpenAI
 from verifiers.v1.runtimes import ProgramResult
 
@@ -61,15 +61,15 @@ class TrickyHarness(GuessHarness):
         """Play by calls of a tool, whose results are messages of the role "tool"."""
         trace.info["found"] = False
         messages = [{"role": "user", "content": data.prompt}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            while not trace.info["found"]:
-                completion = await client.chat.completions.create(
-                    model=ctx.model, messages=messages, tools=data.tools
-                )
-                message = completion.choices[0].message
-                [call] = message.tool_calls
-                answer = self.answer(call.function.arguments, data)
-                trace.info["found"] = not answer
-                messages.append(message.model_dump(exclude_none=True))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=CLIENT)
+        while not trace.info["found"]:
+            completion = await client.chat.completions.create(
+                model=ctx.model, messages=messages, tools=data.tools
+            )
+            message = completion.choices[0].message
+            [call] = message.tool_calls
+            answer = self.answer(call.function.arguments, data)
+            trace.info["found"] = not answer
+            messages.append(message.model_dump(exclude_none=True))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
         return ProgramResult(exit_code=0, stdout="", stderr="")
