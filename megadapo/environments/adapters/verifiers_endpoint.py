@@ -67,7 +67,8 @@ class Endpoint:
                 return web.json_response({"error": "no such episode"}, status=404)
             try:
                 call = ModelCall.of(await request.json())
-            except (KeyError, TypeError, ValueError) as error:
+            except (ConnectionError, KeyError, TypeError, ValueError) as error:
+                # an episode that is closed breaks its connections
                 return web.json_response({"error": f"no model call: {error!r}"}, status=400)
             inbox.put_nowait(call)
             reply = web.json_response(_reply(await call.answer))
