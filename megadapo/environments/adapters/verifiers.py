@@ -74,7 +74,7 @@ class Verifiers(Environment):
         self._run.add_done_callback(self._inbox.put_nowait)
         observation = await self._observe()
         if observation.done:
-            raise EnvironmentFailure("the episode ended without a call of the model")
+            raise ValueError("the harness ended without a call of the model")
         return observation if observation.token_ids else None
 
     async def step(self, action: Action) -> Observation:
@@ -105,6 +105,7 @@ class Verifiers(Environment):
 
         Raises:
             EnvironmentFailure: the call does not continue the tokens so far, or verifiers failed.
+            ValueError: the call is not as the prompt or the settings of the run demand.
         """
         arrived = await self._inbox.get()
         if not isinstance(arrived, ModelCall):
@@ -112,13 +113,15 @@ class Verifiers(Environment):
         self._call = arrived
         self._num_calls += 1
         if arrived.unused:
-            raise EnvironmentFailure(
+            raise ValueError(
                 f"the option env sets {', '.join(arrived.unused)} of model calls, which is not "
                 "used: set them in [sampling] and [rollout] instead"
             )
         num_known = len(self._known)
         if arrived.token_ids[:num_known] != self._known:
-            raise EnvironmentFailure(self._difference(arrived.token_ids))
+            # a failure of reset is tried again, in case that a server is away
+            mistake = ValueError if self._num_calls == 1 else EnvironmentFailure
+            raise mistake(self._difference(arrived.token_ids))
         added = arrived.token_ids[num_known:]
         self._known += added
         return Observation(token_ids=added)

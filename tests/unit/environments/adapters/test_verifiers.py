@@ -175,7 +175,7 @@ def test_a_prompt_that_goes_on_is_observed(package: FakeEnv) -> None:
 @pytest.mark.parametrize("prompt", [[1, 2, 4], [1, 2], []])
 def test_another_prompt_is_a_failure(package: FakeEnv, prompt: list[int]) -> None:
     """The tokens that are trained on would follow another prompt than here."""
-    with playing() as player, pytest.raises(EnvironmentFailure, match="begins with another prompt"):
+    with playing() as player, pytest.raises(ValueError, match="begins with another prompt"):
         player.reset(task(calls=[prompt]))
 
 
@@ -206,7 +206,7 @@ def test_settings_that_the_engine_does_not_use_are_a_failure(
 ) -> None:
     """An answer of another distribution, or without the image, would be trained on."""
     call = {"model": "m", "token_ids": PROMPT, "sampling_params": PARAMS, **changed}
-    with playing() as player, pytest.raises(EnvironmentFailure, match=f"sets {named}"):
+    with playing() as player, pytest.raises(ValueError, match=f"sets {named}"):
         player.reset(task(calls=[call]))
 
 
@@ -247,7 +247,7 @@ def test_an_exception_of_verifiers_arrives(package: FakeEnv) -> None:
 
 
 def test_an_episode_without_a_call_is_a_failure(package: FakeEnv) -> None:
-    with playing() as player, pytest.raises(EnvironmentFailure, match="without a call"):
+    with playing() as player, pytest.raises(ValueError, match="without a call"):
         player.reset(task())
 
 
