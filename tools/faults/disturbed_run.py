@@ -114,11 +114,13 @@ class DisturbedRun:
         # short: paths of sockets have an end
         self._temporary = Path("/tmp") / f"k{os.getpid()}-{self.seed}"
         self._temporary.mkdir()
+        # what was compiled before need not be compiled again, also where only TMPDIR says
+        COMPILED.mkdir(exist_ok=True)
+        (self._temporary / COMPILED.name).symlink_to(COMPILED)
         environment = marked(self.folder)
         environment |= {"TMPDIR": str(self._temporary), "RAY_TMPDIR": str(self._temporary)}
         if self.infrastructure is not None:
             environment |= self.infrastructure.environment
-        # what was compiled before need not be compiled again
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
         self.seen.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(

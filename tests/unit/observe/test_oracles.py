@@ -15,6 +15,7 @@ def record(step: int = 1, **values: float | None) -> MetricRecord:
     healthy |= {
         "step": step,
         "staleness/token_share": 0.4,
+        "tokens/trained": 1000,
         "policy/loss": 0.1,
         "policy/ratio_first_max_error": 0.0,
         "policy/skipped_updates": 0,
@@ -84,6 +85,17 @@ def test_a_batch_of_stale_tokens_alone_is_checked_by_its_probe():
     with pytest.raises(OracleError, match="ratio_first_max_error"):
         broken = {"policy__ratio_first_max_error": 1e-6}
         check(record(staleness__token_share=1.0, **unmeasured, **broken))
+
+
+def test_a_few_fresh_tokens_are_checked_one_by_one():
+    """One ill-conditioned token among three fresh ones has ended a run that was right."""
+    few = {"staleness__token_share": 0.9964, "tokens__trained": 821}
+    check(record(parity__logprob_abs_mean=2.8e-5, **few))
+    for metric, value in (("mean", math.nan), ("max", 1.1e-4)):
+        with pytest.raises(OracleError, match=f"logprob_abs_{metric}"):
+            check(record(**{f"parity__logprob_abs_{metric}": value}, **few))
+    with pytest.raises(OracleError, match="logprob_abs_mean"):
+        check(record(parity__logprob_abs_mean=2.8e-5, staleness__token_share=0.9))
 
 
 def test_bounds_that_can_never_hold_are_refused():
