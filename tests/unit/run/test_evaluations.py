@@ -9,6 +9,7 @@ import pytest
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.inputs import SamplingInputs
@@ -49,11 +50,13 @@ def make(
     reserved: ReservedEngine | None = None,
     reward_weight: float = 1.0,
 ) -> Evaluations:
+    tokenizer = PlainTokenizer()
     inputs = SamplingInputs(
-        tokenizer=PlainTokenizer(),
+        tokenizer=tokenizer,
         prompts=[],
         held_out={"": make_prompts(NUM_PROBLEMS)},
         scorer=RightAtLeast(40),
+        episodes=EpisodeRequests(tokenizer=tokenizer, seed=0),
     )
     return Evaluations(
         config_of(placement, reward_weight=reward_weight),

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from megadapo.data.answered import AnswerEncoder
 from megadapo.data.rows import Row
 from megadapo.errors import DataError
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
 from megadapo.run.inputs import SamplingInputs
 from megadapo.tokens.stops import stop_ids, turn_end, without_end
@@ -67,11 +68,13 @@ def test_training_and_evaluation_stop_alike(tmp_path):
     }
     config = runs_alone.config_of(tmp_path, changes)
     folder = write_tokenizer("qwen3", tmp_path / "a", eos_token="<|endoftext|>")
+    tokenizer = read_tokenizer(str(folder))
     inputs = SamplingInputs(
-        tokenizer=read_tokenizer(str(folder)),
+        tokenizer=tokenizer,
         prompts=make_prompts(9),
         held_out={"": make_prompts(3)},
         scorer=RightAtLeast(40),
+        episodes=EpisodeRequests(tokenizer=tokenizer, seed=0),
     )
     engines = Asked()
     inputs.sampler(config, engines).next_batch()
