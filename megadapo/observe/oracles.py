@@ -18,8 +18,8 @@ class OracleConfig(Section, title="oracles"):
     ratio_first_max_error: NonNegativeFloat = 0.0
     """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
     logprob_abs_mean: NonNegativeFloat | None = None
-    """Mean |log-prob(trainer) - log-prob(engine)| in nats: over the freshly sampled tokens, if
-    there are 100 or more, and over stale tokens that the engines score again."""
+    """Mean |log-prob(trainer) - log-prob(engine)| in nats: over the freshly sampled tokens, whose
+    sum is divided by 100 if they are fewer, and over stale tokens that the engines score again."""
     logprob_abs_max: NonNegativeFloat | None = None
     """Largest |log-prob(trainer) - log-prob(engine)| in nats over the same tokens."""
     max_skipped_steps: PositiveInt = 3
@@ -49,7 +49,8 @@ BOUNDED = (
 )
 """(key of `[oracles]`, the metric that it bounds, what a broken bound means)."""
 MIN_FRESH_TOKENS = 100
-"""Fresh tokens whose mean counts. Of a few, one ill-conditioned token would break the bound."""
+"""The sum over fewer fresh tokens is bounded as if they were so many. Else one ill-conditioned
+token among three would break the bound of a mean."""
 PROBED = ("parity/probe_abs_mean", "parity/probe_abs_max")
 """Metrics of the parity probe."""
 
@@ -101,20 +102,20 @@ def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
     step has no such token."""
     value = record.get(metric)
     if value is not None:
-        is_mean_of_few = metric == "parity/logprob_abs_mean" and _has_few_fresh_tokens(record)
-        return value <= bound or (is_mean_of_few and math.isfinite(value))
+        share = _fresh_share(record) if metric == "parity/logprob_abs_mean" else 1.0
+        return value * share <= bound
     # a step without stale tokens has no probe, and one without fresh tokens has nothing else; a
     # probe that no engine answered is missing too, with a warning
     is_all_stale = record.get("staleness/token_share") == 1.0
     return metric in PROBED or (metric.startswith("parity/") and is_all_stale)
 
 
-def _has_few_fresh_tokens(record: MetricRecord) -> bool:
-    """Return whether nearly all tokens of a step are stale."""
-    share, num_tokens = record.get("staleness/token_share"), record.get("tokens/trained")
-    if share is None or num_tokens is None:
-        return False
-    return round((1.0 - share) * num_tokens) < MIN_FRESH_TOKENS
+def _fresh_share(record: MetricRecord) -> float:
+    """Return the number of fresh tokens as a share of `MIN_FRESH_TOKENS`, at most 1."""
+    stale, num_tokens = record.get("staleness/token_share"), record.get("tokens/trained")
+    if stale is None or num_tokens is None:
+        return 1.0
+    return min(1.0, (1.0 - stale) * num_tokens / MIN_FRESH_TOKENS)
 
 
 def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:

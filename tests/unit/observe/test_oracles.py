@@ -87,10 +87,13 @@ def test_a_batch_of_stale_tokens_alone_is_checked_by_its_probe():
         check(record(staleness__token_share=1.0, **unmeasured, **broken))
 
 
-def test_a_few_fresh_tokens_are_checked_one_by_one():
-    """One ill-conditioned token among three fresh ones has ended a run that was right."""
+def test_one_ill_conditioned_token_among_few_does_not_stop_a_run():
+    """Three fresh tokens had a mean above the bound in a run that was right."""
     few = {"staleness__token_share": 0.9964, "tokens__trained": 821}
     check(record(parity__logprob_abs_mean=2.8e-5, **few))
+    with pytest.raises(OracleError, match="logprob_abs_mean"):
+        # three tokens that are all wrong
+        check(record(parity__logprob_abs_mean=4e-4, **few))
     for metric, value in (("mean", math.nan), ("max", 1.1e-4)):
         with pytest.raises(OracleError, match=f"logprob_abs_{metric}"):
             check(record(**{f"parity__logprob_abs_{metric}": value}, **few))
