@@ -210,10 +210,9 @@ class EvaluationInProgress:
 
     def _add(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            if not group.responses and self._can_replace(group):
-                self._replace(group.prompt_index)
-                continue
             if not group.responses:
+                if self._replace(group):
+                    continue
                 last = group.failures[-1]
                 raise InfraError(
                     f"evaluation: {last.source} failed on all responses to problem "
@@ -232,22 +231,22 @@ class EvaluationInProgress:
             if self._journal is not None and not group.failures:
                 self._journal.append(self._held_out.digest(group.prompt_index), result)
 
-    def _can_replace(self, group: Group) -> bool:
-        """Return whether other episodes may take the place of a problem's, which all failed.
+    def _replace(self, group: Group) -> bool:
+        """Ask for other episodes of a problem whose episodes all failed; False: not for these.
 
-        A restart fails open episodes with recovery = "once", and would do so each time.
+        A restart fails open episodes with recovery = "once", and would do so each time. Other seeds
+        give other names to episodes.
         """
         request = self._held_out.requests[-group.prompt_index - 1]
-        is_once = request.episode is not None and not request.episode.may_repeat
-        return is_once and self._num_replaced[request.key] < MAX_REPLACED
-
-    def _replace(self, key: int) -> None:
-        """Ask for a problem's responses with other seeds, by which their episodes are named."""
-        self._num_replaced[key] += 1
-        request = self._held_out.requests[-key - 1]
-        number = np.array([self._num_replaced[key]])
-        seeds = tuple(continued_seed(seed, number) for seed in request.seeds)
-        self._pool.submit([replace(request, seeds=seeds)])
+        episode, number = request.episode, self._num_replaced[request.key]
+        if episode is None or episode.may_repeat or number == MAX_REPLACED:
+            return False
+        if any(one.function != episode.area for one in group.failures):
+            return False
+        self._num_replaced[request.key] += 1
+        seeds = (continued_seed(seed, np.array([number])) for seed in request.seeds)
+        self._pool.submit([replace(request, seeds=tuple(seeds))])
+        return True
 
 
 class InterleavedEngines:

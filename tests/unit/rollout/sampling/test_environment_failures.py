@@ -14,7 +14,7 @@ import pytest
 from megadapo import environments
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
-from megadapo.data.group import INTERRUPTED, Failure
+from megadapo.data.group import INTERRUPTED, Failure, Score
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.process import LOST
 from megadapo.errors import InfraError
@@ -166,7 +166,7 @@ def test_actions_that_must_not_be_repeated_are_not():
     assert batch.num_unscored > 0 and set(Counter(engines.asked).values()) == {1}
 
 
-def evaluation_of(recovery, engines):
+def evaluation_of(recovery, engines, judge=None):
     held_out = HeldOutRequests.create(
         {"": make_prompts(20)},
         EvaluationConfig(samples_per_problem=1),
@@ -175,7 +175,7 @@ def evaluation_of(recovery, engines):
         seed=0,
         episodes=requests_of(recovery),
     )
-    return EvaluationInProgress(engines, SumOfDigits(0), held_out)
+    return EvaluationInProgress(engines, judge or SumOfDigits(0), held_out)
 
 
 @pytest.mark.parametrize("recovery", ["replay", "once"])
@@ -206,6 +206,22 @@ def test_evaluation_whose_environment_keeps_failing_ends(recovery, num_asked):
     with running, pytest.raises(InfraError, match="environment Sum failed on all responses"):
         running.finish()
     assert max(Counter(engines.asked).values()) == 1 + num_asked
+
+
+class NoJudge(SumOfDigits):
+    """A judge that answers nothing about episodes that have ended."""
+
+    def score_group(self, prompt, texts, token_ids, returns=()):
+        return [Score(0.0, False, "", failure=Failure("judge", "HTTP 400")) for _ in texts]
+
+
+def test_episodes_are_not_played_again_for_a_judge():
+    """Their actions with effects elsewhere would be done for nothing."""
+    engines = ScriptedEngines()
+    running = evaluation_of("once", engines, NoJudge(0))
+    with running, pytest.raises(InfraError, match="judge failed on all responses"):
+        running.finish()
+    assert set(Counter(engines.asked).values()) == {1}
 
 
 class EndsAfterNine(ClockedEngines):
