@@ -134,8 +134,10 @@ class AnswerEncoder:
                 f"rollout.max_response_tokens = {self._max_response_tokens} are allowed"
             )
         wanted = [True] * len(ids)
-        spans = row.columns.get("environment_spans") if sampled is not None else None
-        for start, stop in [] if spans is None else _checked_spans(spans, len(ids), row.place):
+        spans = row.columns.get("environment_spans") if is_last else None
+        # they count response_ids, so without these none fits
+        num_sampled = 0 if sampled is None else len(ids)
+        for start, stop in [] if spans is None else _checked_spans(spans, num_sampled, row.place):
             wanted[start:stop] = [False] * (stop - start)
         return ids, wanted
 

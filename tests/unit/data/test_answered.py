@@ -241,3 +241,11 @@ def test_wrong_spans_of_environments_are_refused(tmp_path, spans):
     path = write(tmp_path / "rows.jsonl", row | {"environment_spans": spans})
     with pytest.raises(DataError, match="line 1: environment_spans are not ascending pairs"):
         load_answered(path, encoder)
+
+
+def test_spans_without_the_tokens_that_they_count_are_refused(tmp_path):
+    """The row would train on what its environment wrote."""
+    _, encoder = encoder_of()
+    row = {"messages": [ASK, SAY], "environment_spans": [[0, 1]]}
+    with pytest.raises(DataError, match="environment_spans are not .* the 0 response_ids"):
+        load_answered(write(tmp_path / "rows.jsonl", row), encoder)
