@@ -69,10 +69,8 @@ class EpisodeRequests:
 
     def tools(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
         """Return the JSON schemas of the tools that the chat template shows with a prompt."""
-        for config, description in self.environments:
-            if config.applies_to(prompt.data_source):
-                return description.tools
-        return ()
+        request = self.request(prompt)
+        return () if request is None else self.environments[request.environment][1].tools
 
     def check(self, prompts: Iterable[Prompt], max_prompt_tokens: int) -> None:
         """Check that the chat template and the length allow the environments' turns and tools.
@@ -91,7 +89,7 @@ class EpisodeRequests:
                 raise ConfigError(f"rollout.environments: {error}") from error
         for prompt in prompts:
             request = self.request(prompt)
-            if request is None or not self.environments[request.environment][1].tools:
+            if request is None or not self.tools(prompt):
                 continue
             if list(self.prompt_ids(prompt, max_prompt_tokens)) == render(prompt, self.tokenizer):
                 raise DataError(
