@@ -25,6 +25,8 @@ Aggregation = Literal[
 AdvantageRule = Literal[
     "grpo", "grpo-process", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"
 ]
+ADVANTAGES_WITH_KEY = {"discount": ("gae", "grpo-process"), "gae_lambda": ("gae",)}
+"""The values of `advantage` that read a key."""
 
 
 class ReferenceConfig(Section, title="algorithm.reference"):
@@ -196,7 +198,7 @@ class AlgorithmConfig(Section, title="algorithm"):
                 f'algorithm.advantage = "{self.advantage}" does not divide by a group\'s standard '
                 "deviation: leave algorithm.normalize_by_std out"
             )
-        for key, rules in (("discount", ("gae", "grpo-process")), ("gae_lambda", ("gae",))):
+        for key, rules in ADVANTAGES_WITH_KEY.items():
             if self.advantage not in rules and self.changed(key):
                 names = " or ".join(f'"{rule}"' for rule in rules)
                 yield f"algorithm.{key}: read only with algorithm.advantage = {names}; leave it out"

@@ -155,7 +155,9 @@ class TrainerRank(TrainedModel):
             split, self.splitter, request, predicted=predicted, score=self.logprobs_of
         )
         if self.reference is not None:
-            split = self.reference.add_logprobs(batch, predicted, split, kl_reward_coef=kl_coef)
+            split = self.reference.add_logprobs(
+                batch, predicted, split, self.settings.algorithm, kl_reward_coef=kl_coef
+            )
         critic = None
         if self.critic is not None:
             critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)

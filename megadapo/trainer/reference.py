@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megadapo.algorithm.advantages import advantages_with_kl
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.reference import kl_estimates
 from megadapo.data.batch import PackedBatch
@@ -102,6 +103,7 @@ class ReferencePolicy:
         batch: PackedBatch,
         trained: np.ndarray,
         split: Sequence[MiniBatch],
+        algorithm: AlgorithmConfig,
         *,
         kl_reward_coef: float,
     ) -> list[MiniBatch]:
@@ -119,14 +121,14 @@ class ReferencePolicy:
         else:
             with self.swapped_in():
                 logprobs_ref = [self._score(mini_batch) for mini_batch in split]
-        objective = self.settings.algorithm.objective
+        objective = algorithm.objective
         found = [
             mini_batch.with_policy(with_reference(mini_batch, values, objective))
             for mini_batch, values in zip(split, logprobs_ref, strict=True)
         ]
-        if objective.kl_in == "loss" or self.settings.critic is not None:
+        if objective.kl_in == "loss" or algorithm.advantage == "gae":
             return found
-        return self._with_kl_in_reward(batch, trained, found, kl_reward_coef)
+        return self._with_kl_in_reward(batch, trained, found, algorithm, kl_reward_coef)
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -204,6 +206,7 @@ class ReferencePolicy:
         batch: PackedBatch,
         trained: np.ndarray,
         split: Sequence[MiniBatch],
+        algorithm: AlgorithmConfig,
         kl_coef: float,
     ) -> list[MiniBatch]:
         """Return mini-batches with advantages of rewards minus the KL divergence; collective.
@@ -218,8 +221,8 @@ class ReferencePolicy:
             num_tokens,
             batch.group_sizes,
             kl_coef=kl_coef,
-            rule=self.settings.algorithm.advantage,
-            normalize_by_std=self.settings.algorithm.normalize_by_std,
+            rule=algorithm.advantage,
+            normalize_by_std=algorithm.normalize_by_std,
         )
         return [
             mini_batch.with_policy(

@@ -14,6 +14,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.lab.whatif.types import Variant
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.ranks import DISCOUNT
 from tests.support.trainer.whatif_probes import beside_second_update, first_update, measured_twice
 
 BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
@@ -25,6 +26,7 @@ OBJECTIVES = {
     "sapo": PolicyObjective(gate="soft"),
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
 }
+KL_IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "dp2-cp2": {"data": 2, "context": 2, "tokens_per_micro_batch": 64},
@@ -102,18 +104,22 @@ def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, l
     "algorithm",
     [
         {"objective": PolicyObjective(kl_coef=0.5, kl_value="k2")},
+        {"advantage": "rloo", "objective": KL_IN_REWARD},
         {"objective": PolicyObjective(gate="bapo"), "bapo": BAPO},
         {"importance": ImportanceConfig(high=1.1)},
         {"importance": ImportanceConfig(stale_logprobs="rollout")},
         {"importance": ImportanceConfig(stale_logprobs="none")},
     ],
-    ids=["kl", "bapo", "recompute", "rollout", "none"],
+    ids=["kl", "kl-in-reward", "bapo", "recompute", "rollout", "none"],
 )
 def test_further_inputs_are_those_of_an_update(ranks, algorithm):
-    """Reference log-probs, searched bounds, and stale tokens under every rule, to the bit."""
-    batch = stale_batch(RAGGED)
+    """Reference log-probs, KL in the reward, searched bounds, and each rule for stale tokens."""
+    batch = replace(stale_batch(RAGGED), group_sizes=np.array([4, 4, 4]))
     own = Variant(
-        algorithm=AlgorithmConfig().model_copy(update=algorithm), batch=batch, num_mini_batches=1
+        algorithm=AlgorithmConfig().model_copy(update=algorithm),
+        batch=batch,
+        num_mini_batches=1,
+        kl_reward_coef=algorithm.get("objective", OBJECTIVES["own"]).kl_reward_coef,
     )
     other = variant(batch, OBJECTIVES["gspo"])
     arguments = ([own, other], int(batch.policy_versions.max()))
@@ -124,6 +130,34 @@ def test_further_inputs_are_those_of_an_update(ranks, algorithm):
     assert (found.clip_low, found.clip_high) == (
         *(metrics["policy/clip_low_fraction"], metrics["policy/clip_high_fraction"]),
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3], ids=["plain", "kl-in-reward"])
+def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
+    """To the bit, with the objective's own lambda, also as an alternative to another one."""
+    objective = KL_IN_REWARD if kl_coef else OBJECTIVES["own"]
+    rules = {
+        "advantage": "gae",
+        "discount": DISCOUNT,
+        "gae_lambda": 0.3,
+        "objective": objective.model_copy(update={"kl_coef": kl_coef}),
+    }
+    algorithm = AlgorithmConfig().model_copy(update=rules)
+    one = Variant(
+        algorithm=algorithm, batch=make_batch(), num_mini_batches=1, kl_reward_coef=kl_coef
+    )
+    own = replace(one, algorithm=algorithm.model_copy(update={"gae_lambda": 0.9}))
+    for variants in ([one, own], [own, one]):
+        arguments = (variants, 0, variants.index(one))
+        how = {"critic": {}, **rules, **layout}
+        answers = ranks.on("qwen2-tied", beside_second_update, *arguments, **how)
+        for found, metrics in answers:
+            assert metrics["critic/value_mean"] != 0.0
+            assert (found.loss, found.grad_norm) == (
+                metrics["policy/loss"],
+                metrics["policy/grad_norm"],
+            )
 
 
 def test_clips_and_effective_samples_are_counted_by_tokens(ranks, logprobs):

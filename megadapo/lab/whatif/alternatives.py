@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.config import ADVANTAGES_WITH_KEY, AlgorithmConfig
 from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.config.problems import known_keys
@@ -71,9 +71,14 @@ def _with_keys(config: RunConfig, text: str) -> RunConfig:
         path, value, _ = parse_override(part)
         keys.add(path)
         table = with_key(table, path, value)
+    # another advantage or gate does not read the keys of the run's own
+    if table[SECTION]["advantage"] != "gae":
+        table["critic"] = {}
+    for name, rules in ADVANTAGES_WITH_KEY.items():
+        if table[SECTION]["advantage"] not in rules and (SECTION, name) not in keys:
+            table = with_key(table, (SECTION, name), AlgorithmConfig.model_fields[name].default)
     if (*OBJECTIVE, "gate") in keys:
-        # another gate does not read the keys of the run's own
-        read = KEYS_OF_GATE.get(table["algorithm"]["objective"]["gate"], ())
+        read = KEYS_OF_GATE.get(table[SECTION]["objective"]["gate"], ())
         for name in chain.from_iterable(KEYS_OF_GATE.values()):
             if name not in read and (*OBJECTIVE, name) not in keys:
                 default = PolicyObjective.model_fields[name].default
@@ -102,13 +107,8 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 def _unsupported(config: RunConfig, own: RunConfig | None = None) -> Iterator[str]:
     """Yield what an objective needs beside a saved batch and the policy's weights."""
     algorithm = config.algorithm
-    if algorithm.advantage == "gae":
-        yield 'algorithm.advantage = "gae" needs the critic, which whatif does not start'
-    if algorithm.objective.kl_reward_coef != 0.0:
-        yield (
-            'algorithm.objective.kl_in = "reward" has an adaptive coefficient, which whatif does '
-            "not know"
-        )
+    if algorithm.advantage == "gae" and own is not None and own.algorithm.advantage != "gae":
+        yield 'algorithm.advantage = "gae": the run has no critic'
     if algorithm.objective.kl_coef != 0.0 and algorithm.reference.server is not None:
         yield "algorithm.reference.server: whatif does not ask a teacher's server"
     has_reference = own is None or own.algorithm.objective.kl_coef != 0.0

@@ -19,7 +19,7 @@ from megadapo.lab.whatif.saved_step import (
     weights_after,
     weights_before,
 )
-from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.run.processes import trainer_settings
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import TrainerSettings, UpdateRequest
@@ -60,9 +60,9 @@ def compare(
     with trainer_alone(config, _settings(config, before)) as trainer:
         if before.checkpoint is not None:
             trainer.load(before.checkpoint.trainer_folder, before.checkpoint.files)
-        measured, logprobs = _measure(trainer, variants, step, None)
+        measured, current = _measure(trainer, variants, step, None)
         known = saved_logprobs(config, saved, variants[0].batch)
-        notes = [*_notes(config, saved, before, np.abs(known - logprobs))]
+        notes = [*_notes(config, saved, before, np.abs(known - current.logprobs))]
         if obstacle is not None:
             notes.append(
                 f"Clip shares of fresh tokens need the weights after step {step}: it has no "
@@ -76,11 +76,18 @@ def compare(
             trainer.load(after.trainer_folder, after.files)
             source = "its checkpoint"
         else:
-            batch = variants[0].batch
-            trainer.update(UpdateRequest(batch=batch, policy_version=step - 1, step=step))
+            own = variants[0]
+            trainer.update(
+                UpdateRequest(
+                    batch=own.batch,
+                    policy_version=step - 1,
+                    step=step,
+                    kl_reward_coef=own.kl_reward_coef,
+                )
+            )
             source = "its updates, repeated here"
-        old = np.where(np.isfinite(known), known, logprobs)
-        measured, _ = _measure(trainer, variants, step, old)
+        old = np.where(np.isfinite(known), known, current.logprobs)
+        measured, _ = _measure(trainer, variants, step, replace(current, logprobs=old))
         title = f"after the updates of step {step}, with the old log-probs from before them"
         yield Comparison(
             title=title, measured=measured, notes=[f"These weights are from {source}."]
@@ -98,8 +105,25 @@ def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Var
             own = found[0].batch
             batch = replace(own, advantages=batch.advantages, loss_weights=batch.loss_weights)
         algorithm = one.config.algorithm
-        found.append(Variant(algorithm=algorithm, batch=batch, num_mini_batches=num_mini_batches))
+        found.append(
+            Variant(
+                algorithm=algorithm,
+                batch=batch,
+                num_mini_batches=num_mini_batches,
+                kl_reward_coef=_kl_reward_coef(saved, one.config, own=alternatives[0].config),
+            )
+        )
     return found
+
+
+def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> float:
+    """Return the recorded coefficient, which may have moved, unless `--set` gives another one."""
+    objective, of_run = config.algorithm.objective, own.algorithm.objective
+    recorded = saved.metrics.get("kl/coef")
+    is_own = (objective.kl_in, objective.kl_coef) == (of_run.kl_in, of_run.kl_coef)
+    if objective.kl_in == "reward" and is_own and recorded is not None:
+        return float(recorded)
+    return objective.kl_reward_coef
 
 
 def _settings(config: RunConfig, before: Weights) -> TrainerSettings:
@@ -110,20 +134,29 @@ def _settings(config: RunConfig, before: Weights) -> TrainerSettings:
 
 
 def _measure(
-    trainer: Trainer, variants: Sequence[Variant], step: int, old: np.ndarray | None
-) -> tuple[list[Measured], np.ndarray]:
-    """Return each objective's numbers, and the current log-probs [T] of all ranks."""
+    trainer: Trainer, variants: Sequence[Variant], step: int, old: OldNumbers | None
+) -> tuple[list[Measured], OldNumbers]:
+    """Return each objective's numbers, and all tokens' at the trainer's weights."""
     answers = trainer.call_all("apply", _measure_on, variants, step - 1, old)
-    logprobs = np.full(len(variants[0].batch.tokens), np.nan, dtype=np.float32)
-    for _, part in answers:
-        if part is not None:
-            np.copyto(logprobs, part, where=np.isfinite(part))
-    return answers[0][0], logprobs
+    parts = [part for _, part in answers if part is not None]
+    values = [part.values for part in parts if part.values is not None]
+    return answers[0][0], OldNumbers(
+        logprobs=_merged([part.logprobs for part in parts]),
+        values=_merged(values) if values else None,
+    )
+
+
+def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return [T] with the numbers that any rank computed, NaN elsewhere."""
+    found = parts[0].copy()
+    for part in parts[1:]:
+        np.copyto(found, part, where=np.isfinite(part))
+    return found
 
 
 def _measure_on(
-    rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: np.ndarray | None
-) -> tuple[list[Measured], np.ndarray | None]:
+    rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: OldNumbers | None
+) -> tuple[list[Measured], OldNumbers | None]:
     # only a rank imports Megatron
     from megadapo.lab.whatif.measure import measure
 
@@ -153,6 +186,8 @@ def _notes(
             f"Only {num_groups} of the step's {saved.num_groups} groups are saved, and all numbers "
             'are of these; a run saves whole batches with observe.saved_groups = "all".'
         )
+    if config.algorithm.kl_control.target is not None and saved.metrics.get("kl/coef") is None:
+        yield "The step recorded no kl/coef, so the KL coefficient is that of the first step."
     name = "in model.path" if before.checkpoint is None else f"of {before.checkpoint.path}"
     distance = f"{np.nanmax(distances):.2g}" if np.isfinite(distances).any() else "unknown"
     exact = "" if before.step == step - 1 else f", not those of step {step - 1}, which has none"

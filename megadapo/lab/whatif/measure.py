@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.bapo import num_bapo_sums, search_bounds
@@ -16,9 +17,10 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import DROPPED, policy_terms
 from megadapo.lab.whatif.gradients import Work, differentiate, dot
-from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy, trained_tokens, version_gaps
 from megadapo.trainer.batch.mini_batch import MiniBatch
+from megadapo.trainer.critic.advantages import with_token_advantages
 from megadapo.trainer.update.clip_bounds import sums_of
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
 
@@ -52,20 +54,24 @@ def measure(
     rank: TrainerRank,
     variants: Sequence[Variant],
     policy_version: int,
-    logprobs_old: np.ndarray | None,
-) -> tuple[list[Measured], np.ndarray | None]:
+    old: OldNumbers | None,
+) -> tuple[list[Measured], OldNumbers | None]:
     """Measure all objectives at the rank's weights; collective, and no weight changes.
 
     Args:
         variants: the run's own objective first.
         policy_version: of the weights before the step; tokens of other versions are stale.
-        logprobs_old: [T] float32 of the ratio's denominator; None: those of the rank's weights.
+        old: numbers from before the updates; None: those of the rank's weights.
 
     Returns:
-        The numbers, the same on all ranks, and the current log-probs [T] that this rank computed,
-        NaN elsewhere; None on ranks that compute none.
+        The numbers, the same on all ranks; and the tokens' numbers that this rank computed with its
+        weights or was given, None on ranks that compute none.
     """
-    works = [_work(rank, variant, policy_version, logprobs_old) for variant in variants]
+    values = None
+    if rank.critic is not None:
+        values = _values(rank, variants[0]) if old is None else old.values
+    logprobs_old = None if old is None else old.logprobs
+    works = [_work(rank, variant, policy_version, logprobs_old, values) for variant in variants]
     outputs, gradients = differentiate(rank, works)
     squares = [dot(rank, gradient, gradient) for gradient in gradients]
     products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
@@ -90,11 +96,28 @@ def measure(
         )
     if not rank.has_results:
         return found, None
-    return found, _logprobs(len(variants[0].batch.tokens), works, outputs)
+    logprobs = _logprobs(len(variants[0].batch.tokens), works, outputs)
+    return found, OldNumbers(logprobs=logprobs, values=values)
+
+
+def _values(rank: TrainerRank, variant: Variant) -> np.ndarray:
+    """Return [T] values of the trained tokens that this rank computed, NaN elsewhere."""
+    assert rank.critic is not None, "asked by its caller"
+    predicted, _ = trained_tokens(variant.batch)
+    found = np.full(len(predicted), np.nan, dtype=np.float32)
+    for mini_batch in rank.splitter.split(variant.batch, predicted=predicted, policy_version=0):
+        computed = rank.critic.values(mini_batch)
+        for micro_batch, values in zip(mini_batch, computed, strict=False):
+            found[micro_batch.source] = values.cpu().numpy()
+    return found
 
 
 def _work(
-    rank: TrainerRank, variant: Variant, policy_version: int, logprobs_old: np.ndarray | None
+    rank: TrainerRank,
+    variant: Variant,
+    policy_version: int,
+    logprobs_old: np.ndarray | None,
+    values: np.ndarray | None,
 ) -> Work:
     """Return the batch's micro-batches with the head of one objective, as an update has them."""
     importance, objective = variant.algorithm.importance, variant.algorithm.objective
@@ -108,7 +131,16 @@ def _work(
         split = [_with_old_policy(rank, one, variant, logprobs_old) for one in split]
     if has_reference:
         assert rank.reference is not None, "the run's own objective has it"
-        split = rank.reference.add_logprobs(variant.batch, predicted, split, kl_reward_coef=0.0)
+        split = rank.reference.add_logprobs(
+            variant.batch,
+            predicted,
+            split,
+            variant.algorithm,
+            kl_reward_coef=variant.kl_reward_coef,
+        )
+    if variant.algorithm.advantage == "gae":
+        assert values is not None, "the run's own objective has a critic"
+        split = _with_token_advantages(rank, split, variant, values)
     head = replace(rank.head, objective=objective, importance=importance)
     work = []
     for mini_batch in split:
@@ -127,6 +159,20 @@ def _with_old_policy(
     pairs = zip(mini_batch, proximal, strict=False)
     importance = variant.algorithm.importance
     return mini_batch.with_policy([old_policy(*pair, importance) for pair in pairs])
+
+
+def _with_token_advantages(
+    rank: TrainerRank, split: Sequence[MiniBatch], variant: Variant, values: np.ndarray
+) -> list[MiniBatch]:
+    is_last = mpu.is_pipeline_last_stage()
+    of_tokens = [
+        [torch.from_numpy(values[one.source]).to(rank.device) for one in mini_batch if is_last]
+        for mini_batch in split
+    ]
+    found, _ = with_token_advantages(
+        split, of_tokens, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
+    )
+    return found
 
 
 def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> PolicyObjective:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.data.batch import PackedBatch
 
@@ -17,6 +19,18 @@ class Variant:
     """The batch, with the run's own mini-batches."""
     num_mini_batches: int
     """Number of updates into which this objective divides the batch."""
+    kl_reward_coef: float = 0.0
+    """Coefficient of the KL divergence in the reward, in the step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldNumbers:
+    """Numbers of the batch's tokens that an update reads from before the step's first update."""
+
+    logprobs: np.ndarray
+    """[T] float32, in the ratio's denominator; NaN on other tokens."""
+    values: np.ndarray | None = None
+    """[T] float32 of the critic; NaN on other tokens; None without a critic."""
 
 
 @dataclass(frozen=True, kw_only=True)

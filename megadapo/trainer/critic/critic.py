@@ -75,7 +75,10 @@ class Critic(TrainedModel):
         return source if has_head else WithValueHead(source, self.layout)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return values [T] of each micro-batch on the last pipeline stage, else an empty list."""
+        """Return values [R] of each micro-batch's predicted tokens, computed without a gradient.
+
+        The list is empty except on the last pipeline stage.
+        """
         work = [(micro_batch, self.head.values) for micro_batch in micro_batches]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)

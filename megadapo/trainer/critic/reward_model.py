@@ -155,7 +155,7 @@ class RewardModelRank:
         if has_results():
             for micro_batch, values in zip(mini_batch, computed, strict=True):
                 sequences = torch.from_numpy(micro_batch.members[micro_batch.sequences])
-                found[sequences] = values[micro_batch.rows].double().cpu()
+                found[sequences] = values.double().cpu()
         found = found.to(self.device)
         torch.distributed.all_reduce(found)
         return found.cpu().numpy()
@@ -173,6 +173,7 @@ def _weighted(
     *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
 ) -> WeightedValues:
     """Return the loss that is linear in the values; an `output_processor`."""
-    values = ValueLoss.values(hidden_states=hidden_states, output_layer=output_layer)
-    rows = context.rows
-    return WeightedValues(loss=(context.loss_weights[rows] * values[rows]).sum())
+    values = ValueLoss.values(
+        hidden_states=hidden_states, output_layer=output_layer, context=context
+    )
+    return WeightedValues(loss=(context.loss_weights[context.rows] * values).sum())

@@ -95,16 +95,19 @@ class ValueLoss:
         **unused: Any,
     ) -> ValueOutput:
         """Return the loss."""
-        values = self.values(hidden_states=hidden_states, output_layer=output_layer)
-        rows = context.rows
-        losses, is_clipped = value_losses(
-            values[rows], targets.values_old, targets.returns, value_clip=self.value_clip
+        values = self.values(
+            hidden_states=hidden_states, output_layer=output_layer, context=context
         )
-        loss = (context.loss_weights[rows] * losses).sum()
+        losses, is_clipped = value_losses(
+            values, targets.values_old, targets.returns, value_clip=self.value_clip
+        )
+        loss = (context.loss_weights[context.rows] * losses).sum()
         return ValueOutput(loss=loss, clipped=is_clipped.sum())
 
     @staticmethod
-    def values(*, hidden_states: Tensor, output_layer: ValueHead, **unused: Any) -> Tensor:
-        """Return [T] values, entry t as in `MicroBatch`; an `output_processor` like the loss."""
+    def values(
+        *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
+    ) -> Tensor:
+        """Return values [R] of the predicted tokens; an `output_processor` like the loss."""
         values: Tensor = output_layer(hidden_states.squeeze(1))
-        return values
+        return values[context.rows]

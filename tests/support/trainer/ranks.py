@@ -8,7 +8,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,6 @@ _SHORT = {
 """Short names of `TrainerConfig`'s fields in tests; the others keep theirs."""
 
 
-def with_algorithm(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
-    """The same trainer with other keys of `[algorithm]`."""
-    return replace(settings, algorithm=settings.algorithm.model_copy(update=keys))
-
-
 def settings_for(
     folder: str | Path,
     *,
@@ -208,7 +203,7 @@ def settings_for(
     `critic`: keys of `[critic]` besides the usual ones; None: train without a critic.
     """
     if critic is not None:
-        keys = {"discount": DISCOUNT, "gae_lambda": GAE_LAMBDA} | keys
+        keys = {"advantage": "gae", "discount": DISCOUNT, "gae_lambda": GAE_LAMBDA} | keys
         own = CriticOptimizerConfig(lr=1e-3, warmup_steps=0)
         usual: dict[str, Any] = {"value_clip": VALUE_CLIP, "optimizer": own}
         critic = usual | critic

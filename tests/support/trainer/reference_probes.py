@@ -16,7 +16,6 @@ from tests.support.trainer.probes import (
     steps_of,
     with_old_policy,
 )
-from tests.support.trainer.ranks import with_algorithm
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -51,8 +50,10 @@ def scaled(rendezvous, settings, batch, scale: float):
     old = [with_old_policy(rank, part, rank.logprobs_of(part)) for part in split]
 
     def with_kl(kl_reward_coef: float, **changes: Any) -> Any:
-        rank.reference.settings = with_algorithm(settings, **changes)
-        return rank.reference.add_logprobs(batch, trained, old, kl_reward_coef=kl_reward_coef)
+        algorithm = settings.algorithm.model_copy(update=changes)
+        return rank.reference.add_logprobs(
+            batch, trained, old, algorithm, kl_reward_coef=kl_reward_coef
+        )
 
     return rank, with_kl
 

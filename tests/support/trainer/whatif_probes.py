@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
-from megadapo.lab.whatif.types import Measured, Variant
+from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.trainer.types import Metrics
 from tests.support.trainer.probes import build, update
 
@@ -23,8 +23,9 @@ def measured_twice(
     from megadapo.lab.whatif.measure import measure
 
     rank = build(rendezvous, settings)
-    first, logprobs = measure(rank, variants, 0, None)
-    second, _ = measure(rank, variants, 0, old)
+    first, current = measure(rank, variants, 0, None)
+    second, _ = measure(rank, variants, 0, OldNumbers(logprobs=old))
+    logprobs = None if current is None else current.logprobs
     return first, second, logprobs, shares_forward(rank)
 
 
@@ -33,12 +34,12 @@ def first_update(rendezvous, settings, batch: PackedBatch) -> Metrics:
 
 
 def beside_second_update(
-    rendezvous, settings, variants: Sequence[Variant], policy_version: int
+    rendezvous, settings, variants: Sequence[Variant], policy_version: int, number: int = 0
 ) -> tuple[Measured, Metrics]:
-    """Return the first objective's numbers after one update, and the metrics of the next one."""
+    """Return an objective's numbers after one update, and the metrics of the next one."""
     from megadapo.lab.whatif.measure import measure
 
     rank, batch = build(rendezvous, settings), variants[0].batch
     update(rank, batch, step=1, policy_version=policy_version)
-    (found, *_), _ = measure(rank, variants, policy_version, None)
-    return found, update(rank, batch, step=2, policy_version=policy_version).metrics
+    found, _ = measure(rank, variants, policy_version, None)
+    return found[number], update(rank, batch, step=2, policy_version=policy_version).metrics

@@ -52,7 +52,7 @@ def test_other_gate_drops_the_keys_of_the_runs_gate():
         ("algorithm.objective.clip_high=-1", r"clip_high = -1 must be at least 0"),
         ("algorithm.objective.gate=weight", r"needs algorithm\.objective\.weight_max"),
         ("algorithm.objective.gate=7", r"algorithm\.objective\.gate: expected"),
-        ("algorithm.advantage=gae", r"needs the critic"),
+        ("algorithm.advantage=gae", r"the run has no critic"),
         ("algorithm.objective.kl_coef=0.1", r"kl_coef: the run has no reference policy"),
     ],
 )
@@ -62,10 +62,21 @@ def test_refusal_names_the_option_and_the_key(text: str, message: str):
     assert str(caught.value).startswith(f"--set {text}: ")
 
 
-def test_runs_with_other_inputs_are_refused():
-    reward = "algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}"
-    with pytest.raises(ConfigError, match="adaptive coefficient"):
-        alternatives(quickstart(reward, "algorithm.advantage=rloo"), [])
+def test_run_with_a_critic_takes_other_advantages_and_their_own_keys():
+    """Otherwise its section [critic] would be a conflict, which --set cannot name."""
+    path = REPOSITORY / "configs" / "algorithms" / "ppo.toml"
+    config = load_config(path, ["critic.warmup=2"])
+    texts = ["algorithm.gae_lambda=0.9", "algorithm.advantage=rloo"]
+    own, decayed, rloo = alternatives(config, texts)
+    assert own.config == config
+    assert (decayed.config.algorithm.gae_lambda, decayed.config.critic.warmup) == (0.9, 2)
+    assert (rloo.config.algorithm.advantage, rloo.config.critic.warmup) == ("rloo", 0)
+
+
+def test_run_with_a_teachers_server_is_refused():
+    server = "algorithm.reference.server=http://127.0.0.1:1/v1"
+    with pytest.raises(ConfigError, match=r"does not ask a teacher's server"):
+        alternatives(quickstart("algorithm.objective.kl_coef=0.1", server), [])
 
 
 def test_settable_keys_are_values_that_decide_the_loss():
