@@ -51,3 +51,55 @@ def with_host(
             await host.stop()
 
     return asyncio.run(run())
+
+
+TURNS = [turn_of(f"act {number}") for number in range(5)]
+ANSWERS = ["now 155", "now 4806", "now 148988", "now 618619", "now 177136"]
+"""Answers of the environment `Counting` to these turns."""
+RECOVERIES = ("replay", "state", "once")
+
+
+def counting(tmp_path: Path, name: str = "Counting", **fields: Any) -> EnvironmentConfig:
+    return config_of(name, options={"path": str(tmp_path / "actions.txt")}, **fields)
+
+
+def all_counting(tmp_path: Path, *recoveries: str) -> list[EnvironmentConfig]:
+    return [counting(tmp_path, recovery=recovery) for recovery in recoveries]
+
+
+def actions(tmp_path: Path, episode: str = "a") -> list[str]:
+    """Return the actions of an episode that its environment has done."""
+    lines = (tmp_path / "actions.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith(f"{episode} ")]
+
+
+async def play(host: EpisodeHost, start: int, stop: int, episode: str = "a") -> list[str]:
+    return [content_of(await host.step(episode, n, TURNS[n])) for n in range(start, stop)]
+
+
+def first_life(tmp_path: Path, names: dict[str, str], num_turns: int) -> None:
+    """Play some turns of episodes, and stop as a killed run does: nothing is closed.
+
+    `names`: the recovery of each episode by its name.
+    """
+    recoveries = sorted(set(names.values()))
+
+    async def run(host: EpisodeHost) -> None:
+        for name, recovery in names.items():
+            await host.open(name, recoveries.index(recovery), task_of(name))
+            await play(host, 0, num_turns, name)
+
+    with_host(all_counting(tmp_path, *recoveries), run, tmp_path / "journal")
+
+
+def digests(num_turns: int) -> list[str]:
+    return [turn.digest for turn in TURNS[:num_turns]]
+
+
+def recorded(opened: Any) -> list[str]:
+    """Return the recorded answers of an episode that was opened again."""
+    assert opened.failure is None, opened.failure
+    assert opened.observation.messages[0]["content"] == "begin at 5"
+    sampled = [one.sampled for one in opened.recorded]
+    assert sampled == [turn.sampled for turn in TURNS if turn.sampled in sampled]
+    return [content_of(one.outcome) for one in opened.recorded]

@@ -17,8 +17,8 @@ from megadapo.environments.environment import Action, Observation, Task
 from megadapo.rollout.episodes.episode import identity_of
 from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
 from megadapo.rollout.episodes.types import Outcome
+from tests.support.environments.played_responses import Play, Policy
 from tests.support.tokenizers.small import write_tokenizer
-from tests.unit.rollout.engine.test_episode_response import Play, Policy
 
 
 @pytest.fixture(scope="module")
