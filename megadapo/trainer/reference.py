@@ -116,11 +116,10 @@ class ReferencePolicy:
             trained: [tokens of the batch] bool, tokens that have a KL divergence.
             split: the rank's part of each mini-batch, with its old policy.
         """
-        if self._config.server is not None:
+        if self._config.server is not None or batch.logprobs_ref is not None:
             logprobs_ref = [_from_batch(batch, mini_batch) for mini_batch in split]
         else:
-            with self.swapped_in():
-                logprobs_ref = [self._score(mini_batch) for mini_batch in split]
+            logprobs_ref = self.logprobs(split)
         objective = algorithm.objective
         found = [
             mini_batch.with_policy(with_reference(mini_batch, values, objective))
@@ -129,6 +128,14 @@ class ReferencePolicy:
         if objective.kl_in == "loss" or algorithm.advantage == "gae":
             return found
         return self._with_kl_in_reward(batch, trained, found, algorithm, kl_reward_coef)
+
+    def logprobs(self, split: Sequence[MiniBatch]) -> list[list[Tensor]]:
+        """Return log-probs [T] of each micro-batch of each mini-batch; collective.
+
+        Lists are empty except on the last pipeline stage.
+        """
+        with self.swapped_in():
+            return [self._score(mini_batch) for mini_batch in split]
 
     @torch.no_grad()
     def follow(self, step: int) -> None:

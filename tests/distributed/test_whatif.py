@@ -15,7 +15,12 @@ from megadapo.lab.whatif.types import Variant
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients_of
 from tests.support.trainer.ranks import DISCOUNT
-from tests.support.trainer.whatif_probes import beside_second_update, first_update, measured_twice
+from tests.support.trainer.whatif_probes import (
+    beside_second_update,
+    first_update,
+    measured_twice,
+    with_moved_reference,
+)
 
 BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 OBJECTIVES = {
@@ -135,7 +140,7 @@ def test_further_inputs_are_those_of_an_update(ranks, algorithm):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3], ids=["plain", "kl-in-reward"])
 def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
-    """To the bit, with the objective's own lambda, also as an alternative to another one."""
+    """To the bit, with the objective's own lambda and tokens, also as an alternative."""
     objective = KL_IN_REWARD if kl_coef else OBJECTIVES["own"]
     rules = {
         "advantage": "gae",
@@ -147,7 +152,9 @@ def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
     one = Variant(
         algorithm=algorithm, batch=make_batch(), num_mini_batches=1, kl_reward_coef=kl_coef
     )
-    own = replace(one, algorithm=algorithm.model_copy(update={"gae_lambda": 0.9}))
+    fewer = replace(one.batch, loss_weights=one.batch.loss_weights.copy())
+    fewer.loss_weights[fewer.cu_seqlens[1] : fewer.cu_seqlens[3]] = 0.0
+    own = replace(one, algorithm=algorithm.model_copy(update={"gae_lambda": 0.9}), batch=fewer)
     for variants in ([one, own], [own, one]):
         arguments = (variants, 0, variants.index(one))
         how = {"critic": {}, **rules, **layout}
@@ -158,6 +165,15 @@ def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
                 metrics["policy/loss"],
                 metrics["policy/grad_norm"],
             )
+
+
+def test_reference_is_the_one_from_before_the_updates(ranks):
+    """A reference that follows the policy has moved in the checkpoint after them."""
+    objective = PolicyObjective(kl_coef=0.5, kl_value="k2")
+    variants = [variant(make_batch(), objective), variant(make_batch(), OBJECTIVES["gspo"])]
+    how = {"objective": objective}
+    ((first, from_old, from_new),) = ranks.on("qwen2-tied", with_moved_reference, variants, **how)
+    assert from_old == first and from_new[0].loss > first[0].loss
 
 
 def test_clips_and_effective_samples_are_counted_by_tokens(ranks, logprobs):

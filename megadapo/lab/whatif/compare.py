@@ -103,7 +103,8 @@ def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Var
         if found:
             # the loss weights have the alternative's mini-batches; the passes need common ones
             own = found[0].batch
-            batch = replace(own, advantages=batch.advantages, loss_weights=batch.loss_weights)
+            changed = ("advantages", "loss_weights", "rewards")
+            batch = replace(own, **{name: getattr(batch, name) for name in changed})
         algorithm = one.config.algorithm
         found.append(
             Variant(
@@ -139,17 +140,22 @@ def _measure(
     """Return each objective's numbers, and all tokens' at the trainer's weights."""
     answers = trainer.call_all("apply", _measure_on, variants, step - 1, old)
     parts = [part for _, part in answers if part is not None]
-    values = [part.values for part in parts if part.values is not None]
+    logprobs = _merged([part.logprobs for part in parts])
+    assert logprobs is not None, "a rank of the last stage has some"
     return answers[0][0], OldNumbers(
-        logprobs=_merged([part.logprobs for part in parts]),
-        values=_merged(values) if values else None,
+        logprobs=logprobs,
+        values=_merged([part.values for part in parts]),
+        logprobs_ref=_merged([part.logprobs_ref for part in parts]),
     )
 
 
-def _merged(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [T] with the numbers that any rank computed, NaN elsewhere."""
-    found = parts[0].copy()
-    for part in parts[1:]:
+def _merged(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return [T] with the numbers that any rank computed, NaN elsewhere; None without any."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    found = known[0].copy()
+    for part in known[1:]:
         np.copyto(found, part, where=np.isfinite(part))
     return found
 

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from megadapo.algorithm.bapo import num_bapo_sums, search_bounds
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import DROPPED, policy_terms
 from megadapo.lab.whatif.gradients import Work, differentiate, dot
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
-from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy, trained_tokens, version_gaps
+from megadapo.trainer.batch.micro_batch import (
+    MicroBatch,
+    old_policy,
+    response_tokens,
+    trained_tokens,
+    version_gaps,
+)
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic.advantages import with_token_advantages
 from megadapo.trainer.update.clip_bounds import sums_of
@@ -67,9 +74,11 @@ def measure(
         The numbers, the same on all ranks; and the tokens' numbers that this rank computed with its
         weights or was given, None on ranks that compute none.
     """
-    values = None
-    if rank.critic is not None:
-        values = _values(rank, variants[0]) if old is None else old.values
+    values, logprobs_ref = _fixed_numbers(rank, variants[0].batch, old)
+    if logprobs_ref is not None:
+        variants = [
+            replace(one, batch=replace(one.batch, logprobs_ref=logprobs_ref)) for one in variants
+        ]
     logprobs_old = None if old is None else old.logprobs
     works = [_work(rank, variant, policy_version, logprobs_old, values) for variant in variants]
     outputs, gradients = differentiate(rank, works)
@@ -97,18 +106,42 @@ def measure(
     if not rank.has_results:
         return found, None
     logprobs = _logprobs(len(variants[0].batch.tokens), works, outputs)
-    return found, OldNumbers(logprobs=logprobs, values=values)
+    return found, OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
 
 
-def _values(rank: TrainerRank, variant: Variant) -> np.ndarray:
-    """Return [T] values of the trained tokens that this rank computed, NaN elsewhere."""
-    assert rank.critic is not None, "asked by its caller"
-    predicted, _ = trained_tokens(variant.batch)
-    found = np.full(len(predicted), np.nan, dtype=np.float32)
-    for mini_batch in rank.splitter.split(variant.batch, predicted=predicted, policy_version=0):
-        computed = rank.critic.values(mini_batch)
-        for micro_batch, values in zip(mini_batch, computed, strict=False):
-            found[micro_batch.source] = values.cpu().numpy()
+def _fixed_numbers(
+    rank: TrainerRank, batch: PackedBatch, old: OldNumbers | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return [T] of the critic's values and of the reference's log-probs; None without one.
+
+    Both stay fixed over a step. Each objective has some of the tokens, so all are computed.
+    """
+    if old is not None:
+        return old.values, old.logprobs_ref
+    split = rank.splitter.split(batch, predicted=response_tokens(batch), policy_version=0)
+    values = logprobs_ref = None
+    if rank.critic is not None:
+        values = _of_batch(batch, split, [rank.critic.values(one) for one in split])
+    if rank.reference is not None:
+        scored = [
+            [
+                logprobs[micro_batch.rows]
+                for micro_batch, logprobs in zip(mini_batch, parts, strict=False)
+            ]
+            for mini_batch, parts in zip(split, rank.reference.logprobs(split), strict=True)
+        ]
+        logprobs_ref = _of_batch(batch, split, scored)
+    return values, logprobs_ref
+
+
+def _of_batch(
+    batch: PackedBatch, split: Sequence[MiniBatch], numbers: Sequence[Sequence[Tensor]]
+) -> np.ndarray:
+    """Return [T] float32 of the micro-batches' [R] on this rank, NaN elsewhere."""
+    found = np.full(len(batch.tokens), np.nan, dtype=np.float32)
+    for mini_batch, parts in zip(split, numbers, strict=True):
+        for micro_batch, own in zip(mini_batch, parts, strict=False):
+            found[micro_batch.source] = own.cpu().numpy()
     return found
 
 

@@ -31,6 +31,8 @@ class OldNumbers:
     """[T] float32, in the ratio's denominator; NaN on other tokens."""
     values: np.ndarray | None = None
     """[T] float32 of the critic; NaN on other tokens; None without a critic."""
+    logprobs_ref: np.ndarray | None = None
+    """[T] float32 of the reference policy; NaN on other tokens; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,18 @@ def measured_twice(
     return first, second, logprobs, shares_forward(rank)
 
 
+def with_moved_reference(rendezvous, settings, variants: Sequence[Variant]) -> list[list[Measured]]:
+    """Return numbers before the reference policy moves; after it, from old ones and from new."""
+    from megadapo.lab.whatif.measure import measure
+
+    rank = build(rendezvous, settings)
+    first, old = measure(rank, variants, 0, None)
+    assert rank.reference is not None
+    for weights in rank.reference._weights.values():
+        weights.mul_(1.5)
+    return [first, *(measure(rank, variants, 0, given)[0] for given in (old, None))]
+
+
 def first_update(rendezvous, settings, batch: PackedBatch) -> Metrics:
     return update(build(rendezvous, settings), batch, step=1).metrics
 
@@ -39,7 +51,7 @@ def beside_second_update(
     """Return an objective's numbers after one update, and the metrics of the next one."""
     from megadapo.lab.whatif.measure import measure
 
-    rank, batch = build(rendezvous, settings), variants[0].batch
+    rank, batch = build(rendezvous, settings), variants[number].batch
     update(rank, batch, step=1, policy_version=policy_version)
     found, _ = measure(rank, variants, policy_version, None)
     return found[number], update(rank, batch, step=2, policy_version=policy_version).metrics
