@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +53,8 @@ class EpisodeRequest:
     max_turn_tokens: int | None = None
     max_observation_tokens: int
     tool_parser: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools, which a parser needs for the types of arguments."""
     may_repeat: bool = True
     """Whether an action may be repeated after a failure."""
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionToolsParam,
+)
 from vllm.tool_parsers import ToolParserManager
 
 from megadapo.data.group import Response
@@ -41,7 +46,7 @@ class EpisodeClient:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, actor: ActorHandle[Any]) -> None:
         self.actor = actor
         self._tokenizer = tokenizer
-        self._parsers: dict[str, Any] = {}
+        self._parsers: dict[int, Any] = {}
 
     @cached_property
     def _turns(self) -> Turns:
@@ -65,10 +70,10 @@ class EpisodeClient:
         )
         if request.tool_parser is None:
             return Action(text=text)
-        parser = self._parser(request.tool_parser)
+        parser = self._parser(request)
+        asked = ChatCompletionRequest(messages=[], seed=0, tools=_readable(request.tools) or None)
         try:
-            # parsers look at nothing else of a request
-            found = parser.extract_tool_calls(text, ChatCompletionRequest(messages=[], seed=0))
+            found = parser.extract_tool_calls(text, asked)
         except Exception as error:
             # a parser may raise anything for a text of its model, whose mistake that is
             return Action(text=text, problem=f"the calls cannot be read: {error!r:.200}")
@@ -132,11 +137,23 @@ class EpisodeClient:
             return text
         return cast(str, self._tokenizer.decode(ids[:max_tokens], skip_special_tokens=False))
 
-    def _parser(self, name: str) -> Any:
-        if name not in self._parsers:
-            parser: Any = ToolParserManager.get_tool_parser(name)
-            self._parsers[name] = parser(self._tokenizer)
-        return self._parsers[name]
+    def _parser(self, request: EpisodeRequest) -> Any:
+        # another one for each environment, as parsers need its tools for the types of arguments
+        if request.environment not in self._parsers:
+            assert request.tool_parser is not None, "checked by the caller"
+            parser: Any = ToolParserManager.get_tool_parser(request.tool_parser)
+            tools = _readable(request.tools)
+            self._parsers[request.environment] = parser(self._tokenizer, tools)
+        return self._parsers[request.environment]
+
+
+def _readable(tools: Sequence[Mapping[str, Any]]) -> list[ChatCompletionToolsParam]:
+    """Return the tools as vLLM's parsers take them, without those in the format of a template."""
+    found = []
+    for tool in tools:
+        with suppress(ValidationError):
+            found.append(ChatCompletionToolsParam.model_validate(tool))
+    return found
 
 
 class Episode:

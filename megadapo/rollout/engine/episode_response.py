@@ -58,9 +58,14 @@ class EpisodeResponse(InFlightResponse):
 
     async def _after_output(self) -> None:
         # the end of a turn is not the end of the response
-        if self._finish_reason == "stop" and self._may_act:
-            self._finish_reason = "unfinished"
+        if self._finish_reason != "stop" or not self._may_act:
+            return
+        self._finish_reason = "unfinished"
+        by_rest = isinstance(self._stop_reason, str) and self._stop_reason not in self._request.stop
+        if not by_rest or self._ends_turn(self._turn_ids):
             await self._ask()
+        elif self._num_left_of_turn(self._token_ids) == 0:
+            self._finish_reason = "length"
 
     @property
     def _request(self) -> EpisodeRequest:
@@ -84,7 +89,21 @@ class EpisodeResponse(InFlightResponse):
 
     @property
     def _stop_texts(self) -> Sequence[str]:
-        return self._request.stop if self._may_act else ()
+        """Texts that end a turn, and the rest of one that the response was stopped in.
+
+        A rest may occur elsewhere too; the response then continues.
+        """
+        stop = self._request.stop
+        if not self._may_act or not stop:
+            return ()
+        text = cast(str, self._group.tokenizer.decode(self._turn_ids))
+        rests = [one[n:] for one in stop for n in range(1, len(one)) if text.endswith(one[:n])]
+        return [*stop, *rests]
+
+    @property
+    def _turn_ids(self) -> list[int]:
+        """The tokens of the current turn so far."""
+        return self._token_ids[self._turns[-1].end if self._turns else 0 :]
 
     def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
         num_left, limit = self._num_left(token_ids), self._request.max_turn_tokens
@@ -172,6 +191,12 @@ class EpisodeResponse(InFlightResponse):
         if not observation.done and not is_last:
             if self._until is not None and len(self._token_ids) >= self._until:
                 # the run that is repeated was stopped before this answer
+                return
+            if observation.text is not None and {*turn_ids[-1:]} & self._ends:
+                self._fail(
+                    "wrong result: an observation has text, but the model has ended its turn: "
+                    "answer a turn without a text of `stop` with messages, or end the episode"
+                )
                 return
             try:
                 num_left = self._num_left(self._token_ids)

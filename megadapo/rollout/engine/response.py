@@ -71,6 +71,8 @@ class InFlightResponse:
         self._entropy = math.nan if prefix is None else prefix.entropy
         self._failure: Failure | None = None
         self._finish_reason: FinishReason = "unfinished"
+        self._stop_reason: int | str | None = None
+        """The token or text that ended the last request."""
         if prefix is not None:
             self._finish_reason = prefix.finish_reason
 
@@ -161,7 +163,7 @@ class InFlightResponse:
             logprobs = sampled_logprobs(output.token_ids, table)
         self._segments.append(Segment(output.token_ids, logprobs, group.policy_version))
         self.num_generated += len(output.token_ids)
-        self._finish_reason = _finish_reason(output)
+        self._finish_reason, self._stop_reason = _finish_reason(output), output.stop_reason
         if self._finish_reason == "length" and self._is_stopped_early(self._token_ids):
             self._finish_reason = "unfinished"
 
@@ -210,6 +212,7 @@ class InFlightResponse:
         num_left = self._num_left_of_turn(before)
         if self._until is not None:
             num_left = min(num_left, self._until - len(before))
+        stop_texts = list(self._stop_texts)
         return SamplingParams(
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -217,8 +220,10 @@ class InFlightResponse:
             seed=continued_seed(self._seed, np.array(before, dtype=np.int32)),
             logprobs=TOP_LOGPROBS if settings.branching.is_on else 0,
             flat_logprobs=True,
-            detokenize=bool(self._stop_texts),
-            stop=list(self._stop_texts) or None,
+            detokenize=bool(stop_texts),
+            stop=stop_texts or None,
+            # a stop text may have the name of a control token
+            skip_special_tokens=False,
             stop_token_ids=list(settings.stop_ids),
             output_kind=RequestOutputKind.FINAL_ONLY,
             # no other request uses this object, so vLLM need not copy it

@@ -56,8 +56,14 @@ class Episode:
     def branch_off(self, parent: EpisodeRecord | None, num_turns: int) -> None:
         """Begin with the first turns of another episode of the same task."""
         if parent is not None and parent.identity == self.record.identity:
-            self.record = replace(parent, turns=parent.turns[:num_turns], pending=None, serial=0)
+            own = self.record.serial
+            self.record = replace(parent, turns=parent.turns[:num_turns], pending=None, serial=own)
             self._is_loaded = True
+
+    def continues(self, digests: Sequence[str]) -> bool:
+        """Return whether it has begun with these turns."""
+        known = [turn.digest for turn in self.record.turns[: len(digests)]]
+        return self.record.is_reset and known == list(digests)
 
     async def open(self, digests: Sequence[str], actions: Sequence[Action], weights: str) -> Opened:
         """Prepare for the next turn of a response that has these turns."""

@@ -110,10 +110,14 @@ class EpisodeHost:
             assert self._weights is not None
         config = self._configs[environment]
         episode = self._episodes.get(name)
+        if episode is not None and parent is not None and not episode.continues(begun[0]):
+            # its group was repeated, and branched off elsewhere
+            await self.close([name])
+            episode = None
         if episode is None:
             processes = self._processes[environment]
             episode = Episode(name, config, processes, task, self._journal)
-            if parent is not None and not episode.record.is_reset:
+            if parent is not None and not episode.continues(begun[0]):
                 episode.branch_off(self._record_of(parent), len(begun[0]))
             self._episodes[name] = episode
         elif episode.record.identity != identity_of(config, task):

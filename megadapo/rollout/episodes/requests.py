@@ -54,6 +54,7 @@ class EpisodeRequests:
                     max_turn_tokens=config.max_turn_tokens,
                     max_observation_tokens=config.max_observation_tokens,
                     tool_parser=config.tool_parser,
+                    tools=tuple(description.tools),
                     may_repeat=config.recovery != "once",
                 )
         return None

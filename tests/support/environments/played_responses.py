@@ -17,7 +17,7 @@ TASK = Task(id="7", messages=[{"role": "user", "content": "play"}], seed=3)
 
 
 class Policy:
-    """Gives each request the next text, closed as a turn, or cut at the request's limit.
+    """Gives each request the next text, closed as a turn, or cut at a stop text or the limit.
 
     `abort`: number of a request that is stopped before its last token. The experts of each token
     are its position and the number of the request that read it.
@@ -35,14 +35,16 @@ class Policy:
         number = len(self.prompts)
         self.prompts.append(prompt["prompt_token_ids"])
         self.limits.append(params.max_tokens)
-        ids = self._tokenizer.encode(self._texts[number] + self._end, add_special_tokens=False)
-        reason = "stop"
+        text, reason, stopped_by = self._texts[number], "stop", None
+        ends = {text.find(one) + len(one): one for one in params.stop or () if one in text}
+        if ends:
+            text, stopped_by = text[: min(ends)], ends[min(ends)]
+        ids = self._tokenizer.encode(text + self._end * (not ends), add_special_tokens=False)
         if len(ids) > params.max_tokens:
             ids, reason = ids[: params.max_tokens], "length"
         if number == self._abort:
             ids, reason = ids[:-1], "abort"
         read = np.arange(params.routed_experts_prompt_start or 0, len(self.prompts[-1] + ids) - 1)
-        is_text = bool(params.stop) and not self._end
         completion = CompletionOutput(
             index=0,
             text="",
@@ -51,7 +53,7 @@ class Policy:
             logprobs=None,
             routed_experts=np.stack([read, np.full_like(read, number)], axis=1)[:, None],
             finish_reason=reason,
-            stop_reason=params.stop[0] if is_text else ids[-1],
+            stop_reason=stopped_by or ids[-1],
         )
         collector = RequestOutputCollector(params.output_kind, str(number))
         collector.put(RequestOutput("", None, None, None, [completion], finished=True))

@@ -99,6 +99,35 @@ def test_response_of_a_dead_engine_takes_the_recorded_turns(tmp_path, tokenizer)
     asyncio.run(run())
 
 
+def test_response_stopped_in_a_stop_text_acts_behind_its_rest(tmp_path, tokenizer):
+    """The engine searches only new text, and would go on as if there had been no call."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
+            begun = await play.finish(Policy(tokenizer, "a stop", end="", abort=0))
+            assert tokenizer.decode(begun.token_ids) == "a sto" and not play.actions
+            found = await play.finish(Policy(tokenizer, "p", "b stop", end=""), begun=begun)
+            assert tokenizer.decode(found.token_ids) == "a stop[1]b stop"
+            assert play.actions == ["a stop", "b stop"]
+
+    asyncio.run(run())
+
+
+def test_rest_of_a_stop_text_elsewhere_ends_no_turn(tmp_path, tokenizer):
+    async def run():
+        async with Play(tmp_path, tokenizer, length=1, in_turn="stop", reply="[{}]") as play:
+            begun = await play.finish(Policy(tokenizer, "a stop", end="", abort=0))
+            policy = Policy(tokenizer, "re up, then", " stop and more", end="")
+            found = await play.finish(policy, begun=begun)
+            assert tokenizer.decode(found.token_ids) == "a store up stop"
+            assert play.actions == ["a store up stop"] and len(policy.prompts) == 2
+            # at the limit it is not continued
+            cut = await play.finish(Policy(tokenizer, "re up", end=""), begun=begun, max_tokens=10)
+            assert (len(cut.token_ids), cut.finish_reason) == (10, "length")
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_failure_of_the_environment_gives_no_score(tmp_path, tokenizer, failing):
     async def run():

@@ -5,10 +5,12 @@ Each failure caught here would train on tokens that were not sampled.
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
 
+from megadapo.rollout.engine.episode import EpisodeClient
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 from tests.support.tokenizers.small import write_tokenizer
 
@@ -167,6 +169,38 @@ def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
             assert [given.count(one) for one in ids] == [2, 1, 0]
 
     asyncio.run(run())
+
+
+def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):
+    """The model would go on behind its end token, and learn to."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
+            play.request = replace(play.request, stop=())
+            found = await play.finish(Policy(tokenizer, "a stop", "b"))
+            assert "the model has ended its turn" in found.failure.reason
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "hermes"])
+def test_parser_knows_the_types_of_arguments(tmp_path, tokenizer, parser):
+    """Without the schema, parsers of XML return texts, which functions refuse."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+    tools = ({"type": "function", "function": {"name": "f", "parameters": schema}}, {"odd": 1})
+    texts = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
+        "<parameter=s>\n4\n</parameter>\n</function>\n</tool_call>",
+        "hermes": call_of('{"n": 3, "s": "4"}'),
+    }
+    play = Play(tmp_path, tokenizer, parser=parser)
+    client = EpisodeClient(tokenizer, None)
+    ids = tokenizer.encode(texts[parser], add_special_tokens=False)
+    (call,) = client.action(ids, replace(play.request, tools=tools)).tool_calls
+    assert call.arguments == {"n": 3, "s": "4"}
+    # another environment has other tools
+    other = replace(play.request, environment=1)
+    assert len(client.action(ids, other).tool_calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,29 @@ def test_other_task_under_a_known_name_is_another_episode(tmp_path):
     assert with_host([counting(tmp_path)], run, tmp_path / "journal") == "begin at 6"
 
 
+def test_branch_of_a_repeated_group_follows_its_new_parent(tmp_path):
+    """It has the name of the first try's, whose turns it would be said to have lost."""
+
+    async def run(host):
+        await host.open("a", 0, task_of("a"))
+        await host.open("c", 0, task_of("a"))
+        await play(host, 0, 2, "a")
+        await host.step("c", 0, turn_of("act 90"))
+        await host.open("b", 0, task_of("a"), digests(2), parent="a")
+        await host.step("b", 2, TURNS[2])
+        assert (await host.open("b", 0, task_of("a"), ["act 90"], parent="c")).failure is None
+        return content_of(await host.step("b", 1, TURNS[1]))
+
+    async def again(host):
+        assert (await host.open("b", 0, task_of("a"), digests(1), parent="a")).failure is None
+        return content_of(await host.step("b", 1, turn_of("act 71")))
+
+    configs = [counting(tmp_path, recovery="replay")]
+    other = 31 * (31 * 5 + 90) + 1
+    assert with_host(configs, run, tmp_path / "journal") == f"now {other}"
+    assert with_host(configs, again, tmp_path / "journal") == f"now {31 * 155 + 71}"
+
+
 def test_calls_out_of_order_fail_and_nothing_is_done(tmp_path):
     async def run(host):
         early = await host.step("a", 0, TURNS[0])
