@@ -113,10 +113,15 @@ class EpisodeClient:
             return ids[: request.max_observation_tokens]
         if not observation.messages:
             raise DataError("an observation that does not end the episode has no messages")
-        messages = [
-            {**message, "content": self._cut(message["content"], request.max_observation_tokens)}
-            for message in observation.messages
-        ]
+        messages, num_left = [], request.max_observation_tokens
+        for message in observation.messages:
+            # names of control tokens become plain text, which has more tokens
+            ids = output_ids(message["content"], "{}", self._tokenizer)
+            if len(ids) > num_left:
+                cut = self._tokenizer.decode(ids[:num_left], skip_special_tokens=False)
+                message = {**message, "content": cast(str, cut)}
+            messages.append(message)
+            num_left -= min(len(ids), num_left)
         return self._turns.ids_after(turn_ids, messages)
 
     def _check_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -130,12 +135,6 @@ class EpisodeClient:
                 f"an observation has the token id {max(token_ids)}, and the model's tokenizer has "
                 f"{len(self._tokenizer)} tokens: the environment must use the same tokenizer"
             )
-
-    def _cut(self, text: str, max_tokens: int) -> str:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) <= max_tokens:
-            return text
-        return cast(str, self._tokenizer.decode(ids[:max_tokens], skip_special_tokens=False))
 
     def _parser(self, request: EpisodeRequest) -> Any:
         # another one for each environment, as parsers need its tools for the types of arguments

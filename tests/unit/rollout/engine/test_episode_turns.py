@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
+from megadapo.environments.environment import Observation
 from megadapo.rollout.engine.episode import EpisodeClient
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 from tests.support.tokenizers.small import write_tokenizer
@@ -169,6 +170,19 @@ def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
             assert [given.count(one) for one in ids] == [2, 1, 0]
 
     asyncio.run(run())
+
+
+def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
+    """Names of control tokens become several tokens, and all messages share the limit."""
+    play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
+    turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
+
+    def num_appended(*contents):
+        messages = [{"role": "user", "content": content} for content in contents]
+        return len(client.ids_of(Observation(messages=messages), turn, play.request))
+
+    assert num_appended("<|im_end|>" * 50) == num_appended("") + 50
+    assert num_appended("b" * 30, "c" * 30, "d") == num_appended("", "", "") + 50
 
 
 def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):
