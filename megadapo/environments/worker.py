@@ -38,6 +38,7 @@ from megadapo.environments.environment import (  # noqa: E402 - it must be finda
     Task,
     ToolCall,
 )
+from megadapo.environments.functions import run_in_thread  # noqa: E402
 from megadapo.environments.results import (  # noqa: E402
     WrongResult,
     read_description,
@@ -256,23 +257,19 @@ class Worker:
             if not self._calling[number]:
                 del self._calling[number]
 
-        def run() -> tuple[Any, BaseException | None]:
+        def counted(*arguments: Any, **options: Any) -> Any:
             try:
-                return method(*arguments, **options), None
-            except BaseException as error:
-                # raised again in the event loop; a future cannot hold a StopIteration
-                return None, error
+                return method(*arguments, **options)
             finally:
                 self._loop.call_soon_threadsafe(count, -1)
 
         if inspect.iscoroutinefunction(method):
-            returned, error = method(*arguments, **options), None
+            returned = method(*arguments, **options)
         else:
-            future = self._loop.run_in_executor(self._threads, run)
             count(1)
-            returned, error = await future
-        if error is not None:
-            raise error
+            returned, error = await run_in_thread(counted, *arguments, **options)
+            if error is not None:
+                raise error
         if not inspect.isawaitable(returned):
             return returned
         count(1)

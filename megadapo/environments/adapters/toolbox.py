@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megadapo.environments.adapters import BUILT_IN
 from megadapo.environments.environment import Action, Environment, Observation, Task
+from megadapo.environments.functions import run_in_thread
 
 
 class Toolbox(Environment):
@@ -41,7 +43,7 @@ class Toolbox(Environment):
 
     async def reset(self, task: Task) -> None:
         for one in self._members.values():
-            await _value(one.reset(task))
+            await _call(one.reset, task)
 
     async def step(self, action: Action) -> Observation:
         """Answer a call by text, or all tool calls in order; other turns end the episode."""
@@ -78,11 +80,11 @@ class Toolbox(Environment):
 
     async def close(self) -> None:
         for one in self._members.values():
-            await _value(one.close())
+            await _call(one.close)
 
     async def _ask(self, name: str, action: Action) -> Observation:
         """Return the observation of a tool, with the tool's name before the name of each metric."""
-        found: Observation = await _value(self._members[name].step(action))
+        found: Observation = await _call(self._members[name].step, action)
         metrics = {f"{name}/{metric}": value for metric, value in found.metrics.items()}
         return replace(found, metrics=metrics)
 
@@ -97,6 +99,17 @@ def _load(path: str) -> type[Environment]:
     return found
 
 
-async def _value(returned: Any) -> Any:
-    """Return the value of a method that may be a coroutine."""
+async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method, in a thread if it is no coroutine; await what it returns if that is one."""
+    if inspect.iscoroutinefunction(method):
+        returned = method(*arguments)
+    else:
+        running = run_in_thread(method, *arguments)
+        try:
+            returned, error = await asyncio.shield(running)
+        finally:
+            # a thread cannot be cancelled, and the tool is in use until it ends
+            await asyncio.wait([running])
+        if error is not None:
+            raise error
     return await returned if inspect.isawaitable(returned) else returned

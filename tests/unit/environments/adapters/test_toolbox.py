@@ -1,6 +1,8 @@
 """Several tools share an episode: each call goes to its own tool, and mistakes are observed."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,25 @@ class Counter(Environment):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Threaded(Counter):
+    """Notes the threads of its calls; the first step waits for another one."""
+
+    threads: set[threading.Thread] = set()
+    both = threading.Barrier(2, timeout=5)
+
+    def reset(self, task: Task) -> None:
+        self.threads.add(threading.current_thread())
+
+    def step(self, action: Action) -> Observation:
+        if action.text == "stop":
+            raise StopIteration
+        self.both.wait()
+        return super().step(action)
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread())
 
 
 COUNTER = f"{__name__}:Counter"
@@ -94,6 +115,25 @@ def test_tool_calls_of_a_turn_are_answered_in_order(corpus: str) -> None:
         (message,) = player.turn("", [ToolCall(name="\ud800", arguments={})]).messages
         assert message["content"].startswith('Error: there is no tool "\\ud800"')
     assert toolbox._members[COUNTER].is_closed
+
+
+def test_methods_that_are_no_coroutines_run_in_threads() -> None:
+    """Catches a slow function that stops all episodes of its process."""
+    name = f"{__name__}:Threaded"
+
+    async def play() -> None:
+        boxes = [Toolbox(**{name: {}}) for _ in range(2)]
+        call = ToolCall(name="count", arguments={})
+        for box in boxes:
+            await box.reset(task())
+        await asyncio.gather(*(box.step(Action(text="", tool_calls=[call])) for box in boxes))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await boxes[0].step(Action(text="stop", tool_calls=[call]))
+        for box in boxes:
+            await box.close()
+
+    asyncio.run(play())
+    assert Threaded.threads and threading.main_thread() not in Threaded.threads
 
 
 def test_tools_that_cannot_be_told_apart_are_refused(corpus: str) -> None:
