@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -12,9 +13,14 @@ import pytest
 
 from megadapo.environments.adapters.python_tool import MAX_CODE_BYTES, NO_OUTPUT, PythonTool
 from megadapo.environments.environment import EnvironmentFailure, ToolCall
+from megadapo.rewards.workers import seccomp
 from tests.support.processes.running import is_running, wait_until
 from tests.unit.environments.adapters.playing import Player, playing, task
 
+SETRLIMIT, TIMER = (
+    seccomp._OF_KILLS[name][platform.machine() == "aarch64"]
+    for name in ("setrlimit", "timer_create")
+)
 LOST = "The interpreter was restarted, and all variables and imports are lost: "
 
 
@@ -128,9 +134,17 @@ def test_long_output_is_cut_but_the_error_stays() -> None:
         ("import multiprocessing as m; m.Process(target=print).start()", "PermissionError"),
         ("import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 or 1/0", "ZeroDivisionError"),
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
+        ("import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "ValueError"),
+        ("import resource as r; r.prlimit(0, r.RLIMIT_RTTIME, (9, 9))", "PermissionError"),
+        (
+            f"import ctypes as c\nc.CDLL(None).syscall({SETRLIMIT}, 0, b'z' * 16) == 0 or 1/0",
+            "Zero",
+        ),
+        (f"import ctypes as c\nc.CDLL(None).syscall({TIMER}, 0, 0, b'x' * 8) == 0 or 1/0", "Zero"),
     ],
 )
 def test_nothing_outside_is_reached(shared: Player, code: str, error: str, tmp_path: Path) -> None:
+    """Limits and timers would let code end its interpreter in the way of the system's own kills."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     found = shared.call("python", code=f"FILE = {str(secret)!r}\n{code}")
