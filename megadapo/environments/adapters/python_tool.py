@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megadapo.environments.adapters import interpreter
-from megadapo.environments.adapters.calls import OUTPUT, Tool
+from megadapo.environments.adapters.calls import OUTPUT, Tool, require_positive
 from megadapo.environments.environment import EnvironmentFailure, Task
 from megadapo.rewards.workers.worker import worker_environment
 
@@ -46,6 +46,9 @@ class PythonTool(Tool):
         memory_mib: limit of the interpreter's address space.
         max_chars: characters of a result, without the end of a traceback.
         isolation: "require": Linux namespaces; "auto": otherwise Landlock, if it is allowed.
+
+    Raises:
+        ValueError: an option has a wrong value.
     """
 
     def __init__(
@@ -60,6 +63,10 @@ class PythonTool(Tool):
         isolation: Literal["auto", "require"] = "auto",
     ) -> None:
         super().__init__(self.python, start=start, stop=stop, output=output)
+        require_positive(float, seconds=seconds)
+        require_positive(int, memory_mib=memory_mib, max_chars=max_chars)
+        if isolation not in ("auto", "require"):
+            raise ValueError(f'the option isolation = {isolation!r} must be "auto" or "require"')
         self._seconds = seconds
         self._settings = {
             "memory_bytes": memory_mib << 20,
