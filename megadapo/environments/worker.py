@@ -154,6 +154,8 @@ class Worker:
         """Calls in progress by their number."""
         self._calling: dict[int, int] = {}
         """Number of running methods by object: those of threads cannot be cancelled."""
+        self._unclosed: dict[int, Mapping[str, Any]] = {}
+        """Requests to close objects whose method still runs, by object."""
         self._calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "describe": self._describe,
             "reset": self._reset,
@@ -234,10 +236,12 @@ class Worker:
         return read_state(await self._call(number, self._objects[number].state))
 
     async def _close(self, message: Mapping[str, Any]) -> Any:
-        environment = self._objects.pop(message["object"], None)
-        # a method that hangs still uses the object
-        if environment is not None and not self._calling.get(message["object"]):
-            await self._call(message["object"], environment.close)
+        number = message["object"]
+        if self._calling.get(number):
+            # a method that hangs still uses the object
+            self._unclosed[number] = message
+        elif (environment := self._objects.pop(number, None)) is not None:
+            await self._call(number, environment.close)
 
     async def _cancel(self, message: Mapping[str, Any]) -> Any:
         """Cancel a call; return whether a method of the object continues, or waits for a thread."""
@@ -256,6 +260,9 @@ class Worker:
             self._calling[number] = self._calling.get(number, 0) + change
             if not self._calling[number]:
                 del self._calling[number]
+                if (unclosed := self._unclosed.pop(number, None)) is not None:
+                    # the host has its reply, and ignores the second one
+                    self.take(unclosed)
 
         def counted(*arguments: Any, **options: Any) -> Any:
             try:

@@ -128,6 +128,23 @@ def _pipes():
     ]
 
 
+class Noting(Obedient):
+    """Notes in a file that it has waited for another file, and that it is closed."""
+
+    def do_wait(self, path):
+        while not Path(path).exists():
+            time.sleep(0.01)
+        self._note("waited")
+        return say("waited")
+
+    def close(self):
+        self._note("closed")
+
+    def _note(self, text):
+        with open(self.options["path"], "a") as file:
+            file.write(f"{text}\n")
+
+
 class ObedientCoroutine(Obedient):
     """Sleeps without a thread, or in one that its coroutine has started."""
 

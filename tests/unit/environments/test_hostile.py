@@ -100,6 +100,27 @@ def test_time_limit_fails_one_episode_and_leaves_the_process_to_others():
     with_host([config_of(name, timeout_s=1.0) for name in names], play)
 
 
+def test_object_is_closed_when_a_step_that_missed_its_limit_ends(tmp_path):
+    """Catches what an episode holds, such as a container, that is kept for the whole run."""
+    notes, awaited = tmp_path / "notes", tmp_path / "awaited"
+    config = config_of("Noting", options={"path": str(notes)}, timeout_s=1.0)
+
+    async def play(host):
+        notes.unlink()  # of the object that described itself
+        await host.open("slow", 0, task_of("slow"))
+        failed = await host.step("slow", 0, turn_of(f"wait {awaited}"))
+        await host.close(["slow"])
+        assert failed.failure.startswith("timeout") and not notes.exists()
+        awaited.touch()
+        for _ in range(500):
+            if notes.exists() and "closed" in notes.read_text():
+                break
+            await asyncio.sleep(0.01)
+
+    with_host([config], play)
+    assert notes.read_text().splitlines() == ["waited", "closed"]
+
+
 def test_process_with_many_hanging_threads_is_replaced(monkeypatch):
     monkeypatch.setattr("megadapo.environments.processes.MAX_STUCK", 2)
 
