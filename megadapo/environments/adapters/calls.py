@@ -115,8 +115,16 @@ class Tool(TextTool):
             self._tool = make_tool(function)
             self.tools: Sequence[Mapping[str, Any]] = (self._tool.schema,)
 
+    def begin_turn(self) -> None:
+        """Begin a turn, whose calls share the limits of the tool."""
+
     async def step(self, action: Action) -> Observation:
         """Answer all calls of a turn, in order; a turn without calls ends the episode."""
+        self.begin_turn()
+        return await self.answer(action)
+
+    async def answer(self, action: Action) -> Observation:
+        """Answer calls of the turn that has begun."""
         if self._is_text:
             if self.has_ended(action.text):
                 return Observation(done=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megadapo.environments.adapters import BUILT_IN
+from megadapo.environments.adapters.calls import Tool
 from megadapo.environments.environment import Action, Environment, Observation, Task
 from megadapo.environments.functions import run_in_thread
 
@@ -47,6 +48,9 @@ class Toolbox(Environment):
 
     async def step(self, action: Action) -> Observation:
         """Answer a call by text, or all tool calls in order; other turns end the episode."""
+        for one in self._members.values():
+            if isinstance(one, Tool):
+                one.begin_turn()
         ends = {
             stop: action.text.rfind(stop) + len(stop) for stop in self.stop if stop in action.text
         }
@@ -84,7 +88,8 @@ class Toolbox(Environment):
 
     async def _ask(self, name: str, action: Action) -> Observation:
         """Return the observation of a tool, with the tool's name before the name of each metric."""
-        found: Observation = await _call(self._members[name].step, action)
+        one = self._members[name]
+        found: Observation = await _call(one.answer if isinstance(one, Tool) else one.step, action)
         metrics = {f"{name}/{metric}": value for metric, value in found.metrics.items()}
         return replace(found, metrics=metrics)
 

@@ -2,8 +2,14 @@
 
 import pytest
 
-from megadapo.environments.adapters.python_tool import MAX_CODE_BYTES, NO_OUTPUT, PythonTool
-from megadapo.environments.environment import ToolCall
+from megadapo.environments.adapters.python_tool import (
+    MAX_CODE_BYTES,
+    NO_OUTPUT,
+    NO_TIME,
+    PythonTool,
+)
+from megadapo.environments.adapters.toolbox import Toolbox
+from megadapo.environments.environment import Environment, ToolCall
 from tests.unit.environments.adapters.playing import playing, task
 
 
@@ -50,6 +56,28 @@ def test_mistakes_in_calls_are_told() -> None:
         assert found.metrics == {"calls": 2.0} and player.turn("42").done
         (message,) = player.turn("", problem="no JSON").messages
         assert message["content"] == "Error: no JSON"
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [PythonTool(seconds=0.3), Toolbox(python={"seconds": 0.3})],
+    ids=["alone", "with others"],
+)
+def test_endless_calls_of_a_turn_share_their_time(tool: Environment) -> None:
+    """Together they would exceed the time limit of the step: a failure in place of an answer."""
+    calls = [ToolCall(name="python", arguments={"code": "while True: pass"})] * 3
+    with playing(tool, task()) as player:
+        first, *others = [message["content"] for message in player.turn("", calls).messages]
+        assert "the code took longer than 0.3 s" in first and others == [NO_TIME] * 2
+        assert player.call("python", code="6 * 7") == "42"
+
+
+def test_a_call_has_the_time_that_others_left() -> None:
+    code = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+    calls = [ToolCall(name="python", arguments={"code": code})] * 2
+    with playing(PythonTool(seconds=0.6), task()) as player:
+        _, second = player.turn("", calls).messages
+        assert second["content"] != NO_OUTPUT
 
 
 def test_schema_is_that_of_the_method() -> None:

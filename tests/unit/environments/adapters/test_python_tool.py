@@ -250,13 +250,13 @@ def test_interpreter_ends_with_the_episode_and_with_its_parent() -> None:
     wait_until(lambda: not is_running(process_id), timeout_s=5)
     program = (
         "import asyncio, os, signal\n"
-        "from megadapo.environments.adapters.python_tool import Interpreter\n"
+        "from megadapo.environments.adapters.python_tool import Budget, Interpreter\n"
         "async def main():\n"
         "    settings = dict(memory_bytes=1 << 30, max_chars=9, isolation='auto', seed=0)\n"
         "    one = Interpreter(settings)\n"
         "    await one.start()\n"
         "    print(one._process.pid, flush=True)\n"
-        "    asyncio.ensure_future(one.run(b'while True: pass', 99))\n"
+        "    asyncio.ensure_future(one.run(b'while True: pass', Budget(99)))\n"
         "    await asyncio.sleep(0.2)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
