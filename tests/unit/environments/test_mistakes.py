@@ -112,6 +112,9 @@ IN_A_STEP = {
     "Observation(messages=[{'role': 'user', 'content': 7}])": (
         "step returned a message with content = 7, not a text"
     ),
+    "Observation(messages=[{'role': 'tool', 'content': 'x', 'name': 'add'}])": (
+        "step returned a message with 'name'; a message has only role and content"
+    ),
     "Observation(text=b'x')": "step returned text = a bytes, not a text",
     "Observation(text='\\ud800')": "step returned text that is not valid Unicode",
     "Observation(text='x', messages=[{'role': 'user', 'content': 'x'}])": (
