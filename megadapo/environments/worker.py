@@ -184,7 +184,8 @@ class Worker:
         except WrongResult as error:
             reply |= {"cause": "wrong result", "error": str(error)}
         except EnvironmentFailure as error:
-            reply |= {"cause": "failure", "error": (str(error) or "no reason given")[:MAX_ERROR]}
+            text = _text_of(error) or "no reason given"
+            reply |= {"cause": "failure", "error": text[:MAX_ERROR]}
         except MemoryError:
             limit = f"{SECTION}.memory_mib = {self._memory_mib}"
             reply |= {"cause": "no capacity", "error": f"out of memory, by {limit}"}
@@ -193,9 +194,11 @@ class Worker:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+            text = _text_of(error)
+            is_thread = isinstance(error, RuntimeError) and "start new thread" in text
             cause = "no capacity" if is_thread else "exception"
-            reply |= {"cause": cause, "error": describe_error(error, MAX_ERROR) + _place(error)}
+            text = f"{type(error).__name__}: {text}"[:MAX_ERROR].removesuffix(": ")
+            reply |= {"cause": cause, "error": text + _place(error)}
         send(self._replies, reply)
 
     async def _describe(self, message: Mapping[str, Any]) -> Any:
@@ -284,6 +287,14 @@ class Worker:
             return await returned
         finally:
             count(-1)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        # a user's exception may raise any other one, and a call without a reply seems to hang
+        return "<exception str() failed>"
 
 
 def _place(error: BaseException) -> str:

@@ -57,6 +57,15 @@ class Obedient(Environment):
     def do_raise(self, text):
         raise ValueError(text)
 
+    def do_hide(self, kind):
+        """Raise an exception that has no text."""
+        base = {"failure": EnvironmentFailure, "exception": ValueError}[kind]
+
+        def fail(_):
+            raise SystemExit
+
+        raise type("Hidden", (base,), {"__str__": fail})
+
     def do_parse(self, text):
         return say(json.loads(text))
 

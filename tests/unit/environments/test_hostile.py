@@ -36,6 +36,8 @@ def test_failures_of_a_step_have_stable_causes_and_the_process_stays():
     texts = {
         "raise no table": "exception: ValueError: no table",
         "fail the server is full": "failure: the server is full",
+        "hide failure": "failure: <exception str() failed>",
+        "hide exception": "exception: Hidden: <exception str() failed>",
         "sys_exit now": "exception: SystemExit: 3",
         "stop_iteration": "exception: RuntimeError: coroutine raised StopIteration",
         "fill": "no capacity: out of memory, by rollout.environments.memory_mib = 1024",
