@@ -124,7 +124,7 @@ class Tool(TextTool):
         return await self.answer(action)
 
     async def answer(self, action: Action) -> Observation:
-        """Answer calls of the turn that has begun."""
+        """Answer calls of the current turn."""
         if self._is_text:
             if self.has_ended(action.text):
                 return Observation(done=True)

@@ -55,7 +55,7 @@ class Threaded(Counter):
 
 
 class Beginner(Counter):
-    """Begins with an observation, and fails at its end."""
+    """A tool with a first observation, whose close fails."""
 
     def __init__(self, *, name: str, **begin: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Beginner(Counter):
 
 
 class Other(Beginner):
-    """Another one."""
+    """A second class, as each tool has a name of its own."""
 
 
 COUNTER = f"{__name__}:Counter"
