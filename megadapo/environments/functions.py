@@ -124,6 +124,24 @@ class Functions(Environment):
         return f"Error: {tool.name}: {'; '.join(problems)}" if problems else ""
 
 
+def run_in_thread(
+    method: Callable[..., Any], *arguments: Any, **options: Any
+) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    """Call a method in a thread; return its value and its exception.
+
+    A future cannot hold a StopIteration, and a task must not end with a SystemExit.
+    """
+
+    def run() -> tuple[Any, BaseException | None]:
+        try:
+            return method(*arguments, **options), None
+        except BaseException as error:
+            # a user's method may raise any exception; the caller raises it again
+            return None, error
+
+    return asyncio.get_running_loop().run_in_executor(None, run)
+
+
 def _text_of(tool: Tool, value: Any) -> str:
     if isinstance(value, str):
         return value

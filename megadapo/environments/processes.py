@@ -7,6 +7,7 @@ stays in one process.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from megadapo.environments.process import LOST, CallError, EnvironmentProcess
 from megadapo.environments.worker import MAX_STUCK
 
 MAX_FAILED_STARTS = 3
+"""Failed starts in a row, without a pause, after which there are pauses between them."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 60.0
+"""Pauses before further starts; each is twice the one before."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,13 @@ class EnvironmentProcesses:
         self._retired: list[EnvironmentProcess] = []
         self._num_objects = 0
         self.warnings: list[str] = []
-        """Lost processes that were replaced."""
+        """Lost processes, and starts that failed."""
         self._num_failed_starts = 0
+        self._next_start = 0.0
+        """Time before which no process is started."""
         self._refusal = ""
         """Reason of the last failed start."""
-        self._is_stopped = False
+        self._stopping = asyncio.Event()
 
     async def start(self) -> EnvironmentDescription:
         """Start all processes and return what the environment says of itself.
@@ -114,12 +120,14 @@ class EnvironmentProcesses:
         """Return a place for a new object, in the process with the fewest.
 
         Raises:
-            CallError: no process can be started.
+            CallError: no process can be started, also after a pause.
         """
+        # the others play while one cannot be started
+        without_process = math.inf if time.monotonic() < self._next_start else 0
 
-        def load(place: int) -> int:
+        def load(place: int) -> float:
             process = self._places[place]
-            return len(process.objects) if process is not None and process.is_alive else 0
+            return len(process.objects) if process and process.is_alive else without_process
 
         process = await self._process(min(range(len(self._places)), key=load))
         self._num_objects += 1
@@ -127,7 +135,7 @@ class EnvironmentProcesses:
 
     async def stop(self) -> None:
         """Kill all processes."""
-        self._is_stopped = True
+        self._stopping.set()
         running = [*self._retired, *filter(None, self._places)]
         await asyncio.gather(*(process.end("was stopped") for process in running))
 
@@ -138,6 +146,7 @@ class EnvironmentProcesses:
 
     async def _process(self, place: int) -> EnvironmentProcess:
         """Return the process of a place; start one unless it can take an object."""
+        num_failed_before = self._num_failed_starts
         async with self._locks[place]:
             process = self._places[place]
             if process is not None and process.num_stuck >= MAX_STUCK:
@@ -150,22 +159,42 @@ class EnvironmentProcesses:
                 return process
             elif process is not None:
                 self.warnings.append(f"environment {self._config.label}: {process.lost}")
-            while not self._is_stopped and self._num_failed_starts < MAX_FAILED_STARTS:
+            self._places[place] = None
+            while not self._stopping.is_set():
+                # callers that waited for a failed start fail with it
+                is_outage = self._num_failed_starts >= MAX_FAILED_STARTS
+                if is_outage and self._num_failed_starts > num_failed_before:
+                    raise CallError(LOST, self._refusal)
+                with suppress(TimeoutError):
+                    pause_s = self._next_start - time.monotonic()
+                    await asyncio.wait_for(self._stopping.wait(), pause_s)
+                    break
                 process = self._places[place] = EnvironmentProcess(self._config, self._log_path)
                 try:
                     await process.start()
                 except CallError as error:
-                    self._num_failed_starts += 1
-                    self._refusal = error.details
+                    # this one needs no warning
+                    self._places[place] = None
+                    self._note_failed_start(error)
                     if error.cause == LOST:
                         continue
                     raise
-                self._num_failed_starts = 0
+                self._num_failed_starts, self._next_start = 0, 0.0
                 return process
-            if self._is_stopped:
-                raise CallError(LOST, "the environments have been stopped")
-            raise CallError(
-                LOST,
-                f"its process could not be started {MAX_FAILED_STARTS} times in a row: "
-                f"{self._refusal}",
-            )
+            raise CallError(LOST, "the environments have been stopped")
+
+    def _note_failed_start(self, error: CallError) -> None:
+        """Begin a pause if it is not the first one."""
+        self._num_failed_starts += 1
+        num_pauses = self._num_failed_starts - MAX_FAILED_STARTS
+        if num_pauses < 0:
+            return
+        self._refusal = (
+            f"its process could not be started {MAX_FAILED_STARTS} times in a row: {error.details}"
+        )
+        self._next_start = time.monotonic() + min(
+            FIRST_PAUSE_S * 2 ** min(num_pauses, 10), LONGEST_PAUSE_S
+        )
+        if num_pauses == 0:
+            label = self._config.label
+            self.warnings.append(f"environment {label}: {self._refusal}; trying again with pauses")

@@ -14,6 +14,8 @@ from typing import Any
 from megadapo.environments.environment import Environment, Observation
 
 ROLES = ("user", "tool")
+KEYS = ("role", "content")
+"""Keys of a message."""
 
 
 class WrongResult(Exception):
@@ -104,7 +106,7 @@ def _json(value: Any, what: str) -> Any:
 def _message(value: Any, method: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise WrongResult(f"{method} returned {_short(value)} as a message, not a dict")
-    for name in ("role", "content"):
+    for name in KEYS:
         if name not in value:
             raise WrongResult(f'{method} returned a message without "{name}"')
     if value["role"] not in ROLES:
@@ -112,12 +114,13 @@ def _message(value: Any, method: str) -> dict[str, str]:
         raise WrongResult(
             f'{method} returned a message with role = {_short(value["role"])}, not "{roles}"'
         )
-    return {
-        _text(name, f"{method} returned a message with", "a key"): _text(
-            one, f"{method} returned a message with", str(name)
-        )
-        for name, one in value.items()
-    }
+    for name in value:
+        if name not in KEYS:
+            raise WrongResult(
+                f"{method} returned a message with {_short(name)}; a message has only "
+                f"{' and '.join(KEYS)}, as chat templates differ in the others"
+            )
+    return {name: _text(value[name], f"{method} returned a message with", name) for name in KEYS}
 
 
 def _token_ids(value: Any, method: str) -> list[int]:

@@ -38,6 +38,7 @@ from megadapo.environments.environment import (  # noqa: E402 - it must be finda
     Task,
     ToolCall,
 )
+from megadapo.environments.functions import run_in_thread  # noqa: E402
 from megadapo.environments.results import (  # noqa: E402
     WrongResult,
     read_description,
@@ -153,6 +154,8 @@ class Worker:
         """Calls in progress by their number."""
         self._calling: dict[int, int] = {}
         """Number of running methods by object: those of threads cannot be cancelled."""
+        self._unclosed: dict[int, Mapping[str, Any]] = {}
+        """Requests to close objects whose method still runs, by object."""
         self._calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "describe": self._describe,
             "reset": self._reset,
@@ -181,7 +184,8 @@ class Worker:
         except WrongResult as error:
             reply |= {"cause": "wrong result", "error": str(error)}
         except EnvironmentFailure as error:
-            reply |= {"cause": "failure", "error": (str(error) or "no reason given")[:MAX_ERROR]}
+            text = _text_of(error) or "no reason given"
+            reply |= {"cause": "failure", "error": text[:MAX_ERROR]}
         except MemoryError:
             limit = f"{SECTION}.memory_mib = {self._memory_mib}"
             reply |= {"cause": "no capacity", "error": f"out of memory, by {limit}"}
@@ -190,9 +194,11 @@ class Worker:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+            text = _text_of(error)
+            is_thread = isinstance(error, RuntimeError) and "start new thread" in text
             cause = "no capacity" if is_thread else "exception"
-            reply |= {"cause": cause, "error": describe_error(error, MAX_ERROR) + _place(error)}
+            text = f"{type(error).__name__}: {text}"[:MAX_ERROR].removesuffix(": ")
+            reply |= {"cause": cause, "error": text + _place(error)}
         send(self._replies, reply)
 
     async def _describe(self, message: Mapping[str, Any]) -> Any:
@@ -233,10 +239,12 @@ class Worker:
         return read_state(await self._call(number, self._objects[number].state))
 
     async def _close(self, message: Mapping[str, Any]) -> Any:
-        environment = self._objects.pop(message["object"], None)
-        # a method that hangs still uses the object
-        if environment is not None and not self._calling.get(message["object"]):
-            await self._call(message["object"], environment.close)
+        number = message["object"]
+        if self._calling.get(number):
+            # a method that hangs still uses the object
+            self._unclosed[number] = message
+        elif (environment := self._objects.pop(number, None)) is not None:
+            await self._call(number, environment.close)
 
     async def _cancel(self, message: Mapping[str, Any]) -> Any:
         """Cancel a call; return whether a method of the object continues, or waits for a thread."""
@@ -255,24 +263,23 @@ class Worker:
             self._calling[number] = self._calling.get(number, 0) + change
             if not self._calling[number]:
                 del self._calling[number]
+                if (unclosed := self._unclosed.pop(number, None)) is not None:
+                    # the host has its reply, and ignores the second one
+                    self.take(unclosed)
 
-        def run() -> tuple[Any, BaseException | None]:
+        def counted(*arguments: Any, **options: Any) -> Any:
             try:
-                return method(*arguments, **options), None
-            except BaseException as error:
-                # raised again in the event loop; a future cannot hold a StopIteration
-                return None, error
+                return method(*arguments, **options)
             finally:
                 self._loop.call_soon_threadsafe(count, -1)
 
         if inspect.iscoroutinefunction(method):
-            returned, error = method(*arguments, **options), None
+            returned = method(*arguments, **options)
         else:
-            future = self._loop.run_in_executor(self._threads, run)
             count(1)
-            returned, error = await future
-        if error is not None:
-            raise error
+            returned, error = await run_in_thread(counted, *arguments, **options)
+            if error is not None:
+                raise error
         if not inspect.isawaitable(returned):
             return returned
         count(1)
@@ -280,6 +287,14 @@ class Worker:
             return await returned
         finally:
             count(-1)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        # a user's exception may raise any other one, and a call without a reply seems to hang
+        return "<exception str() failed>"
 
 
 def _place(error: BaseException) -> str:

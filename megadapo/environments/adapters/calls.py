@@ -8,6 +8,7 @@ messages of the role "tool", which the model answers in its next turn.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,19 @@ from megadapo.environments.functions import make_tool
 
 OUTPUT = "<result>{}</result>"
 """Default of the option `output`."""
+
+
+def require_positive(kind: type[int] | type[float], **options: float) -> None:
+    """Refuse options that are no finite number of this kind above zero.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, value in options.items():
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            number = "a whole number" if kind is int else "a number"
+            raise ValueError(f"the option {name} = {value!r} must be {number} above 0")
 
 
 class TextTool(Environment):
@@ -101,8 +115,16 @@ class Tool(TextTool):
             self._tool = make_tool(function)
             self.tools: Sequence[Mapping[str, Any]] = (self._tool.schema,)
 
+    def begin_turn(self) -> None:
+        """Begin a turn, whose calls share the limits of the tool."""
+
     async def step(self, action: Action) -> Observation:
         """Answer all calls of a turn, in order; a turn without calls ends the episode."""
+        self.begin_turn()
+        return await self.answer(action)
+
+    async def answer(self, action: Action) -> Observation:
+        """Answer calls of the current turn."""
         if self._is_text:
             if self.has_ended(action.text):
                 return Observation(done=True)

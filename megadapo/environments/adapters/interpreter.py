@@ -157,8 +157,6 @@ def _isolate(settings: Mapping[str, Any]) -> None:
         )
     user = None if refused else isolation.enter_alone(writable=False)
     isolation.drop_privileges(user, max_processes=0)
-    # without signals, the end by SIGKILL was not the code's own doing
-    seccomp.install(seccomp.program(["kill", "tgkill"]))
     memory_bytes = settings["memory_bytes"]
     try:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -168,6 +166,10 @@ def _isolate(settings: Mapping[str, Any]) -> None:
             "environment's own process: lower it, or raise rollout.environments.memory_mib"
         ) from None
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    # without signals, timers and limits of time, the end by SIGKILL was not the code's own doing
+    limits = [(1, 0xFFFFFFFF, one, False) for one in (resource.RLIMIT_CPU, resource.RLIMIT_RTTIME)]
+    denied = ["kill", "tgkill", "setrlimit", "timer_create"]
+    seccomp.install(seccomp.program(denied, {"prlimit64": limits}))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # after the change of the user id, which clears it
     ctypes.CDLL(None).prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ class OpenEnv(Environment):
         after: text behind which the model's text starts, such as "</think>"; the last one counts.
         text: field of the server's observation that is shown as a message; none: all as JSON.
         tools: JSON schemas that the chat template shows, whose arguments are the action's fields.
+
+    Raises:
+        PermissionError: the process may not open sockets.
     """
 
     def __init__(
@@ -52,6 +56,11 @@ class OpenEnv(Environment):
         secure = {"ws": "ws", "http": "ws", "wss": "wss", "https": "wss"}
         if not mark or scheme not in secure:
             raise ValueError(f'the option url = "{url}" must start with ws:// or wss://')
+        # before the run, as a reset takes this for a server that is away
+        try:
+            socket.socket().close()
+        except PermissionError as error:
+            raise PermissionError(f"{error}; OpenEnv needs network = true") from error
         self._url = f"{secure[scheme]}://{address.removesuffix('/').removesuffix('/ws')}/ws"
         self._field, self._after, self._text = field, after, text
         self.tools = tuple(tools)

@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megadapo.environments.adapters import interpreter
-from megadapo.environments.adapters.calls import OUTPUT, Tool
+from megadapo.environments.adapters.calls import OUTPUT, Tool, require_positive
 from megadapo.environments.environment import EnvironmentFailure, Task
 from megadapo.rewards.workers.worker import worker_environment
 
 START_TIMEOUT_S = 20.0
 SLOWDOWN = 3.0
-"""Factor by which a call may exceed its limit of CPU time in wall-clock time."""
+"""Factor by which calls may exceed their limit of CPU time in wall-clock time."""
 MAX_CODE_BYTES = 32 << 10
 """Longest code of a call; it fits into a pipe, so that writing never waits."""
 MAX_ERROR_CHARS = 4000
 NO_OUTPUT = "(no output)"
+NO_TIME = "Error: no time is left in this turn, and the code was not run"
 LOST = "The interpreter was restarted, and all variables and imports are lost: {}."
 
 
@@ -37,15 +38,31 @@ class Ended(Exception):
     """A reason why an interpreter has ended that the model's code is to blame for."""
 
 
+class Budget:
+    """The time that is left for the calls of a turn."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.used_s = seconds, 0.0
+        self._end = time.monotonic() + SLOWDOWN * seconds
+
+    def left_s(self) -> float:
+        """Return the time for which calls need not be stopped."""
+        # code must not fail because others use the cores
+        return min(self.seconds - self.used_s, self._end - time.monotonic())
+
+
 class PythonTool(Tool):
     """A Python interpreter: what code prints, and the value of its last expression.
 
     Args:
-        seconds: CPU time of a call, and a third of the time that it may take in all. An
-            interpreter that exceeds it is replaced.
+        seconds: CPU time of all calls of a turn. They may take three times as long, which must be
+            less than `timeout_s`. An interpreter that exceeds it is replaced.
         memory_mib: limit of the interpreter's address space.
         max_chars: characters of a result, without the end of a traceback.
         isolation: "require": Linux namespaces; "auto": otherwise Landlock, if it is allowed.
+
+    Raises:
+        ValueError: an option has a wrong value.
     """
 
     def __init__(
@@ -60,6 +77,10 @@ class PythonTool(Tool):
         isolation: Literal["auto", "require"] = "auto",
     ) -> None:
         super().__init__(self.python, start=start, stop=stop, output=output)
+        require_positive(float, seconds=seconds)
+        require_positive(int, memory_mib=memory_mib, max_chars=max_chars)
+        if isolation not in ("auto", "require"):
+            raise ValueError(f'the option isolation = {isolation!r} must be "auto" or "require"')
         self._seconds = seconds
         self._settings = {
             "memory_bytes": memory_mib << 20,
@@ -67,7 +88,11 @@ class PythonTool(Tool):
             "isolation": isolation,
         }
         self._seed = 0
+        self._budget = Budget(seconds)
         self._interpreter: Interpreter | None = None
+
+    def begin_turn(self) -> None:
+        self._budget = Budget(self._seconds)
 
     async def reset(self, task: Task) -> None:
         self._seed = task.seed
@@ -84,11 +109,13 @@ class PythonTool(Tool):
         encoded = code.encode(errors="replace")
         if len(encoded) > MAX_CODE_BYTES:
             return f"Error: the code is longer than {MAX_CODE_BYTES} bytes, and was not run"
+        if self._budget.left_s() <= 0:
+            return NO_TIME
         if self._interpreter is None:
             self._interpreter = Interpreter({**self._settings, "seed": self._seed})
             await self._interpreter.start()
         try:
-            return (await self._interpreter.run(encoded, self._seconds)).rstrip("\n") or NO_OUTPUT
+            return (await self._interpreter.run(encoded, self._budget)).rstrip("\n") or NO_OUTPUT
         except Ended as error:
             await self.close()
             return LOST.format(error)
@@ -140,22 +167,23 @@ class Interpreter:
             lambda: asyncio.StreamReaderProtocol(self._replies), self._process.stdout
         )
         try:
-            reason = await self._ask(0, json.dumps(self._settings).encode(), START_TIMEOUT_S)
+            budget = Budget(START_TIMEOUT_S)
+            reason = await self._ask(0, json.dumps(self._settings).encode(), budget)
         except Ended as error:
             reason = str(error)
         if reason:
             self.kill()
             raise EnvironmentFailure(f"a Python sandbox cannot start: {reason}")
 
-    async def run(self, code: bytes, seconds: float) -> str:
-        """Return the output of code.
+    async def run(self, code: bytes, budget: Budget) -> str:
+        """Return the output of code, and count its CPU time.
 
         Raises:
             Ended: the code exceeded a limit or ended the process.
             EnvironmentFailure: the process was killed from outside.
         """
         self._num_calls += 1
-        return await self._ask(self._num_calls, code, seconds)
+        return await self._ask(self._num_calls, code, budget)
 
     def kill(self) -> None:
         """End the process, also in the middle of a call."""
@@ -167,20 +195,18 @@ class Interpreter:
             if pipe is not None:
                 pipe.close()
 
-    async def _ask(self, number: int, text: bytes, seconds: float) -> str:
+    async def _ask(self, number: int, text: bytes, budget: Budget) -> str:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._requests, interpreter.HEADER.pack(number, len(text)) + text)
         reading = asyncio.ensure_future(self._read(number))
-        started, cpu_before_s, left_s = time.monotonic(), self._cpu_s(), seconds
+        used_s = budget.used_s - self._cpu_s()
         try:
-            while left_s > 0 and not (await asyncio.wait([reading], timeout=left_s))[0]:
-                # code must not fail because others use the cores
-                left_s = min(
-                    seconds - (self._cpu_s() - cpu_before_s),
-                    started + SLOWDOWN * seconds - time.monotonic(),
-                )
+            while not reading.done() and (left_s := budget.left_s()) > 0:
+                # the kernel counts CPU time in steps of this size
+                await asyncio.wait([reading], timeout=max(left_s, 0.01))
+                budget.used_s = used_s + self._cpu_s()
             if not reading.done():
-                raise Ended(f"the code took longer than {seconds:g} s")
+                raise Ended(f"the code took longer than {budget.seconds:g} s")
             return await reading
         except asyncio.IncompleteReadError:
             raise Ended(await self._how_it_ended()) from None

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megadapo.environments.adapters.bm25 import Index
-from megadapo.environments.adapters.calls import OUTPUT, Tool
+from megadapo.environments.adapters.calls import OUTPUT, Tool, require_positive
 
 MAX_QUERY = 1000
 """Characters of a query that count."""
@@ -31,7 +31,7 @@ class Search(Tool):
         max_chars: characters of a result's text; the rest is cut off.
 
     Raises:
-        ValueError: a row of the corpus is wrong.
+        ValueError: an option, or a row of the corpus, is wrong.
         OSError: the corpus cannot be read.
     """
 
@@ -47,6 +47,9 @@ class Search(Tool):
         output: str = OUTPUT,
     ) -> None:
         super().__init__(self.search, start=start, stop=stop, output=output)
+        require_positive(int, num=num, max_num=max_num, max_chars=max_chars)
+        if num > max_num:
+            raise ValueError(f"the option num = {num} must be at most max_num = {max_num}")
         self._num, self._max_num, self._max_chars = num, max_num, max_chars
         path = os.path.realpath(corpus)
         status = os.stat(path)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megadapo.environments.adapters import BUILT_IN
+from megadapo.environments.adapters.calls import Tool
 from megadapo.environments.environment import Action, Environment, Observation, Task
+from megadapo.environments.functions import run_in_thread
+from megadapo.environments.results import WrongResult
 
 
 class Toolbox(Environment):
@@ -39,12 +44,20 @@ class Toolbox(Environment):
                 f"two of the tools {', '.join(tools)} have the same stop text or the same name"
             )
 
-    async def reset(self, task: Task) -> None:
-        for one in self._members.values():
-            await _value(one.reset(task))
+    async def reset(self, task: Task) -> Observation | None:
+        """Begin the episode; return the first observations of all tools as one."""
+        found = [
+            _named(name, observed)
+            for name, one in self._members.items()
+            if (observed := await _call(one.reset, task)) is not None
+        ]
+        return _joined(found) if found else None
 
     async def step(self, action: Action) -> Observation:
         """Answer a call by text, or all tool calls in order; other turns end the episode."""
+        for one in self._members.values():
+            if isinstance(one, Tool):
+                one.begin_turn()
         ends = {
             stop: action.text.rfind(stop) + len(stop) for stop in self.stop if stop in action.text
         }
@@ -65,26 +78,44 @@ class Toolbox(Environment):
             )
             for call in action.tool_calls
         ]
-        metrics: dict[str, float] = {}
-        for one in observed:
-            for name, value in one.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-        return Observation(
-            messages=[message for one in observed for message in one.messages],
-            reward=sum(one.reward for one in observed),
-            done=any(one.done for one in observed),
-            metrics=metrics,
-        )
+        return _joined(observed)
 
     async def close(self) -> None:
-        for one in self._members.values():
-            await _value(one.close())
+        async with contextlib.AsyncExitStack() as closing:
+            # all of them, also if one fails
+            for one in self._members.values():
+                closing.push_async_callback(_call, one.close)
 
     async def _ask(self, name: str, action: Action) -> Observation:
-        """Return the observation of a tool, with the tool's name before the name of each metric."""
-        found: Observation = await _value(self._members[name].step(action))
-        metrics = {f"{name}/{metric}": value for metric, value in found.metrics.items()}
-        return replace(found, metrics=metrics)
+        one = self._members[name]
+        found = await _call(one.answer if isinstance(one, Tool) else one.step, action)
+        return _named(name, found)
+
+
+def _named(tool: str, found: Observation) -> Observation:
+    """Return an observation of a tool, with its name before the name of each metric."""
+    metrics = {f"{tool}/{metric}": value for metric, value in found.metrics.items()}
+    return replace(found, metrics=metrics)
+
+
+def _joined(observed: Sequence[Observation]) -> Observation:
+    """Return the observations of several tools or calls as one.
+
+    Raises:
+        WrongResult: one has no messages, but text or token ids.
+    """
+    if any(one.text is not None or one.token_ids is not None for one in observed):
+        raise WrongResult("returned text or token_ids, which cannot be joined; return messages")
+    metrics: dict[str, float] = {}
+    for one in observed:
+        for name, value in one.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return Observation(
+        messages=[message for one in observed for message in one.messages],
+        reward=sum(one.reward for one in observed),
+        done=any(one.done for one in observed),
+        metrics=metrics,
+    )
 
 
 def _mistake(text: str) -> Observation:
@@ -97,6 +128,17 @@ def _load(path: str) -> type[Environment]:
     return found
 
 
-async def _value(returned: Any) -> Any:
-    """Return the value of a method that may be a coroutine."""
+async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method, in a thread if it is no coroutine; await what it returns if that is one."""
+    if inspect.iscoroutinefunction(method):
+        returned = method(*arguments)
+    else:
+        running = run_in_thread(method, *arguments)
+        try:
+            returned, error = await asyncio.shield(running)
+        finally:
+            # a thread cannot be cancelled, and the tool is in use until it ends
+            await asyncio.wait([running])
+        if error is not None:
+            raise error
     return await returned if inspect.isawaitable(returned) else returned

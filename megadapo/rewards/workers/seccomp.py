@@ -73,6 +73,8 @@ _OF_ITSELF = {
     **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119)},
 }
 """Calls that `alone` allows with the pid 0 only, which is the process itself."""
+_OF_KILLS = {"setrlimit": (160, 164), "timer_create": (222, 107)}
+"""Calls by which the kernel may kill the process itself, and that most programs may use."""
 _FIRST_UNKNOWN = 452
 """Numbers from here on, those of x32 included, give ENOSYS, so that libraries use older calls."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -133,7 +135,7 @@ def program(denied: Iterable[str], checks: dict[str, list[_Check]] | None = None
         OSError: this architecture is not known.
     """
     index, audit = _architecture()
-    calls = _SYSTEM_CALLS | _OF_OTHERS | _CHECKED | _OF_ITSELF
+    calls = _SYSTEM_CALLS | _OF_OTHERS | _CHECKED | _OF_ITSELF | _OF_KILLS
     numbers: dict[str, Any] = {name: both[index] for name, both in calls.items()}
     denial = _RET_ERRNO | errno.EPERM
     lines = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from megadapo.tokens.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 SEED_BYTES = 4
 """Size of an episode's seed, which must fit every random generator."""
@@ -73,16 +77,18 @@ class EpisodeRequests:
         request = self.request(prompt)
         return () if request is None else self.environments[request.environment][1].tools
 
-    def check(self, prompts: Iterable[Prompt], max_prompt_tokens: int) -> None:
-        """Check that the chat template and the length allow the environments' turns and tools.
+    def check(self, prompts: Sequence[Prompt], max_prompt_tokens: int) -> None:
+        """Check that environments have prompts, whose template and length allow turns and tools.
 
         Raises:
-            ConfigError: the chat template cannot write the turns of a conversation.
+            ConfigError: no prompt is played in an environment, or the chat template cannot write
+                the turns of a conversation.
             DataError: a prompt is too long with the tools of its environment, or the template
                 ignores them.
         """
         if not self.environments:
             return
+        self._check_data_sources([*dict.fromkeys(prompt.data_source for prompt in prompts)])
         if self.tokenizer.chat_template:
             try:
                 Turns(self.tokenizer, ("user",))
@@ -98,3 +104,25 @@ class EpisodeRequests:
                     f"{request.label}: take a model whose template has tools, or describe them in "
                     "the prompts"
                 )
+
+    def _check_data_sources(self, found: Sequence[str]) -> None:
+        """Report entries without prompts, and data_sources that prompts do not have."""
+        listed, left = ", ".join(map(json.dumps, found)), [*found]
+        takes_all, problems = False, []
+        for number, (config, _) in enumerate(self.environments):
+            entry = f"rollout.environments[{number}] ({config.environment})"
+            absent = [name for name in config.data_sources if name not in found]
+            # an entry without data_sources takes what others leave, which may be nothing
+            may_be_empty = not config.data_sources and not takes_all
+            if not may_be_empty and not any(map(config.applies_to, left)):
+                reason = "entries before it take them"
+                if absent and len(absent) == len(config.data_sources):
+                    reason = "none has its data_sources"
+                problems.append(f"{entry} has no prompts: {reason}; prompts have {listed}")
+            elif absent:
+                names = ", ".join(map(json.dumps, absent))
+                logger.warning("%s: no prompt has %s; prompts have %s", entry, names, listed)
+            left = [name for name in left if not config.applies_to(name)]
+            takes_all = takes_all or not config.data_sources
+        if problems:
+            raise ConfigError("\n".join(problems))

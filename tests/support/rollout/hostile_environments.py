@@ -57,6 +57,15 @@ class Obedient(Environment):
     def do_raise(self, text):
         raise ValueError(text)
 
+    def do_hide(self, kind):
+        """Raise an exception that has no text."""
+        base = {"failure": EnvironmentFailure, "exception": ValueError}[kind]
+
+        def fail(_):
+            raise SystemExit
+
+        raise type("Hidden", (base,), {"__str__": fail})
+
     def do_parse(self, text):
         return say(json.loads(text))
 
@@ -126,6 +135,23 @@ def _pipes():
         and os.path.exists(f"/proc/self/fd/{number}")
         and os.readlink(f"/proc/self/fd/{number}").startswith("pipe:")
     ]
+
+
+class Noting(Obedient):
+    """Notes in a file that it has waited for another file, and that it is closed."""
+
+    def do_wait(self, path):
+        while not Path(path).exists():
+            time.sleep(0.01)
+        self._note("waited")
+        return say("waited")
+
+    def close(self):
+        self._note("closed")
+
+    def _note(self, text):
+        with open(self.options["path"], "a") as file:
+            file.write(f"{text}\n")
 
 
 class ObedientCoroutine(Obedient):

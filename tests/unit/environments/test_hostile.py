@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 
 import pytest
 
+from megadapo.environments.process import CallError
+from megadapo.environments.processes import EnvironmentProcesses
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
+
+REFUSED = "its process could not be started 3 times in a row: exit code 4"
 
 
 def answers(texts, name="Obedient", **fields):
@@ -31,6 +36,8 @@ def test_failures_of_a_step_have_stable_causes_and_the_process_stays():
     texts = {
         "raise no table": "exception: ValueError: no table",
         "fail the server is full": "failure: the server is full",
+        "hide failure": "failure: <exception str() failed>",
+        "hide exception": "exception: Hidden: <exception str() failed>",
         "sys_exit now": "exception: SystemExit: 3",
         "stop_iteration": "exception: RuntimeError: coroutine raised StopIteration",
         "fill": "no capacity: out of memory, by rollout.environments.memory_mib = 1024",
@@ -98,6 +105,27 @@ def test_time_limit_fails_one_episode_and_leaves_the_process_to_others():
 
     names = ("Obedient", "ObedientCoroutine")
     with_host([config_of(name, timeout_s=1.0) for name in names], play)
+
+
+def test_object_is_closed_when_a_step_that_missed_its_limit_ends(tmp_path):
+    """Catches what an episode holds, such as a container, that is kept for the whole run."""
+    notes, awaited = tmp_path / "notes", tmp_path / "awaited"
+    config = config_of("Noting", options={"path": str(notes)}, timeout_s=1.0)
+
+    async def play(host):
+        notes.unlink()  # of the object that described itself
+        await host.open("slow", 0, task_of("slow"))
+        failed = await host.step("slow", 0, turn_of(f"wait {awaited}"))
+        await host.close(["slow"])
+        assert failed.failure.startswith("timeout") and not notes.exists()
+        awaited.touch()
+        for _ in range(500):
+            if notes.exists() and "closed" in notes.read_text():
+                break
+            await asyncio.sleep(0.01)
+
+    with_host([config], play)
+    assert notes.read_text().splitlines() == ["waited", "closed"]
 
 
 def test_process_with_many_hanging_threads_is_replaced(monkeypatch):
@@ -200,6 +228,69 @@ def test_environment_that_closes_the_pipe_of_requests_is_replaced():
 
     found = with_host([config_of("Obedient", recovery="once")], play)
     assert found[0] is None and found[-1].startswith(("lost process", "interrupted"))
+
+
+@pytest.fixture
+def fragile(tmp_path, monkeypatch):
+    """Return an environment that starts while a file exists, and the file."""
+    monkeypatch.setattr("megadapo.environments.processes.FIRST_PAUSE_S", 0.2)
+    python, allowed = tmp_path / "python", tmp_path / "allowed"
+    python.write_text(f'#!/bin/sh\n[ -e {allowed} ] || exit 4\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    allowed.touch()
+    return config_of("Obedient", python=str(python), num_workers=2), allowed
+
+
+def test_process_that_cannot_be_started_is_tried_again_after_a_pause(fragile):
+    """Catches a shortage of a moment that costs the run its environment for good."""
+    config, allowed = fragile
+
+    async def play():
+        processes = EnvironmentProcesses(config)
+        try:
+            await processes.start()
+            first = await processes.seat()
+            allowed.unlink()
+            os.kill(processes.process_ids[1], signal.SIGKILL)
+            while len(processes.process_ids) > 1:
+                await asyncio.sleep(0.01)
+            with pytest.raises(CallError, match="started 3 times in a row: exit code 4"):
+                await processes.seat()
+            other = await processes.seat()
+            assert other._process is first._process, "it can play meanwhile"
+            allowed.touch()
+            await asyncio.sleep(0.2)
+            assert (await processes.seat())._process is not first._process
+            lost, refused = processes.warnings
+            assert "SIGKILL" in lost and "trying again with pauses" in refused
+        finally:
+            await processes.stop()
+
+    asyncio.run(play())
+
+
+def test_starts_that_wait_end_together_with_a_failed_one_or_the_run(fragile, monkeypatch):
+    """Episodes would wait one after another, and a stopped run for each of them."""
+    config, allowed = fragile
+    allowed.unlink()
+
+    async def seats(processes):
+        return await asyncio.gather(*(processes.seat() for _ in range(9)), return_exceptions=True)
+
+    async def play():
+        processes = EnvironmentProcesses(config)
+        assert {type(one) for one in await seats(processes)} == {CallError}
+        start = time.monotonic()
+        assert {str(one) for one in await seats(processes)} == {f"lost process: {REFUSED}"}
+        assert 0.1 < time.monotonic() - start < 20, "one after another they take 100 s"
+        monkeypatch.setattr("megadapo.environments.processes.FIRST_PAUSE_S", 60.0)
+        await seats(processes)
+        waiting = asyncio.create_task(seats(processes))
+        await asyncio.sleep(0.05)
+        await processes.stop()
+        assert {"stopped" in str(one) for one in await asyncio.wait_for(waiting, 10)} == {True}
+
+    asyncio.run(play())
 
 
 def test_children_of_an_environment_end_with_it(tmp_path):

@@ -6,10 +6,14 @@ import venv
 
 import pytest
 
+from megadapo.data.prompts import Prompt
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.host import check_environments
+from megadapo.rollout.episodes.requests import EpisodeRequests
+from megadapo.rollout.episodes.types import EnvironmentDescription
 from tests.support.rollout.hosts import task_of, turn_of, with_host
+from tests.support.rollout.scripted_engines import PlainTokenizer
 
 HEAD = """
 from megadapo.environments.environment import Environment, Observation
@@ -94,6 +98,43 @@ class Game(Game):
     assert described.stop == ("</tool>",)
 
 
+def check_data_sources(*entries: list[str], prompts: tuple[str, ...] = ("maths", "code")) -> None:
+    described = EnvironmentDescription("calculator", (), ("=",), "{}")
+    environments = [
+        (EnvironmentConfig(environment="calculator", data_sources=names), described)
+        for names in entries
+    ]
+    requests = EpisodeRequests(environments=environments, tokenizer=PlainTokenizer(), seed=0)
+    requests.check([Prompt(name, (("user", "1+1="),), "2", name) for name in prompts], 100)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ([["math"]], "[0] (calculator) has no prompts: none has its data_sources"),
+        ([["maths"], ["code", "maths"], ["maths"]], "[2] (calculator) has no prompts: entries"),
+        ([[], ["code"]], "[1] (calculator) has no prompts: entries before it take them"),
+        ([[], []], "[1] (calculator) has no prompts: entries before it take them"),
+    ],
+)
+def test_entries_without_prompts_are_named_before_a_run(entries, problem):
+    """Catches a wrong name, whose prompts are played without tools."""
+    with pytest.raises(ConfigError) as error:
+        check_data_sources(*entries)
+    assert problem in str(error.value) and str(error.value).endswith(
+        '; prompts have "maths", "code"'
+    )
+
+
+def test_one_wrong_data_source_of_several_is_a_warning(caplog):
+    """One recipe may have entries for data that a run does not use."""
+    check_data_sources(["maths"], ["code"], [])
+    assert not caplog.messages
+    check_data_sources(["maths", "cod"])
+    (message,) = caplog.messages
+    assert 'no prompt has "cod"; prompts have "maths", "code"' in message
+
+
 IN_A_STEP = {
     "None": "step returned None; an environment returns an Observation",
     "'text'": "step returned 'text'; an environment returns an Observation",
@@ -111,6 +152,9 @@ IN_A_STEP = {
     ),
     "Observation(messages=[{'role': 'user', 'content': 7}])": (
         "step returned a message with content = 7, not a text"
+    ),
+    "Observation(messages=[{'role': 'tool', 'content': 'x', 'name': 'add'}])": (
+        "step returned a message with 'name'; a message has only role and content"
     ),
     "Observation(text=b'x')": "step returned text = a bytes, not a text",
     "Observation(text='\\ud800')": "step returned text that is not valid Unicode",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -10,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.environments.adapters.python_tool import MAX_CODE_BYTES, NO_OUTPUT, PythonTool
-from megadapo.environments.environment import EnvironmentFailure, ToolCall
+from megadapo.environments.adapters.python_tool import NO_OUTPUT, PythonTool
+from megadapo.environments.environment import EnvironmentFailure
+from megadapo.rewards.workers import seccomp
 from tests.support.processes.running import is_running, wait_until
 from tests.unit.environments.adapters.playing import Player, playing, task
 
+SETRLIMIT, TIMER = (
+    seccomp._OF_KILLS[name][platform.machine() == "aarch64"]
+    for name in ("setrlimit", "timer_create")
+)
 LOST = "The interpreter was restarted, and all variables and imports are lost: "
 
 
@@ -128,9 +134,17 @@ def test_long_output_is_cut_but_the_error_stays() -> None:
         ("import multiprocessing as m; m.Process(target=print).start()", "PermissionError"),
         ("import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 or 1/0", "ZeroDivisionError"),
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
+        ("import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "ValueError"),
+        ("import resource as r; r.prlimit(0, r.RLIMIT_RTTIME, (9, 9))", "PermissionError"),
+        (
+            f"import ctypes as c\nc.CDLL(None).syscall({SETRLIMIT}, 0, b'z' * 16) == 0 or 1/0",
+            "Zero",
+        ),
+        (f"import ctypes as c\nc.CDLL(None).syscall({TIMER}, 0, 0, b'x' * 8) == 0 or 1/0", "Zero"),
     ],
 )
 def test_nothing_outside_is_reached(shared: Player, code: str, error: str, tmp_path: Path) -> None:
+    """Limits and timers would let code end its interpreter in the way of the system's own kills."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     found = shared.call("python", code=f"FILE = {str(secret)!r}\n{code}")
@@ -194,59 +208,6 @@ def test_forged_replies_stay_with_their_episode() -> None:
         assert other.call("python", code="'other'") == "'other'"
 
 
-def test_calls_by_text_are_answered_by_text() -> None:
-    with playing(PythonTool(start="<python>", stop="</python>"), task()) as player:
-        assert player.environment.tools == () and player.environment.stop == ("</python>",)
-        found = player.turn("I compute. <python>\nx = 6 * 7\nx\n</python>")
-        assert (found.text, found.done, found.metrics) == (
-            "<result>42</result>",
-            False,
-            {"calls": 1},
-        )
-        assert player.turn("<python>x").done, "the turn ended within a call"
-        assert player.turn("x</python>").text == ""
-        assert player.turn("<python></python>").text == f"<result>{NO_OUTPUT}</result>"
-        assert player.turn("<python>3</python>\n\n").text == "<result>3</result>"
-        assert player.turn("<python>3</python>!").text == "", "the text behind it may be a name"
-        assert player.turn("<python>1<python>2</python>").text == "<result>2</result>"
-        assert player.turn("The answer is 42.").done
-
-
-def test_fenced_code_is_a_call() -> None:
-    """The stop text must not be the beginning of the next fence."""
-    tool = PythonTool(start="```python\n", stop="```\n", output="```output\n{}\n```\n")
-    with playing(tool, task()) as player:
-        assert player.turn("So:\n```python\n3 * 3\n```\n").text == "```output\n9\n```\n"
-        assert player.turn("```python\n4\n```\n\n").text == "```output\n4\n```\n"
-        assert player.turn("So:\n```text\n3 * 3\n```\n").text == ""
-
-
-def test_mistakes_in_calls_are_told() -> None:
-    with playing(PythonTool(), task()) as player:
-        assert (
-            player.call("bash", code="ls") == 'Error: there is no tool "bash"; the tool is python'
-        )
-        assert player.call("python") == 'Error: python: argument "code" is missing'
-        assert 'there is no argument "lang"' in player.call("python", code="1", lang="js")
-        assert 'argument "code" must be {"type": "string"}' in player.call("python", code=["1"])
-        assert 'argument "code" must be {"type": "string"}' in player.call("python", code=None)
-        assert "was not run" in player.call("python", code="#" * (MAX_CODE_BYTES + 1))
-        assert player.call("python", code="#" * (MAX_CODE_BYTES - 2) + "\n1") == "1"
-        found = player.turn("", [ToolCall(name="python", arguments={"code": c}) for c in "12"])
-        assert [message["content"] for message in found.messages] == ["1", "2"]
-        assert found.metrics == {"calls": 2.0} and player.turn("42").done
-        (message,) = player.turn("", problem="no JSON").messages
-        assert message["content"] == "Error: no JSON"
-
-
-def test_schema_is_that_of_the_method() -> None:
-    (schema,) = PythonTool().tools
-    function = schema["function"]
-    assert (function["name"], function["parameters"]["required"]) == ("python", ["code"])
-    assert function["parameters"]["properties"]["code"]["type"] == "string"
-    assert "kept between calls" in function["description"]
-
-
 def test_code_that_waits_for_a_core_is_not_stopped() -> None:
     """Many interpreters share the cores, and the same code must give the same result."""
     with playing(PythonTool(seconds=0.5), task()) as player:
@@ -289,13 +250,13 @@ def test_interpreter_ends_with_the_episode_and_with_its_parent() -> None:
     wait_until(lambda: not is_running(process_id), timeout_s=5)
     program = (
         "import asyncio, os, signal\n"
-        "from megadapo.environments.adapters.python_tool import Interpreter\n"
+        "from megadapo.environments.adapters.python_tool import Budget, Interpreter\n"
         "async def main():\n"
         "    settings = dict(memory_bytes=1 << 30, max_chars=9, isolation='auto', seed=0)\n"
         "    one = Interpreter(settings)\n"
         "    await one.start()\n"
         "    print(one._process.pid, flush=True)\n"
-        "    asyncio.ensure_future(one.run(b'while True: pass', 99))\n"
+        "    asyncio.ensure_future(one.run(b'while True: pass', Budget(99)))\n"
         "    await asyncio.sleep(0.2)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
@@ -312,9 +273,3 @@ def test_a_sandbox_killed_from_outside_is_no_fault_of_the_model() -> None:
         player.environment._interpreter._process.kill()
         with pytest.raises(EnvironmentFailure, match="killed from outside"):
             player.call("python", code="1")
-
-
-@pytest.mark.parametrize("options", [{"start": "<p>"}, {"stop": "</p>"}, {"output": "{} "}])
-def test_options_of_calls_by_text_belong_together(options: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="options? .*(together|leave it out)"):
-        PythonTool(**options)

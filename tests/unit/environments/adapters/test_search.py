@@ -146,6 +146,20 @@ def test_a_wrong_row_is_named(corpus: str, line: str, problem: str) -> None:
         Search(corpus=corpus)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num": 11}, "num = 11 must be at most max_num = 10"),
+        ({"max_num": 0}, "max_num = 0 must be a whole number above 0"),
+        ({"max_chars": -1}, "max_chars = -1 must be a whole number above 0"),
+    ],
+)
+def test_wrong_options_are_named(corpus: str, options: dict[str, int], problem: str) -> None:
+    """Without a number in the call, a search would return more than the most."""
+    with pytest.raises(ValueError, match=problem):
+        Search(corpus=corpus, **options)
+
+
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").touch()
     with pytest.raises(ValueError, match="no rows"):

@@ -1,12 +1,16 @@
 """Several tools share an episode: each call goes to its own tool, and mistakes are observed."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megadapo.environments.adapters.toolbox import Toolbox
 from megadapo.environments.environment import Action, Environment, Observation, Task, ToolCall
+from megadapo.environments.results import WrongResult
 from tests.unit.environments.adapters.playing import playing, task
 
 
@@ -31,7 +35,47 @@ class Counter(Environment):
         self.is_closed = True
 
 
+class Threaded(Counter):
+    """Notes the threads of its calls; the first step waits for another one."""
+
+    threads: set[threading.Thread] = set()
+    both = threading.Barrier(2, timeout=5)
+
+    def reset(self, task: Task) -> None:
+        self.threads.add(threading.current_thread())
+
+    def step(self, action: Action) -> Observation:
+        if action.text == "stop":
+            raise StopIteration
+        self.both.wait()
+        return super().step(action)
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread())
+
+
+class Beginner(Counter):
+    """A tool with a first observation, whose close fails."""
+
+    def __init__(self, *, name: str, **begin: Any) -> None:
+        super().__init__()
+        self.tools = ({"type": "function", "function": {"name": name, "parameters": {}}},)
+        self.begin = begin
+
+    def reset(self, task: Task) -> Observation:
+        return Observation(reward=0.5, metrics={"begun": 1.0}, **self.begin)
+
+    def close(self) -> None:
+        super().close()
+        raise ValueError("no server")
+
+
+class Other(Beginner):
+    """A second class, as each tool has a name of its own."""
+
+
 COUNTER = f"{__name__}:Counter"
+BEGINNER, OTHER = f"{__name__}:Beginner", f"{__name__}:Other"
 
 
 @pytest.fixture
@@ -94,6 +138,49 @@ def test_tool_calls_of_a_turn_are_answered_in_order(corpus: str) -> None:
         (message,) = player.turn("", [ToolCall(name="\ud800", arguments={})]).messages
         assert message["content"].startswith('Error: there is no tool "\\ud800"')
     assert toolbox._members[COUNTER].is_closed
+
+
+def test_first_observations_are_joined_and_all_tools_closed() -> None:
+    """Catches a rule of a game that the model never reads, and a container that stays."""
+    first, second = ({"role": "user", "content": text} for text in ("Begin.", "Play."))
+    members = {
+        BEGINNER: {"name": "a", "messages": [first]},
+        COUNTER: {},
+        OTHER: {"name": "b", "messages": [second]},
+    }
+
+    async def play() -> None:
+        box = Toolbox(**members)
+        found = await box.reset(task())
+        assert (found.messages, found.reward) == ([first, second], 1.0)
+        assert found.metrics == {f"{BEGINNER}/begun": 1.0, f"{OTHER}/begun": 1.0}
+        with pytest.raises(ValueError, match="no server"):
+            await box.close()
+        assert all(one.is_closed for one in box._members.values())
+        assert await Toolbox(**{COUNTER: {}}).reset(task()) is None
+        with pytest.raises(WrongResult, match="text or token_ids"):
+            await Toolbox(**{BEGINNER: {"name": "a", "text": "x"}}).reset(task())
+
+    asyncio.run(play())
+
+
+def test_methods_that_are_no_coroutines_run_in_threads() -> None:
+    """Catches a slow function that stops all episodes of its process."""
+    name = f"{__name__}:Threaded"
+
+    async def play() -> None:
+        boxes = [Toolbox(**{name: {}}) for _ in range(2)]
+        call = ToolCall(name="count", arguments={})
+        for box in boxes:
+            await box.reset(task())
+        await asyncio.gather(*(box.step(Action(text="", tool_calls=[call])) for box in boxes))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await boxes[0].step(Action(text="stop", tool_calls=[call]))
+        for box in boxes:
+            await box.close()
+
+    asyncio.run(play())
+    assert Threaded.threads and threading.main_thread() not in Threaded.threads
 
 
 def test_tools_that_cannot_be_told_apart_are_refused(corpus: str) -> None:
