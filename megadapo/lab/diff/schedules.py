@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megadapo.errors import DataError
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
+from megadapo.rollout.sampling.schedule_records import decode_record, describe_difference
 
 
 def about_schedules(folder_a: Path, folder_b: Path) -> str:

@@ -26,7 +26,8 @@ from megadapo.rollout.sampling.prompt_cursor import PromptCursor, PromptHistory
 from megadapo.rollout.sampling.requests import GroupRequests
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.schedule import Cut, Schedule, Take
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import Cut, Take
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.shortfall import check_failures, check_size
 from megadapo.rollout.sampling.statistics import RejectedGroups, StepCounters

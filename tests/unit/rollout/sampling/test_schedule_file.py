@@ -13,7 +13,8 @@ import pytest
 from megadapo.errors import ConfigError, OracleError
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import Cut, Schedule, Take
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import Cut, Take
 from tests.support.rollout.groups import make_group, payloads
 
 BATCH = [make_group(index) for index in (3, 5)]
