@@ -32,6 +32,41 @@ FORMAT = 1
 logger = logging.getLogger(__name__)
 
 
+def header_of(rules: str) -> bytes:
+    """Return the first record of a schedule's file, which names the rules of its run."""
+    return json.dumps({"format": FORMAT, "rules": rules}).encode()
+
+
+def read_source(path: Path, rules: str) -> list[bytes]:
+    """Return the records of the schedule that `--schedule` names.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged or empty, or is of a run with other rules.
+    """
+    payloads: list[bytes] = []
+    try:
+        problem = read_records(path, lambda offset, payload: payloads.append(payload))
+    except OSError as error:
+        raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
+    if payloads and payloads[0] != header_of(rules):
+        raise ConfigError(
+            f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
+            "rollout keys; repeat it with the configuration in its config.json"
+        )
+    if problem:
+        whole = f"record {len(payloads)} is not whole ({problem})"
+        raise ConfigError(
+            f"--schedule: {path}: {whole}; restore the file from a copy. If its run was killed "
+            "while it wrote the record, resume that run, which makes the record again"
+        )
+    if len(payloads) < 2:
+        raise ConfigError(
+            f"--schedule: {path} has no records; its run ended before the first publication of "
+            "weights, so there is nothing to repeat"
+        )
+    return payloads[1:]
+
+
 class Schedule:
     """The takes and cuts of a run: repeated from files while there are any, and then recorded.
 
@@ -57,7 +92,7 @@ class Schedule:
             is_strict: raise an error at a difference from `source`; otherwise count it.
 
         Raises:
-            ConfigError: `source` is no schedule, or one of a run with other rules.
+            ConfigError: `source` is no whole schedule, or one of a run with other rules.
             InfraError: the run's own file cannot be read.
         """
         self.position = 0
@@ -65,14 +100,19 @@ class Schedule:
         self.num_differences = 0
         """Number of differences from `source`."""
         self._path, self._is_strict = path, is_strict
-        self._header = json.dumps({"format": FORMAT, "rules": rules}).encode()
+        self._header = header_of(rules)
         self._log: RecordLog | None = None
         self._records: list[Take | Cut] = []
         if path is not None:
             self._open(path)
         self._num_written = len(self._records)
+        self._source, self._num_source = source, 0
         if source is not None:
-            self._records += self._read_source(source)[len(self._records) :]
+            records = list(map(decode_record, read_source(source, rules)))
+            if records[: len(self._records)] != self._records[: len(records)]:
+                raise ConfigError(f"--schedule: {source} is not the schedule of {path} so far")
+            self._records += records[len(self._records) :]
+            self._num_source = len(records)
 
     @property
     def next(self) -> Take | Cut | None:
@@ -143,6 +183,12 @@ class Schedule:
 
     def _done(self, made: Take | Cut) -> None:
         record = self.next
+        if self.position == self._num_source and self._source is not None:
+            step = made.step if isinstance(made, Take) else made.policy_version + 1
+            logger.warning(
+                "--schedule: %s ends before step %d: from there on the run decides itself",
+                *(self._source, step),
+            )
         if record is not None and record != made:
             self._differ(describe_difference(record, made, "the schedule", "the run"))
         if self.next is None:
@@ -197,22 +243,6 @@ class Schedule:
             if header:
                 logger.warning("%s is of a run with other rules, and begins again", path)
             self._rewrite()
-
-    def _read_source(self, path: Path) -> list[Take | Cut]:
-        payloads: list[bytes] = []
-        try:
-            read_records(path, lambda offset, payload: payloads.append(payload))
-        except OSError as error:
-            raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
-        if not payloads or payloads[0] != self._header:
-            raise ConfigError(
-                f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
-                "rollout keys; repeat it with the configuration in its resolved.json"
-            )
-        records = [decode_record(payload) for payload in payloads[1:]]
-        if records[: len(self._records)] != self._records[: len(records)]:
-            raise ConfigError(f"--schedule: {path} is not the schedule of {self._path} so far")
-        return records
 
     def _rewrite(self) -> None:
         """Write the header and all present records to an empty file."""

@@ -31,10 +31,11 @@ def write(path, rules="rules", weights="aa" * 32):
 
 
 def records(path):
-    schedule, found = Schedule(None, "rules", source=path), []
+    schedule, found = Schedule(path, "rules"), []
     while schedule.next is not None:
         found.append(schedule.next)
         schedule.position += 1
+    schedule.close()
     return found
 
 
@@ -100,6 +101,42 @@ def test_every_torn_or_flipped_byte_costs_only_what_follows(tmp_path):
         path.write_bytes(flipped)
         rest = records(path)
         assert rest == known[: len(rest)] and len(rest) < len(known)
+
+
+def test_source_that_is_not_whole_is_refused(tmp_path):
+    """A run would repeat it up to the damage, and then decide without a word."""
+    data = write(tmp_path / "a").read_bytes()
+    header_end, path = read_ends(tmp_path / "a")[0], tmp_path / "b"
+    flipped = bytearray(data)
+    flipped[-1] ^= 1
+    for damaged, problem in (
+        (data[:-1], r"record 3 is not whole \(a torn record at byte .* resume that run"),
+        (bytes(flipped), r"record 3 is not whole \(a damaged record at byte .* from a copy"),
+        (data[: header_end + 1], r"record 1 is not whole \(a torn record"),
+        (data[:header_end], "has no records; its run ended before the first publication"),
+        (b"", "has no records"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=f"^--schedule: {path}:? {problem}"):
+            Schedule(None, "rules", source=path)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_end_of_the_source_is_named_once(tmp_path, caplog, resumes):
+    """From there on the run follows the speed of its engines, which its user must know."""
+    schedule = Schedule(tmp_path / "b", "rules", source=write(tmp_path / "a"))
+    schedule.cut(0, "00" * 32, 0, {})
+    schedule.take(1, 8, [4, 6, 7], BATCH)
+    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    assert caplog.messages == []
+    for step in (2, 3):
+        schedule.take(step, 12, [], BATCH)
+        if resumes:
+            schedule.close()
+            schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+            schedule.resume_at(2 + step)
+    ends = f"--schedule: {tmp_path / 'a'} ends before step 2: from there on the run decides itself"
+    assert caplog.messages == [ends]
 
 
 def read_ends(path):
