@@ -204,7 +204,7 @@ class Schedule:
         Raises:
             OracleError: it is another run's record, and this schedule is strict.
         """
-        if self.position < self._num_written:
+        if self._num_source <= self.position < self._num_written:
             logger.warning(
                 "%s: the resumed run cannot repeat what %s says next and decides again (was the "
                 "configuration changed?)",

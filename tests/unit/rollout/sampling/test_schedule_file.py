@@ -262,6 +262,22 @@ def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     assert found[2].weights == "c" * 16
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_resumed_run_that_repeats_another_one_ends_at_a_difference(tmp_path, is_strict):
+    """It decided again without an error, because its own file has the record too."""
+    write(tmp_path / "a")
+    before = write(tmp_path / "b").read_bytes()
+    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a", is_strict=is_strict)
+    schedule.resume_at(2)
+    if is_strict:
+        with pytest.raises(OracleError, match="^version 1: the weights differ"):
+            schedule.cut(1, "cc" * 32, 9, COUNTS)
+    else:
+        schedule.cut(1, "cc" * 32, 9, COUNTS)
+        assert schedule.num_differences == 1
+    assert (tmp_path / "b").read_bytes() == before
+
+
 def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, caplog):
     before = write(tmp_path / "a").read_bytes()
     schedule = Schedule(tmp_path / "a", "rules")
