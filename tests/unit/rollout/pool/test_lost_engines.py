@@ -1,5 +1,7 @@
 """Engines that are lost or cannot start, in a pool without processes: which of them end a run."""
 
+import time
+
 import pytest
 import ray
 
@@ -7,7 +9,7 @@ from megadapo.cluster.places import Place, Slot
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.pool.elastic import ElasticEngines
-from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.engines import UNASSIGNED, Engines
 from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.pool.request import EngineRequest, write_request
 from tests.support.rollout.engine_checks import group_request
@@ -154,3 +156,14 @@ def test_engine_that_leaves_does_not_replace_a_lost_one(pool, elastic):
     elastic.places.alive = {"a", "c"}
     with pytest.raises(InfraError, match="engine 1 is gone with its node b; no engine is left"):
         elastic.follow(1, leave=(0,))
+
+
+def test_pool_without_a_process_waits_for_its_time(pool, monkeypatch):
+    """It looked for reports thousands of times a second."""
+    pool._handles = {}
+    pool._in_flight = {1: (group_request(1, (1,), (1, 2)), UNASSIGNED)}
+    waits, wait = [], pool._wait
+    monkeypatch.setattr(pool, "_wait", lambda seconds: waits.append(seconds) or wait(seconds))
+    started = time.monotonic()
+    assert pool.finished(0.2) == []
+    assert time.monotonic() - started >= 0.2 and len(waits) <= 5
