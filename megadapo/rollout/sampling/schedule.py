@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megadapo.data.group import Group
 from megadapo.errors import ConfigError, InfraError, OracleError
+from megadapo.observe.metrics.records import ASIDE_FOLDER
 from megadapo.rollout.journal.record_log import RecordLog, read_records
 from megadapo.rollout.sampling.schedule_records import (
     WEIGHTS_DIGITS,
@@ -241,14 +244,22 @@ class Schedule:
             self._records = [decode_record(payload) for payload in payloads]
         else:
             if header:
-                logger.warning("%s is of a run with other rules, and begins again", path)
+                logger.warning(
+                    "%s is of a run with other rules, and begins again; the old one is in %s",
+                    *(path, path.parent / ASIDE_FOLDER),
+                )
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Write the header and all present records to an empty file."""
+        """Write the header and all present records to an empty file, and set the old one aside."""
         self._num_written = len(self._records)
         if self._log is not None:
+            path = self._log.path
+            aside = path.parent / ASIDE_FOLDER / f"{uuid.uuid4().hex[:8]}-{path.name}"
             try:
+                if self._log.num_bytes:
+                    aside.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, aside)
                 self._log.clear()
             except OSError as error:
                 self._give_up(f"cannot be written: {error.strerror}")

@@ -161,13 +161,16 @@ def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
 
 
 def test_schedule_of_other_rules_is_refused_and_an_own_one_begins_again(tmp_path, caplog):
-    write(tmp_path / "a")
+    before = write(tmp_path / "a").read_bytes()
     with pytest.raises(ConfigError, match="another|other data"):
         Schedule(None, "other rules", source=tmp_path / "a")
     with pytest.raises(ConfigError, match="cannot be read"):
         Schedule(None, "rules", source=tmp_path / "missing")
     assert Schedule(tmp_path / "a", "other rules").next is None
-    assert caplog.messages == [f"{tmp_path / 'a'} is of a run with other rules, and begins again"]
+    (aside,) = (tmp_path / "aside").iterdir()
+    assert aside.read_bytes() == before and aside.name.endswith("-a")
+    told = f"{tmp_path / 'a'} is of a run with other rules, and begins again; the old one is in "
+    assert caplog.messages == [f"{told}{tmp_path / 'aside'}"]
     with pytest.raises(ConfigError, match="other data"):
         Schedule(None, "rules", source=tmp_path / "a")
 
@@ -245,10 +248,12 @@ def test_differences_are_counted_if_bits_may_differ(tmp_path, caplog):
 
 def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     """It could not wait for what its own schedule says, and must not end."""
-    write(tmp_path / "a")
+    before = write(tmp_path / "a").read_bytes()
     schedule = Schedule(tmp_path / "a", "rules")
     schedule.resume_at(2)
     schedule.cut(1, "cc" * 32, 9, COUNTS)
+    (aside,) = (tmp_path / "aside").iterdir()
+    assert aside.read_bytes() == before
     c, a = "c" * 16, "a" * 16
     assert schedule.next is None
     assert caplog.messages == [
