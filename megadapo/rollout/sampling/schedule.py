@@ -148,9 +148,12 @@ class Schedule:
     def resume_at(self, position: int) -> None:
         """Continue after the records of a checkpoint."""
         if position > len(self._records):
-            self._give_up("has lost records")
-            self._records, position = [], 0
+            if self._log is not None:
+                self._give_up("has lost records")
+            self._records, self._num_source, position = [], 0, 0
         self.position = position
+        # records of the source that the run's own file has lost
+        self._write_to(position)
 
     def take(
         self, step: int, next_index: int, open_groups: Iterable[int], batch: Sequence[Group]
@@ -186,7 +189,7 @@ class Schedule:
 
     def _done(self, made: Take | Cut) -> None:
         record = self.next
-        if self.position == self._num_source and self._source is not None:
+        if self._num_source and self.position == self._num_source:
             step = made.step if isinstance(made, Take) else made.policy_version + 1
             logger.warning(
                 "--schedule: %s ends before step %d: from there on the run decides itself",
@@ -197,9 +200,13 @@ class Schedule:
         if self.next is None:
             self._records.append(made)
         self.position += 1
-        if self.position > self._num_written:
-            self._num_written = self.position
-            self._append(encode_record(self._records[self.position - 1]))
+        self._write_to(self.position)
+
+    def _write_to(self, position: int) -> None:
+        """Write the records before a position that the file lacks."""
+        missing = self._records[self._num_written : position]
+        self._num_written = max(self._num_written, position)
+        self._append(*map(encode_record, missing))
 
     def _differ(self, difference: str) -> None:
         """Handle a difference from the record to repeat.
@@ -266,7 +273,7 @@ class Schedule:
             self._append(self._header, *map(encode_record, self._records))
 
     def _append(self, *payloads: bytes) -> None:
-        if self._log is None:
+        if self._log is None or not payloads:
             return
         try:
             for payload in payloads:

@@ -294,6 +294,26 @@ def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, capl
     assert (tmp_path / "a").read_bytes() == before
 
 
+def test_file_gets_records_that_it_lost_from_the_source(tmp_path, caplog):
+    """A file with a gap is not repeated by any other run."""
+    known = records(write(tmp_path / "a"))
+    own = Schedule(tmp_path / "b", "rules")
+    own.cut(0, "00" * 32, 0, {})
+    own.close()
+    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+    schedule.resume_at(2)
+    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    schedule.close()
+    assert records(tmp_path / "b") == known and caplog.messages == []
+
+
+def test_mode_without_a_schedule_resumes_a_run_that_had_one(caplog):
+    """It warned that a file named None had lost records."""
+    schedule = Schedule()
+    schedule.resume_at(5)
+    assert schedule.position == 0 and schedule.next is None and caplog.messages == []
+
+
 def test_file_with_the_records_of_its_checkpoint_goes_on(tmp_path, caplog):
     schedule = Schedule(write(tmp_path / "a"), "rules")
     schedule.resume_at(3)
