@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -58,6 +59,7 @@ def encode_record(record: Take | Cut) -> bytes:
     return zlib.compress(json.dumps(entry, separators=(",", ":")).encode(), 9)
 
 
+@lru_cache(maxsize=4)  # the records around a run's position are asked for again and again
 def decode_record(payload: bytes) -> Take | Cut:
     """Return the record of a payload behind the file's header."""
     entry = json.loads(zlib.decompress(payload))

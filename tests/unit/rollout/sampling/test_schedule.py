@@ -208,6 +208,9 @@ def test_records_name_the_batches_and_weights(tmp_path):
     known = {header["policy_version"]: header["weights"] for header in known}
     assert len(known) > 2
     assert known.items() <= dict(enumerate(("start", *run.fingerprints))).items()
+    run.sampler.cut()
+    run.sampler.go_on(5, "weights")
+    assert not run.sampler._requests._digests, "digests of earlier requests fill the memory"
 
 
 def test_fast_engines_do_not_make_tokens_old():
