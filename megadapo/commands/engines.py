@@ -119,7 +119,7 @@ def _changed(
         ConfigError: no engine would be left, or the run has no such engine or node.
     """
     from megadapo.errors import ConfigError
-    from megadapo.rollout.pool.request import MAX_ENGINES
+    from megadapo.rollout.pool.request import MAX_ENGINES, WITHIN_S
 
     # an engine that was named before is not counted again
     numbers = set(arguments.remove_engine or ()) - set(request.leave)
@@ -144,9 +144,8 @@ def _changed(
         "driver": status.driver,
         "leave": tuple(sorted({*request.leave, *numbers})),
         "leave_nodes": tuple(sorted({*request.leave_nodes, *nodes})),
+        "within_s": WITHIN_S if arguments.within is None else arguments.within,
     }
-    if arguments.within is not None:
-        update["within_s"] = arguments.within
     return type(request)(**{**request.model_dump(), **update})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
-from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, Schedule
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, Schedule, read_source
 from megadapo.rollout.simulated import SIMULATED_FILE, SimulatedSchedule
 from megadapo.run.state.config_diff import samples_digest
 
@@ -24,8 +24,8 @@ def check_schedule(config: RunConfig, run: Path) -> str:
     `run`: folder of the run to repeat, or a simulated schedule: its file, or a run with one.
 
     Raises:
-        ConfigError: it has none, or the mode needs none, or another run would be overwritten, or
-            the simulated one does not suit the configuration.
+        ConfigError: it has none, a damaged one or one of other rules, or the mode needs none, or
+            another run would be overwritten, or the simulated one does not suit the configuration.
     """
     if (simulated := _simulated_file(run)) is not None:
         return check_simulated(config, SimulatedSchedule.read(simulated))
@@ -45,6 +45,7 @@ def check_schedule(config: RunConfig, run: Path) -> str:
             f"--schedule {run}: is the run itself, which repeats its own schedule when it resumes; "
             "choose another run.folder"
         )
+    read_source(path, _rules(config))
     if repeats_exactly(config):
         return f"repeating the schedule of {run}; the run stops at the first difference"
     return (
@@ -141,16 +142,20 @@ def open_schedule(config: RunConfig, folder: Path | None, repeated: Path | None)
     `repeated`: folder of the run to repeat, if any.
 
     Raises:
-        ConfigError: its schedule cannot be read, or has other rules.
+        ConfigError: its schedule cannot be read, is damaged, or has other rules.
         InfraError: the run's own schedule cannot be read.
     """
     if not config.sampling.carries:
         return Schedule()
-    keys = [getattr(config.sampling, name) for name in RULES]
-    rules = json.dumps([samples_digest(config), keys])
     return Schedule(
         None if folder is None else folder / SCHEDULE_FILE,
-        hashlib.sha256(rules.encode()).hexdigest(),
+        _rules(config),
         source=None if repeated is None else repeated / SCHEDULE_FILE,
         is_strict=repeats_exactly(config),
     )
+
+
+def _rules(config: RunConfig) -> str:
+    """Return a digest of how groups are requested, generated, scored and selected."""
+    keys = [getattr(config.sampling, name) for name in RULES]
+    return hashlib.sha256(json.dumps([samples_digest(config), keys]).encode()).hexdigest()

@@ -117,6 +117,9 @@ class LiveRollouts(Rollouts):
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as `policy_version`."""
+        if isinstance(self.sampler, BackgroundSampler):
+            # not within the publication, in which an engine that restarts gets no weights
+            self.sampler.wait_for_cut()
         with self.gpus.publishing():
             weights = "" if self.journal is None else self.publisher.fingerprint()
             report = self.publisher.publish(policy_version, stop_generating=self.sampler.cut)

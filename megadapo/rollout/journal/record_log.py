@@ -107,14 +107,17 @@ class RecordLog:
             left, offset = left[num_bytes:], offset + num_bytes
 
 
-def read_records(path: Path, read: Callable[[int, bytes], None]) -> None:
+def read_records(path: Path, read: Callable[[int, bytes], None]) -> str:
     """Read a file that another process may write, up to its last intact record.
+
+    Returns:
+        What is wrong behind that record; empty if nothing is.
 
     Raises:
         OSError: the file cannot be read.
     """
     with io.FileIO(path) as file:
-        _scan(file, read)
+        return _scan(file, read)[1]
 
 
 def _scan(file: io.FileIO, read: Callable[[int, bytes], None]) -> tuple[int, str]:

@@ -100,6 +100,7 @@ class ElasticEngines:
                 if not is_free:
                     return
                 self._forget_lost(alive)
+                self._drop_failed(now)
                 self._leave(now)
                 self._join(now)
                 view = self._view(now)
@@ -139,11 +140,24 @@ class ElasticEngines:
             if node in alive:
                 continue
             lost = f"rollout engine {number} is gone with its node {node}"
-            if len(self._engines.members()) == 1:
+            others = [one for one in self._engines.members() if one.number != number]
+            if not any(one.stays for one in others):
                 raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
             self._engines.forget(number)
             self._places.release_engine(number)
             self._engines.note(f"{lost}; another one starts when a node has free slots")
+
+    def _drop_failed(self, now: float) -> None:
+        """Let engines go that have joined and cannot start, as places that failed."""
+        for one in self._engines.members():
+            if one.has_failed:
+                self._engines.leave(one.number, within_s=0.0)
+                self._ask_at = now + RETRY_S
+                self._engines.note(
+                    f"rollout engine {one.number} cannot start on node "
+                    f"{self._places.engine_node(one.number)} and is given up, see {one.log_file}; "
+                    f"another place is asked for in {RETRY_S:g} s"
+                )
 
     def _leaving(self, staying: Sequence[Member]) -> list[int]:
         """Return the engines that should leave: the named ones, and the last ones above the number

@@ -246,6 +246,8 @@ class Engines(ChangingPool):
         # without the lock, which other threads would wait for
         if owners:
             ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
         if ready:
             ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
         ended = time.monotonic()

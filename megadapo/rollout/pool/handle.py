@@ -66,6 +66,8 @@ class EngineHandle:
         self.leave_at: float | None = None
         """Time of `time.monotonic` at which the engine ends although it has work; it takes no more
         groups and does not start again. None: it stays."""
+        self.is_new = False
+        """Whether it has joined a running pool and has not served yet."""
         self._restarts: list[float] = []
         """Times of its latest restarts that count towards the limit."""
         self._options, self._actor_class = options, actor_class
@@ -105,9 +107,15 @@ class EngineHandle:
 
     def started(self) -> None:
         """Note that the process has answered its first request."""
-        self.state = "serving" if self.spec.weights_from == "folder" else "stale_weights"
+        self.state = "stale_weights"
+        if self.spec.weights_from == "folder":
+            self.serve()
         self._stalled_s = self._silent_s = 0.0
         self._request_report()
+
+    def serve(self) -> None:
+        """Note that the process has the current weights."""
+        self.state, self.is_new = "serving", False
 
     def end(self, *, hangs: bool = False) -> None:
         """Start to kill the process and all its children, in any state.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megadapo.cluster.calls import Watch
@@ -31,6 +33,9 @@ class Member:
     """Number of responses in flight."""
     num_tokens: int
     """Number of tokens that its present process has generated."""
+    log_file: Path
+    has_failed: bool
+    """Whether it has never served, and the limit of restarts is reached."""
 
     @property
     def stays(self) -> bool:
@@ -69,6 +74,8 @@ class ChangingPool(EnginePool):
                 state="leaving" if one.leave_at is not None else _STATES.get(one.state, "lost"),
                 load=one.load,
                 num_tokens=one.num_tokens,
+                log_file=one.spec.log_file,
+                has_failed=one.is_new and one.leave_at is None and one.start_at > time.monotonic(),
             )
             for number, one in self._handles.items()
         ]
@@ -93,6 +100,7 @@ class ChangingPool(EnginePool):
     def join(self, number: int, place: Place) -> None:
         """Start an engine; it serves once it has the weights that were published last."""
         engine = self._model_handle.sibling(number, place.gpus, place.options())
+        engine.is_new = True
         # other threads iterate over the engines, so their table is never changed in place
         self._handles = {**self._handles, number: engine}
 

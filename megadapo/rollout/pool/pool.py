@@ -129,8 +129,7 @@ class EnginePool:
         import ray
         from ray.exceptions import RayError
 
-        alive = ("starting", "stale_weights", "serving")
-        engines = [engine for engine in self._handles.values() if engine.state in alive]
+        engines = [engine for engine in self._handles.values() if engine.state not in NO_ANSWER]
         calls: dict[ObjectRef[Any], EngineHandle] = {
             engine.actor.shutdown.remote(): engine for engine in engines
         }
@@ -284,7 +283,9 @@ class EnginePool:
             if math.isfinite(engine.start_at):
                 action += f" for {(engine.start_at - now) / 60:.0f} more minutes"
         self._warnings.append(f"{cause}; {action}")
-        staying = [one for one in self._handles.values() if one.leave_at is None]
+        present = [one for one in self._handles.values() if one.leave_at is None]
+        # an engine that has never served is no loss, unless there is no other one
+        staying = [one for one in present if not one.is_new] or present
         total, num_left = len(staying), sum(one.start_at <= now for one in staying)
         if num_left < MIN_ENGINES * total:
             left = f"only {num_left} of {total} engines are" if num_left else "no engine is"
@@ -321,7 +322,7 @@ class EnginePool:
         with self._lock:
             for engine in self._present:
                 if engine.spec.index in done:
-                    engine.state = "serving"
+                    engine.serve()
             self.policy_version, self._republish = policy_version, republish
             self._republishes_any_time = any_time
             self.on_update_done()
@@ -334,8 +335,7 @@ class EnginePool:
     @property
     def _present(self) -> list[EngineHandle]:
         """Engines that answer calls."""
-        states = ("serving", "stale_weights")
-        return [engine for engine in self._handles.values() if engine.state in states]
+        return [one for one in self._handles.values() if one.state in ("serving", "stale_weights")]
 
     def _update_stale_engines(self) -> None:
         """Publish the current weights to engines that joined or restarted, if the trainer can."""

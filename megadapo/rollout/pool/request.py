@@ -82,4 +82,4 @@ def write_request(folder: Path, request: EngineRequest) -> None:
     replace_text(folder / REQUEST_FILE, request.model_dump_json(indent=2) + "\n")
 
 
-_REMEDY = "write it with megadapo engines, or remove it"
+_REMEDY = "remove it; megadapo engines --add or --remove then writes another one"

@@ -44,9 +44,14 @@ class BackgroundSampler:
         with self._inside(lambda: self._sampler.can_take):
             return self._sampler.take()
 
+    def wait_for_cut(self) -> None:
+        """Wait until the mode allows a cut; the engines generate meanwhile."""
+        with self._inside(self._may_cut):
+            pass
+
     def cut(self) -> None:
         """Stop everything in flight, as soon as the mode allows it."""
-        with self._inside(lambda: not self._works or self._is_over or self._sampler.can_cut):
+        with self._inside(self._may_cut):
             self._works = False
             self._sampler.cut()
 
@@ -84,6 +89,9 @@ class BackgroundSampler:
     def _is_over(self) -> bool:
         """Whether no group is generated any more, because the last step has its batch."""
         return not self._sampler.config.carries and self._sampler.step > self._num_steps
+
+    def _may_cut(self) -> bool:
+        return not self._works or self._is_over or self._sampler.can_cut
 
     @contextmanager
     def _inside(

@@ -24,7 +24,7 @@ class GroupRequests:
         self._settings, self._episodes, self._host = settings, episodes, host
         self._num_responses, self._journal = num_responses, journal
         self._digests: dict[int, bytes] = {}
-        """Digest of each request by prompt index, if there is a journal."""
+        """Digest of each request since the last weights, by prompt index, if there is a journal."""
 
     def make(
         self,
@@ -70,6 +70,8 @@ class GroupRequests:
 
     def begin(self, policy_version: int, weights: str) -> None:
         """Begin the journal of new weights, whose fingerprint is `weights`."""
+        # no group is in flight, and those that continue are requested again
+        self._digests.clear()
         if self._journal is not None:
             self._journal.begin(policy_version, weights)
         if self._host is not None:

@@ -26,11 +26,12 @@ from megadapo.rollout.sampling.prompt_cursor import PromptCursor, PromptHistory
 from megadapo.rollout.sampling.requests import GroupRequests
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.schedule import Cut, Schedule, Take
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import Cut, Take
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.shortfall import check_failures, check_size
 from megadapo.rollout.sampling.statistics import RejectedGroups, StepCounters
-from megadapo.rollout.sampling.window import Window, adapted_lead, num_places
+from megadapo.rollout.sampling.window import Window, adapted_lead, bounded_lead, num_places
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ class Sampler:
             "cursor": cursor,
             "difficulty": self._history.state_dict(),
             "schedule": self._schedule.position,
+            "most_untrained": self._most_untrained,
         }
         if self.config.carries or (window is not None and window.is_full):
             return SamplerState(plain, self._reserve.copy(), self._counters.copy())
@@ -252,6 +254,8 @@ class Sampler:
             if state["counters"] is not None:
                 self._counters = StepCounters.from_json(state["counters"], self._saved_groups)
             self._schedule.resume_at(int(state["schedule"]))
+            lead = state.get("most_untrained", self._most_untrained)  # earlier versions lack it
+            self._most_untrained = bounded_lead(self.config, int(lead))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of sampling is damaged: {error!r}") from error
         self._unsent = sorted(self._reserve.open)

@@ -10,54 +10,64 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megadapo.data.group import Group
 from megadapo.errors import ConfigError, InfraError, OracleError
+from megadapo.observe.metrics.records import ASIDE_FOLDER
 from megadapo.rollout.journal.record_log import RecordLog, read_records
+from megadapo.rollout.sampling.schedule_records import (
+    WEIGHTS_DIGITS,
+    Counts,
+    Cut,
+    Take,
+    contents_digest,
+    decode_record,
+    describe_difference,
+    encode_record,
+)
 
 SCHEDULE_FILE = "schedule.log"
 FORMAT = 1
-WEIGHTS_DIGITS = 16
-"""Digits of a fingerprint of weights that a cut keeps."""
-Counts = Mapping[int, tuple[int, ...]]
-"""Number of tokens of each response of each open group, by prompt index."""
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Take:
-    """A batch was taken."""
-
-    step: int
-    next_index: int
-    """Prompt index after the last requested one."""
-    open: frozenset[int]
-    """Prompt indices of requested groups that were not settled."""
-    digests: Mapping[int, int]
-    """32-bit digest of each group of the batch, by prompt index."""
+def header_of(rules: str) -> bytes:
+    """Return the first record of a schedule's file, which names the rules of its run."""
+    return json.dumps({"format": FORMAT, "rules": rules}).encode()
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The engines were stopped and got weights."""
+def read_source(path: Path, rules: str) -> list[bytes]:
+    """Return the records of the schedule that `--schedule` names.
 
-    policy_version: int
-    weights: str
-    """Fingerprint of the weights."""
-    next_index: int
-    counts: Counts
-
-    @property
-    def open(self) -> Collection[int]:
-        """Prompt indices of requested groups that were not settled."""
-        return self.counts.keys()
+    Raises:
+        ConfigError: it cannot be read, is damaged or empty, or is of a run with other rules.
+    """
+    payloads: list[bytes] = []
+    try:
+        problem = read_records(path, lambda offset, payload: payloads.append(payload))
+    except OSError as error:
+        raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
+    if payloads and payloads[0] != header_of(rules):
+        raise ConfigError(
+            f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
+            "rollout keys; repeat it with the configuration in its config.json"
+        )
+    if problem:
+        whole = f"record {len(payloads)} is not whole ({problem})"
+        raise ConfigError(
+            f"--schedule: {path}: {whole}; restore the file from a copy. If its run was killed "
+            "while it wrote the record, resume that run, which makes the record again"
+        )
+    if len(payloads) < 2:
+        raise ConfigError(
+            f"--schedule: {path} has no records; its run ended before the first publication of "
+            "weights, so there is nothing to repeat"
+        )
+    return payloads[1:]
 
 
 class Schedule:
@@ -85,7 +95,7 @@ class Schedule:
             is_strict: raise an error at a difference from `source`; otherwise count it.
 
         Raises:
-            ConfigError: `source` is no schedule, or one of a run with other rules.
+            ConfigError: `source` is no whole schedule, or one of a run with other rules.
             InfraError: the run's own file cannot be read.
         """
         self.position = 0
@@ -93,19 +103,28 @@ class Schedule:
         self.num_differences = 0
         """Number of differences from `source`."""
         self._path, self._is_strict = path, is_strict
-        self._header = json.dumps({"format": FORMAT, "rules": rules}).encode()
+        self._header = header_of(rules)
         self._log: RecordLog | None = None
-        self._records: list[Take | Cut] = []
+        self._records: list[bytes] = []
+        """All records, encoded: decoded ones of a long run would fill the memory."""
         if path is not None:
             self._open(path)
         self._num_written = len(self._records)
+        self._source, self._num_source = source, 0
         if source is not None:
-            self._records += self._read_source(source)[len(self._records) :]
+            records = read_source(source, rules)
+            for own, record in zip(self._records, records, strict=False):
+                # other versions of zlib have other bytes for the same record
+                if own != record and decode_record(own) != decode_record(record):
+                    raise ConfigError(f"--schedule: {source} is not the schedule of {path} so far")
+            self._records += records[len(self._records) :]
+            self._num_source = len(records)
 
     @property
     def next(self) -> Take | Cut | None:
         """The record to repeat; None: the run decides."""
-        return self._records[self.position] if self.position < len(self._records) else None
+        is_known = self.position < len(self._records)
+        return decode_record(self._records[self.position]) if is_known else None
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +144,7 @@ class Schedule:
 
     def until(self, prompt_index: int) -> tuple[int, ...]:
         """Return the counts at which a group's responses stop at the next cut; empty: nowhere."""
-        for record in self._records[self.position : self.position + 2]:
+        for record in map(decode_record, self._records[self.position : self.position + 2]):
             if isinstance(record, Cut):
                 return record.counts.get(prompt_index, ())
         return ()
@@ -133,9 +152,12 @@ class Schedule:
     def resume_at(self, position: int) -> None:
         """Continue after the records of a checkpoint."""
         if position > len(self._records):
-            self._give_up("has lost records")
-            self._records, position = [], 0
+            if self._log is not None:
+                self._give_up("has lost records")
+            self._records, self._num_source, position = [], 0, 0
         self.position = position
+        # records of the source that the run's own file has lost
+        self._write_to(position)
 
     def take(
         self, step: int, next_index: int, open_groups: Iterable[int], batch: Sequence[Group]
@@ -145,7 +167,7 @@ class Schedule:
         Raises:
             OracleError: it differs from the schedule that the run repeats.
         """
-        digests = {group.prompt_index: _digest(group) for group in batch}
+        digests = {group.prompt_index: contents_digest(group) for group in batch}
         self._done(Take(step, next_index, frozenset(open_groups), digests))
 
     def cut(self, policy_version: int, weights: str, next_index: int, counts: Counts) -> bool:
@@ -158,7 +180,7 @@ class Schedule:
         Raises:
             OracleError: it differs from the schedule that the run repeats.
         """
-        last = self._records[self.position - 1] if self.position else None
+        last = decode_record(self._records[self.position - 1]) if self.position else None
         if isinstance(last, Cut) and last.policy_version == policy_version:
             return False
         self._done(Cut(policy_version, weights[:WEIGHTS_DIGITS], next_index, dict(counts)))
@@ -171,14 +193,24 @@ class Schedule:
 
     def _done(self, made: Take | Cut) -> None:
         record = self.next
+        if self._num_source and self.position == self._num_source:
+            step = made.step if isinstance(made, Take) else made.policy_version + 1
+            logger.warning(
+                "--schedule: %s ends before step %d: from there on the run decides itself",
+                *(self._source, step),
+            )
         if record is not None and record != made:
             self._differ(describe_difference(record, made, "the schedule", "the run"))
         if self.next is None:
-            self._records.append(made)
+            self._records.append(encode_record(made))
         self.position += 1
-        if self.position > self._num_written:
-            self._num_written = self.position
-            self._append(_encode(self._records[self.position - 1]))
+        self._write_to(self.position)
+
+    def _write_to(self, position: int) -> None:
+        """Write the records before a position that the file lacks."""
+        missing = self._records[self._num_written : position]
+        self._num_written = max(self._num_written, position)
+        self._append(*missing)
 
     def _differ(self, difference: str) -> None:
         """Handle a difference from the record to repeat.
@@ -186,7 +218,7 @@ class Schedule:
         Raises:
             OracleError: it is another run's record, and this schedule is strict.
         """
-        if self.position < self._num_written:
+        if self._num_source <= self.position < self._num_written:
             logger.warning(
                 "%s: the resumed run cannot repeat what %s says next and decides again (was the "
                 "configuration changed?)",
@@ -220,40 +252,32 @@ class Schedule:
         if self._log.cut:
             logger.warning("%s: %s; what followed is decided again", path, self._log.cut)
         if header == self._header:
-            self._records = [decode_record(payload) for payload in payloads]
+            self._records = payloads
         else:
             if header:
-                logger.warning("%s is of a run with other rules, and begins again", path)
+                logger.warning(
+                    "%s is of a run with other rules, and begins again; the old one is in %s",
+                    *(path, path.parent / ASIDE_FOLDER),
+                )
             self._rewrite()
 
-    def _read_source(self, path: Path) -> list[Take | Cut]:
-        payloads: list[bytes] = []
-        try:
-            read_records(path, lambda offset, payload: payloads.append(payload))
-        except OSError as error:
-            raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
-        if not payloads or payloads[0] != self._header:
-            raise ConfigError(
-                f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
-                "rollout keys; repeat it with the configuration in its resolved.json"
-            )
-        records = [decode_record(payload) for payload in payloads[1:]]
-        if records[: len(self._records)] != self._records[: len(records)]:
-            raise ConfigError(f"--schedule: {path} is not the schedule of {self._path} so far")
-        return records
-
     def _rewrite(self) -> None:
-        """Write the header and all present records to an empty file."""
+        """Write the header and all present records to an empty file, and set the old one aside."""
         self._num_written = len(self._records)
         if self._log is not None:
+            path = self._log.path
+            aside = path.parent / ASIDE_FOLDER / f"{uuid.uuid4().hex[:8]}-{path.name}"
             try:
+                if self._log.num_bytes:
+                    aside.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, aside)
                 self._log.clear()
             except OSError as error:
                 self._give_up(f"cannot be written: {error.strerror}")
-            self._append(self._header, *map(_encode, self._records))
+            self._append(self._header, *self._records)
 
     def _append(self, *payloads: bytes) -> None:
-        if self._log is None:
+        if self._log is None or not payloads:
             return
         try:
             for payload in payloads:
@@ -266,85 +290,3 @@ class Schedule:
         """Write nothing more: a file with a gap could not be repeated."""
         self.close()
         logger.warning("%s %s: the run cannot be repeated from there on", self._path, problem)
-
-
-def _encode(record: Take | Cut) -> bytes:
-    """Return a record as compressed JSON; prompt indices are differences from the one before."""
-    entry: dict[str, Any] = {"next": record.next_index, "open": _gaps(record.open)}
-    if isinstance(record, Take):
-        digests = [record.digests[index] for index in sorted(record.digests)]
-        entry |= {"step": record.step, "batch": _gaps(record.digests), "digests": digests}
-    else:
-        counts = [record.counts[index] for index in sorted(record.counts)]
-        entry |= {"version": record.policy_version, "weights": record.weights, "counts": counts}
-    return zlib.compress(json.dumps(entry, separators=(",", ":")).encode(), 9)
-
-
-def decode_record(payload: bytes) -> Take | Cut:
-    """Return the record of a payload behind the file's header."""
-    entry = json.loads(zlib.decompress(payload))
-    open_groups = list(accumulate(entry["open"]))
-    if "step" in entry:
-        digests = dict(zip(accumulate(entry["batch"]), entry["digests"], strict=True))
-        return Take(entry["step"], entry["next"], frozenset(open_groups), digests)
-    counts = dict(zip(open_groups, map(tuple, entry["counts"]), strict=True))
-    return Cut(entry["version"], entry["weights"], entry["next"], counts)
-
-
-def _gaps(indices: Iterable[int]) -> list[int]:
-    """Return sorted indices as differences from the one before."""
-    ordered = sorted(indices)
-    return [index - before for before, index in zip([0, *ordered], ordered, strict=False)]
-
-
-def _digest(group: Group) -> int:
-    """Return a digest of a group's tokens, their log-probs and versions, and rewards."""
-    digest = zlib.crc32(repr(group.rewards).encode())
-    for one in group.responses:
-        for array in (one.token_ids, one.logprobs, one.policy_versions):
-            digest = zlib.crc32(array.tobytes(), digest)
-    return digest
-
-
-def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str) -> str:
-    """Return the first difference of two records, by step, group and token.
-
-    `name` and `other` say whose they are.
-    """
-    if isinstance(one, Take) and isinstance(two, Take):
-        place = f"step {one.step}"
-        if one.step != two.step:
-            return f"{place}: {other} takes the batch of step {two.step}"
-        for index in sorted(one.digests.keys() | two.digests.keys()):
-            ours, theirs = one.digests.get(index), two.digests.get(index)
-            if ours is None or theirs is None:
-                has = other if ours is None else name
-                return f"{place}, group {index}: it is in the batch of {has} alone"
-            if ours != theirs:
-                return f"{place}, group {index}: its tokens, log-probs, versions or rewards differ"
-    elif isinstance(one, Cut) and isinstance(two, Cut):
-        place = f"version {one.policy_version}"
-        if one.policy_version != two.policy_version:
-            return f"{place}: {other} publishes version {two.policy_version}"
-        if one.weights != two.weights:
-            return f"{place}: the weights differ ({one.weights} and {two.weights})"
-        for index in sorted(one.counts.keys() & two.counts.keys()):
-            # a group that was not begun may have no counts
-            pairs = zip_longest(one.counts[index], two.counts[index], fillvalue=0)
-            for response, (n, m) in enumerate(pairs):
-                if n != m:
-                    where = f"{place}, group {index}, response {response}"
-                    return f"{where}: it has {n} tokens at the cut in {name}, and {m} in {other}"
-    else:
-        return f"{name} {_doing(one)}, and {other} {_doing(two)}"
-    only = sorted(set(one.open) ^ set(two.open))
-    if only:
-        has = name if only[0] in one.open else other
-        return f"{place}, group {only[0]}: it is open in {has} alone"
-    return f"{place}: {one.next_index} groups are requested in {name}, {two.next_index} in {other}"
-
-
-def _doing(record: Take | Cut) -> str:
-    if isinstance(record, Take):
-        return f"takes the batch of step {record.step}"
-    return f"publishes version {record.policy_version}"

@@ -33,10 +33,15 @@ def adapted_lead(config: SamplingConfig, most_untrained: int, num_left: int) -> 
     """
     size = config.prompts_per_step
     if num_left > size // 2:
-        return max(size, most_untrained - num_left // 2)
-    if num_left <= size // 8:
-        return min(num_places(config), most_untrained + size // 2)
-    return most_untrained
+        most_untrained -= num_left // 2
+    elif num_left <= size // 8:
+        most_untrained += size // 2
+    return bounded_lead(config, most_untrained)
+
+
+def bounded_lead(config: SamplingConfig, most_untrained: int) -> int:
+    """Return `most_untrained` between the groups of one batch and the places of all batches."""
+    return min(num_places(config), max(config.prompts_per_step, most_untrained))
 
 
 class Window:

@@ -1,4 +1,4 @@
-"""A scored group that uses every field, and the results in an evaluation journal."""
+"""A scored group that uses every field, a small schedule, and the records of a file."""
 
 import math
 import shutil
@@ -9,6 +9,8 @@ import numpy as np
 
 from megadapo.data.group import Group, Response, Score, Turn
 from megadapo.rollout.journal.record_log import RecordLog
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import Cut, Take
 from tests.support.rollout.scripted_engines import make_prompts
 
 EXPERTS = np.argsort(np.random.default_rng(0).random((9, 2, 4))).astype(np.uint8)[..., :3]
@@ -50,3 +52,27 @@ def payloads(path: Path) -> list[bytes]:
         shutil.copy(path, copy)  # opening a log cuts off an incomplete record
         RecordLog(copy, lambda _, payload: seen.append(payload)).close()
     return seen
+
+
+BATCH = [make_group(index) for index in (3, 5)]
+COUNTS = {4: (7, 0, 12), 6: (0, 0, 0)}
+
+
+def write_schedule(path: Path, rules: str = "rules", weights: str = "aa" * 32) -> Path:
+    """Write a schedule with a batch between two publications."""
+    schedule = Schedule(path, rules)
+    schedule.cut(0, "00" * 32, 0, {})
+    schedule.take(1, 8, [4, 6, 7], BATCH)
+    schedule.cut(1, weights, 9, COUNTS)
+    schedule.close()
+    return path
+
+
+def read_schedule(path: Path) -> list[Take | Cut]:
+    """Return the intact records of a schedule with the rules "rules"."""
+    schedule, found = Schedule(path, "rules"), []
+    while schedule.next is not None:
+        found.append(schedule.next)
+        schedule.position += 1
+    schedule.close()
+    return found

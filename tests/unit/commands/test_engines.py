@@ -47,6 +47,7 @@ def test_requests_add_up(running):
     main(["engines", str(running), "--remove", "1", "--within", "90s"])
     assert (wanted(running).num_engines, wanted(running).within_s) == (3, 90.0)
     main(["engines", str(running), "--remove-engine", "1"])
+    assert wanted(running).within_s == 600.0, "the time of an earlier command was kept"
     main(["engines", str(running), "--remove-engine", "1"])
     assert (wanted(running).num_engines, wanted(running).leave) == (2, (1,))
     main(["engines", str(running), "--leave-node", "10.0.0.2"])
@@ -108,4 +109,8 @@ def test_engines_on_the_trainers_slots_cannot_change(tmp_path, capsys):
 def test_damaged_request_is_named(running, capsys):
     (running / REQUEST_FILE).write_text("{")
     assert main(["engines", str(running), "--add", "1"]) != 0
-    assert "engines.json" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "engines.json" in message
+    assert "remove it; megadapo engines --add or --remove then writes another one" in message
+    (running / REQUEST_FILE).unlink()
+    assert main(["engines", str(running), "--add", "1"]) == 0

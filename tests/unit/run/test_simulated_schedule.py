@@ -1,11 +1,12 @@
-"""A simulated schedule and the keys of the run that it drives."""
+"""Schedules to repeat, simulated or of another run, and the keys of the run that they drive."""
 
 import pytest
 
 from megadapo.config import load_config
 from megadapo.errors import ConfigError
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
 from megadapo.rollout.simulated import SIMULATED_FILE, SimulatedSchedule
-from megadapo.run.repeat import check_schedule, open_simulated
+from megadapo.run.repeat import check_schedule, open_schedule, open_simulated
 from tests.support import REPOSITORY
 
 FITTING = (
@@ -79,3 +80,18 @@ def test_folder_is_a_run_to_repeat(tmp_path):
     assert open_simulated(config(), None, tmp_path) is None
     with pytest.raises(ConfigError, match=r"there is no schedule\.log"):
         check_schedule(config(), tmp_path)
+
+
+def test_schedule_of_another_configuration_is_refused_before_anything_starts(tmp_path):
+    """The trainer and all engines started first, and --dry-run said that all was well."""
+    run, again = config("sampling.prompts_per_step=4"), config()
+    schedule = open_schedule(run, tmp_path, None)
+    schedule.cut(0, "00" * 32, 0, {})
+    schedule.close()
+    assert check_schedule(run, tmp_path).startswith(f"repeating the schedule of {tmp_path}")
+    with pytest.raises(ConfigError, match=r"other data, rewards.* in its config\.json"):
+        check_schedule(again, tmp_path)
+    path = tmp_path / SCHEDULE_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="record 1 is not whole"):
+        check_schedule(run, tmp_path)

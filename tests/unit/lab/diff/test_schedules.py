@@ -53,7 +53,22 @@ def test_runs_without_a_schedule_have_nothing_to_tell(tmp_path):
     (tmp_path / "b").mkdir()
     assert about_schedules(tmp_path / "a", tmp_path / "b") == ""
     (tmp_path / "b" / SCHEDULE_FILE).write_bytes(b"")
-    assert "other rules" in about_schedules(tmp_path / "a", tmp_path / "b")
+    assert "agree in 0 takes" in about_schedules(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("damaged", "num_left"), [("a", 2), ("b", 0)])
+def test_damage_is_named(tmp_path, damaged, num_left):
+    """Catches two runs that are said to agree, although one of the files cannot be read on."""
+    for name in ("a", "b"):
+        write(tmp_path / name)
+    path = tmp_path / damaged / SCHEDULE_FILE
+    data = bytearray(path.read_bytes())
+    data[-1 if num_left else 30] ^= 1
+    path.write_bytes(data)
+    told = about_schedules(tmp_path / "a", tmp_path / "b")
+    assert told.startswith(f"The schedules agree in {num_left} takes and publications, with all")
+    record = num_left + 1 if num_left else 0
+    assert f" {path}: record {record} is not whole (a damaged record at byte " in told
 
 
 def test_schedule_that_cannot_be_read_is_named(tmp_path, monkeypatch):

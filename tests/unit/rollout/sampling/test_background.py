@@ -1,11 +1,17 @@
 """The sampler's thread: batches that are lost, sampled twice or waited for without end."""
 
+import random
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from megadapo.rollout.sampling.background import POLL_S, BackgroundSampler
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.run.rollouts import LiveRollouts
 from tests.support.processes.running import wait_until
+from tests.support.rollout.clocked_engines import ClockedEngines
 from tests.support.rollout.samplers import contents, make_sampler, saved_state
 from tests.support.rollout.scripted_engines import (
     AtOnce,
@@ -130,3 +136,50 @@ def test_batch_that_failed_is_sampled_again():
     resumed = start(ScriptedEngines(), state=state, version=0)
     assert contents([resumed.next_batch()]) == expected
     resumed.close()
+
+
+class SlowEngines(ClockedEngines):
+    def finished(self, timeout_s=None):
+        time.sleep(0.02)
+        return super().finished(timeout_s)
+
+
+def test_publication_of_a_repeated_run_begins_when_it_can_stop_the_engines(tmp_path):
+    """It waited for their groups within the publication, in which an engine that had restarted got
+    no weights: without another engine that was without end."""
+    mode = {"mode": "async", "max_staleness": 2, "num_prompts": 1000}
+
+    def sampler(engines, schedule):
+        engines.policy_version = 0
+        own = {"new_executor": AtOnce, "schedule": schedule}
+        return make_sampler(engines, sampler=own, **mode)
+
+    first = ClockedEngines(random.Random(1), slots=60)
+    source = sampler(first, Schedule(tmp_path / "a"))
+    source.go_on(0)
+    for _ in range(3):
+        source.next_batch()
+        for _ in range(12):
+            source.turn()
+        publish(source, first)
+
+    engines = SlowEngines(random.Random(2), slots=60)
+    repeated = sampler(engines, Schedule(source=tmp_path / "a"))
+    may_stop = []
+
+    class Publisher:
+        def publish(self, version, *, stop_generating):
+            may_stop.append(repeated.can_cut)
+            stop_generating()
+            engines.policy_version = version
+
+    background = BackgroundSampler(repeated, NUM_STEPS)
+    others = dict.fromkeys(("config", "engines", "inputs", "evaluations"))
+    gpus = SimpleNamespace(publishing=nullcontext)
+    rollouts = LiveRollouts(sampler=background, publisher=Publisher(), gpus=gpus, **others)
+    background.go_on(0)
+    for step in (1, 2, 3):
+        background.next_batch()
+        rollouts.publish(step)
+    background.close()
+    assert may_stop == [True] * 3

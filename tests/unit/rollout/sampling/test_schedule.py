@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal
-from megadapo.rollout.sampling.schedule import WEIGHTS_DIGITS, Schedule, Take
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import WEIGHTS_DIGITS, Take
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.samplers import contents, make_sampler, saved_state
@@ -207,6 +208,9 @@ def test_records_name_the_batches_and_weights(tmp_path):
     known = {header["policy_version"]: header["weights"] for header in known}
     assert len(known) > 2
     assert known.items() <= dict(enumerate(("start", *run.fingerprints))).items()
+    run.sampler.cut()
+    run.sampler.go_on(5, "weights")
+    assert not run.sampler._requests._digests, "digests of earlier requests fill the memory"
 
 
 def test_fast_engines_do_not_make_tokens_old():
@@ -222,3 +226,43 @@ def test_fast_engines_do_not_make_tokens_old():
     ]
     # the first batches were requested before anything was known of the engines' speed
     assert max(ages[:48]) == 3 and max(ages[48:]) == 2
+
+
+class Steady:
+    """A clock without chance: each turn has the same number of tokens."""
+
+    def randint(self, low, high):
+        return high if high == 12 else low
+
+    def randrange(self, stop):
+        return 0
+
+    def choice(self, values):
+        return values[-1]
+
+    def shuffle(self, values):
+        pass
+
+    def random(self):
+        return 1.0
+
+
+def test_resumed_run_decides_as_an_undisturbed_one(tmp_path):
+    """Engines that are faster than the trainer request less in advance, which a resumed run forgot:
+    its tokens were as old as max_staleness allows, until it had found out again."""
+    mode, at, num_steps = ASYNC | {"max_staleness": 4}, 8, 12
+    first = Run(mode, Steady(), Schedule(tmp_path / "a"), slots=600)
+    for step in range(num_steps):
+        if step == at:
+            shutil.copy(tmp_path / "a", tmp_path / "b")
+        first.step(num_turns=60)
+    saved = {"state": first.states[at - 1], "version": at, "weights": first.fingerprints[at - 1]}
+    resumed = Run(mode, Steady(), Schedule(tmp_path / "b"), slots=600, **saved)
+    for _ in range(at, num_steps):
+        resumed.step(num_turns=60)
+    assert contents(resumed.batches) == contents(first.batches[at:])
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    # a state of an earlier version still loads
+    old = json.loads(saved["state"])
+    del old["most_untrained"]
+    Run(mode, Steady(), Schedule(), slots=600, **saved | {"state": json.dumps(old)}).step()

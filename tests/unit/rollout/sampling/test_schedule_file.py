@@ -1,44 +1,24 @@
-"""The schedule's file: damage that is not noticed, differences that are not named, and its size."""
+"""The schedule's file: damage that is not noticed, records that are lost, and its size."""
 
 import errno
 import io
 import json
 import os
 import random
-from dataclasses import replace
+import tracemalloc
 
-import numpy as np
 import pytest
 
 from megadapo.errors import ConfigError, OracleError
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import Cut, Schedule, Take
-from tests.support.rollout.groups import make_group, payloads
-
-BATCH = [make_group(index) for index in (3, 5)]
-COUNTS = {4: (7, 0, 12), 6: (0, 0, 0)}
-
-
-def write(path, rules="rules", weights="aa" * 32):
-    schedule = Schedule(path, rules)
-    schedule.cut(0, "00" * 32, 0, {})
-    schedule.take(1, 8, [4, 6, 7], BATCH)
-    schedule.cut(1, weights, 9, COUNTS)
-    schedule.close()
-    return path
-
-
-def records(path):
-    schedule, found = Schedule(None, "rules", source=path), []
-    while schedule.next is not None:
-        found.append(schedule.next)
-        schedule.position += 1
-    return found
+from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule_records import Cut, Take
+from tests.support.rollout.groups import BATCH, COUNTS, payloads, read_schedule, write_schedule
 
 
 def test_records_survive(tmp_path):
-    first, take, cut = records(write(tmp_path / "a"))
+    first, take, cut = read_schedule(write_schedule(tmp_path / "a"))
     assert first == Cut(0, "0" * 16, 0, {})
     assert (take.step, take.next_index, take.open) == (1, 8, {4, 6, 7})
     assert take.digests.keys() == {3, 5}
@@ -55,7 +35,7 @@ def test_file_names_its_format_and_rules(tmp_path):
 
 def test_own_records_come_before_those_to_repeat(tmp_path):
     """A run that repeats another one was killed and resumes."""
-    known = records(write(tmp_path / "a"))
+    known = read_schedule(write_schedule(tmp_path / "a"))
     own = Schedule(tmp_path / "b", "rules")
     own.cut(0, "00" * 32, 0, {})
     own.close()
@@ -72,11 +52,11 @@ def test_only_a_new_cut_counts(tmp_path):
     assert schedule.cut(0, "00" * 32, 0, {}) is False
     assert schedule.cut(1, "00" * 32, 0, {}) is True
     schedule.close()
-    assert len(records(tmp_path / "a")) == 2
+    assert len(read_schedule(tmp_path / "a")) == 2
 
 
 def test_until_is_of_the_next_cut_only(tmp_path):
-    schedule = Schedule(None, "rules", source=write(tmp_path / "a"))
+    schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"))
     assert [schedule.until(4), schedule.until(99)] == [(), ()]
     for position in (1, 2):
         schedule.resume_at(position)
@@ -87,18 +67,54 @@ def test_until_is_of_the_next_cut_only(tmp_path):
 
 def test_every_torn_or_flipped_byte_costs_only_what_follows(tmp_path):
     """A damaged record that is read would make a run wait for tokens that never were."""
-    data, known = write(tmp_path / "a").read_bytes(), records(tmp_path / "a")
+    data, known = write_schedule(tmp_path / "a").read_bytes(), read_schedule(tmp_path / "a")
     header_end = read_ends(tmp_path / "a")[0]
     path = tmp_path / "b"
     for place in range(header_end, len(data)):
         path.write_bytes(data[:place])
-        torn = records(path)
+        torn = read_schedule(path)
         assert torn == known[: len(torn)] and len(torn) < len(known)
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
-        rest = records(path)
+        rest = read_schedule(path)
         assert rest == known[: len(rest)] and len(rest) < len(known)
+
+
+def test_source_that_is_not_whole_is_refused(tmp_path):
+    """A run would repeat it up to the damage, and then decide without a word."""
+    data = write_schedule(tmp_path / "a").read_bytes()
+    header_end, path = read_ends(tmp_path / "a")[0], tmp_path / "b"
+    flipped = bytearray(data)
+    flipped[-1] ^= 1
+    for damaged, problem in (
+        (data[:-1], r"record 3 is not whole \(a torn record at byte .* resume that run"),
+        (bytes(flipped), r"record 3 is not whole \(a damaged record at byte .* from a copy"),
+        (data[: header_end + 1], r"record 1 is not whole \(a torn record"),
+        (data[:header_end], "has no records; its run ended before the first publication"),
+        (b"", "has no records"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=f"^--schedule: {path}:? {problem}"):
+            Schedule(None, "rules", source=path)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_end_of_the_source_is_named_once(tmp_path, caplog, resumes):
+    """From there on the run follows the speed of its engines, which its user must know."""
+    schedule = Schedule(tmp_path / "b", "rules", source=write_schedule(tmp_path / "a"))
+    schedule.cut(0, "00" * 32, 0, {})
+    schedule.take(1, 8, [4, 6, 7], BATCH)
+    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    assert caplog.messages == []
+    for step in (2, 3):
+        schedule.take(step, 12, [], BATCH)
+        if resumes:
+            schedule.close()
+            schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+            schedule.resume_at(2 + step)
+    ends = f"--schedule: {tmp_path / 'a'} ends before step 2: from there on the run decides itself"
+    assert caplog.messages == [ends]
 
 
 def read_ends(path):
@@ -108,7 +124,7 @@ def read_ends(path):
 
 
 def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
-    data = write(tmp_path / "a").read_bytes()
+    data = write_schedule(tmp_path / "a").read_bytes()
     assert caplog.messages == []
     (tmp_path / "a").write_bytes(data[:-1])
     schedule = Schedule(tmp_path / "a", "rules")
@@ -119,98 +135,32 @@ def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
     schedule.resume_at(2)
     schedule.cut(1, "cc" * 32, 9, COUNTS)
     schedule.close()
-    assert [one.next_index for one in records(tmp_path / "a")] == [0, 8, 9]
+    assert [one.next_index for one in read_schedule(tmp_path / "a")] == [0, 8, 9]
 
 
 def test_schedule_of_other_rules_is_refused_and_an_own_one_begins_again(tmp_path, caplog):
-    write(tmp_path / "a")
+    before = write_schedule(tmp_path / "a").read_bytes()
     with pytest.raises(ConfigError, match="another|other data"):
         Schedule(None, "other rules", source=tmp_path / "a")
     with pytest.raises(ConfigError, match="cannot be read"):
         Schedule(None, "rules", source=tmp_path / "missing")
     assert Schedule(tmp_path / "a", "other rules").next is None
-    assert caplog.messages == [f"{tmp_path / 'a'} is of a run with other rules, and begins again"]
+    (aside,) = (tmp_path / "aside").iterdir()
+    assert aside.read_bytes() == before and aside.name.endswith("-a")
+    told = f"{tmp_path / 'a'} is of a run with other rules, and begins again; the old one is in "
+    assert caplog.messages == [f"{told}{tmp_path / 'aside'}"]
     with pytest.raises(ConfigError, match="other data"):
         Schedule(None, "rules", source=tmp_path / "a")
 
 
-def changed(group, **values):
-    responses = list(group.responses)
-    responses[1] = replace(responses[1], **values)
-    return replace(group, responses=tuple(responses))
-
-
-LAST = BATCH[1]
-OTHER_TOKEN = LAST.responses[1].token_ids.copy()
-OTHER_TOKEN[2] += 1
-OTHER_VERSION = LAST.responses[1].policy_versions.copy()
-OTHER_VERSION[0] += 1
-OTHER_LOGPROB = np.nextafter(LAST.responses[1].logprobs, np.float32(9))
-OTHER_REWARD = (replace(LAST.scores[0], reward=0.5), LAST.scores[1])
-
-
-VALUES = "5: its tokens, log-probs, versions or rewards differ"
-
-
-@pytest.mark.parametrize(
-    ("batch", "place"),
-    [
-        ([BATCH[0], changed(LAST, token_ids=OTHER_TOKEN)], VALUES),
-        ([BATCH[0], changed(LAST, policy_versions=OTHER_VERSION)], VALUES),
-        ([BATCH[0], changed(LAST, logprobs=OTHER_LOGPROB)], VALUES),
-        ([BATCH[0], replace(LAST, scores=OTHER_REWARD)], VALUES),
-        ([BATCH[0]], "5: it is in the batch of the schedule alone"),
-        ([BATCH[0], make_group(7)], "5: it is in the batch of the schedule alone"),
-        ([*BATCH, make_group(7)], "7: it is in the batch of the run alone"),
-    ],
-    ids=["token", "version", "log-prob", "reward", "missing group", "other group", "one too many"],
-)
-def test_difference_of_a_batch_names_step_and_group(tmp_path, batch, place):
-    schedule = Schedule(None, "rules", source=write(tmp_path / "a"))
-    schedule.cut(0, "00" * 32, 0, {})
-    with pytest.raises(OracleError, match=f"^step 1, group {place}. The run does not repeat"):
-        schedule.take(1, 8, [4, 6, 7], batch)
-
-
-@pytest.mark.parametrize(
-    ("weights", "counts", "place"),
-    [
-        ("bb" * 32, COUNTS, "version 1: the weights differ"),
-        (
-            "aa" * 32,
-            COUNTS | {4: (7, 1, 12)},
-            "version 1, group 4, response 1: it has 0 tokens at the cut in the schedule, and 1 in",
-        ),
-        ("aa" * 32, {6: (0, 0, 0)}, "version 1, group 4: it is open in the schedule alone"),
-    ],
-)
-def test_difference_of_a_cut_names_version_group_and_response(tmp_path, weights, counts, place):
-    schedule = Schedule(None, "rules", source=write(tmp_path / "a"))
-    schedule.cut(0, "00" * 32, 0, {})
-    schedule.take(1, 8, [4, 6, 7], BATCH)
-    with pytest.raises(OracleError, match=place):
-        schedule.cut(1, weights, 9, counts)
-
-
-def test_differences_are_counted_if_bits_may_differ(tmp_path, caplog):
-    schedule = Schedule(None, "rules", source=write(tmp_path / "a"), is_strict=False)
-    schedule.cut(0, "11" * 32, 0, {})
-    schedule.take(1, 8, [4, 6, 7], BATCH[:1])
-    schedule.cut(1, "aa" * 32, 9, COUNTS)
-    assert schedule.num_differences == 2 and schedule.next is None
-    zeros, ones = "0" * 16, "1" * 16
-    assert caplog.messages == [
-        f"difference 1 from the schedule: version 0: the weights differ ({zeros} and {ones})",
-        "difference 2 from the schedule: step 1, group 5: it is in the batch of the schedule alone",
-    ]
-
-
 def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     """It could not wait for what its own schedule says, and must not end."""
-    write(tmp_path / "a")
+    before = write_schedule(tmp_path / "a").read_bytes()
     schedule = Schedule(tmp_path / "a", "rules")
     schedule.resume_at(2)
     schedule.cut(1, "cc" * 32, 9, COUNTS)
+    (aside,) = (tmp_path / "aside").iterdir()
+    assert aside.read_bytes() == before
     c, a = "c" * 16, "a" * 16
     assert schedule.next is None
     assert caplog.messages == [
@@ -219,13 +169,29 @@ def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     ]
     schedule.take(2, 12, [], BATCH)
     schedule.close()
-    found = records(tmp_path / "a")
+    found = read_schedule(tmp_path / "a")
     assert [type(one) for one in found] == [Cut, Take, Cut, Take]
     assert found[2].weights == "c" * 16
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_resumed_run_that_repeats_another_one_ends_at_a_difference(tmp_path, is_strict):
+    """It decided again without an error, because its own file has the record too."""
+    write_schedule(tmp_path / "a")
+    before = write_schedule(tmp_path / "b").read_bytes()
+    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a", is_strict=is_strict)
+    schedule.resume_at(2)
+    if is_strict:
+        with pytest.raises(OracleError, match="^version 1: the weights differ"):
+            schedule.cut(1, "cc" * 32, 9, COUNTS)
+    else:
+        schedule.cut(1, "cc" * 32, 9, COUNTS)
+        assert schedule.num_differences == 1
+    assert (tmp_path / "b").read_bytes() == before
+
+
 def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, caplog):
-    before = write(tmp_path / "a").read_bytes()
+    before = write_schedule(tmp_path / "a").read_bytes()
     schedule = Schedule(tmp_path / "a", "rules")
     schedule.resume_at(9)
     schedule.take(5, 60, [], BATCH)
@@ -235,12 +201,32 @@ def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, capl
     assert (tmp_path / "a").read_bytes() == before
 
 
+def test_file_gets_records_that_it_lost_from_the_source(tmp_path, caplog):
+    """A file with a gap is not repeated by any other run."""
+    known = read_schedule(write_schedule(tmp_path / "a"))
+    own = Schedule(tmp_path / "b", "rules")
+    own.cut(0, "00" * 32, 0, {})
+    own.close()
+    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+    schedule.resume_at(2)
+    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    schedule.close()
+    assert read_schedule(tmp_path / "b") == known and caplog.messages == []
+
+
+def test_mode_without_a_schedule_resumes_a_run_that_had_one(caplog):
+    """It warned that a file named None had lost records."""
+    schedule = Schedule()
+    schedule.resume_at(5)
+    assert schedule.position == 0 and schedule.next is None and caplog.messages == []
+
+
 def test_file_with_the_records_of_its_checkpoint_goes_on(tmp_path, caplog):
-    schedule = Schedule(write(tmp_path / "a"), "rules")
+    schedule = Schedule(write_schedule(tmp_path / "a"), "rules")
     schedule.resume_at(3)
     schedule.take(2, 60, [], BATCH)
     schedule.close()
-    assert [type(one) for one in records(tmp_path / "a")] == [Cut, Take, Cut, Take]
+    assert [type(one) for one in read_schedule(tmp_path / "a")] == [Cut, Take, Cut, Take]
     assert caplog.messages == []
 
 
@@ -259,7 +245,7 @@ def test_full_disk_ends_the_schedule_and_not_the_run(
     tmp_path, monkeypatch, caplog, fails, num_left
 ):
     """A file with a gap could not be repeated, so nothing more is written."""
-    path = write(tmp_path / "a")
+    path = write_schedule(tmp_path / "a")
     schedule = Schedule(path, "rules")
     with monkeypatch.context() as patch:
         if fails == "truncate":
@@ -275,15 +261,32 @@ def test_full_disk_ends_the_schedule_and_not_the_run(
     assert len(read_ends(path)) == num_left
 
 
-def test_a_group_takes_few_bytes(tmp_path):
-    """Sixteen counts of up to 20,480 tokens for each open group of the paper's recipe."""
-    source = random.Random(0)
-    schedule, num_groups = Schedule(tmp_path / "a"), 800
-    start = schedule.num_bytes
+def random_counts(source, num_groups):
     counts = {}
     for index in range(num_groups):
         running = source.randint(0, 20_000)
         ended = [source.randint(1, 20_000) for _ in range(source.randint(0, 12))]
         counts[2 * index] = tuple(ended + [running] * (16 - len(ended)))
+    return counts
+
+
+def test_a_group_takes_few_bytes(tmp_path):
+    """Sixteen counts of up to 20,480 tokens for each open group of the paper's recipe."""
+    schedule, num_groups = Schedule(tmp_path / "a"), 800
+    start = schedule.num_bytes
+    counts = random_counts(random.Random(0), num_groups)
     schedule.cut(1, "aa" * 32, 2 * num_groups, counts)
     assert (schedule.num_bytes - start) / num_groups <= 40
+
+
+def test_past_records_take_few_bytes_of_memory(tmp_path):
+    """Decoded, those of ten thousand steps filled 2 GB of the driver's memory."""
+    source, num_groups, num_steps = random.Random(0), 256, 12
+    schedule = Schedule(tmp_path / "a")
+    tracemalloc.start()
+    for step in range(num_steps):
+        schedule.cut(step, "aa" * 32, 2 * num_groups, random_counts(source, num_groups))
+        schedule.take(step + 1, 2 * num_groups, range(num_groups), [])
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used / num_steps <= 40 * 1024

@@ -1,0 +1,169 @@
+"""Engines that are lost or cannot start, in a pool without processes: which of them end a run."""
+
+import time
+
+import pytest
+import ray
+
+from megadapo.cluster.places import Place, Slot
+from megadapo.errors import InfraError
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.pool.elastic import ElasticEngines
+from megadapo.rollout.pool.engines import UNASSIGNED, Engines
+from megadapo.rollout.pool.handle import EngineHandle
+from megadapo.rollout.pool.request import EngineRequest, write_request
+from tests.support.rollout.engine_checks import group_request
+from tests.support.rollout.engine_specs import engine_spec
+
+DRIVER = "this driver"
+CONFIG = RolloutConfig(max_engine_restarts=2)
+
+
+class Handle(EngineHandle):
+    """A handle whose process starts when a test says so, and ends at once."""
+
+    def start(self):
+        self.state, self.awaited, self.actor = "starting", None, None
+        self.num_starts, self.submits, self.num_tokens = self.num_starts + 1, {}, 0
+        self._num_asked = self._num_ended = self._num_waiting = 0
+
+    def end(self, *, hangs=False):
+        self.state = "ended"
+
+    def submit(self, groups):
+        pass
+
+    def sibling(self, index, gpus, options):
+        return make_handle(index)
+
+
+def make_handle(index, state="starting"):
+    handle = Handle(engine_spec(index=index, config=CONFIG), {})
+    handle.state = state
+    return handle
+
+
+class Places:
+    """A cluster on which a request for an engine finds node c at once."""
+
+    def __init__(self):
+        self.nodes = {0: "a", 1: "b"}
+        self.alive = {"a", "b", "c"}
+
+    def alive_nodes(self):
+        return self.alive
+
+    def engine_node(self, index):
+        return self.nodes[index]
+
+    def trainer_nodes(self):
+        return ["head"]
+
+    def request_engine(self, num_ranks, *, without=()):
+        return self
+
+    def poll(self):
+        return Place(None, [Slot(0, "c", None)])
+
+    def add_engine(self, index, place):
+        self.nodes[index] = place.node
+
+    def release_engine(self, index):
+        del self.nodes[index]
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    return Engines([make_handle(0, "serving"), make_handle(1, "serving")])
+
+
+@pytest.fixture
+def elastic(pool, tmp_path):
+    def follow(num_engines, **request):
+        request = EngineRequest(num_engines=num_engines, driver=DRIVER, **request)
+        write_request(tmp_path, request)
+        control._check_at = 0.0
+        control.check()
+
+    places = Places()
+    control = ElasticEngines(
+        pool,
+        places,
+        tmp_path,
+        driver=DRIVER,
+        num_engines=2,
+        num_ranks=1,
+        next_number=2,
+        report=lambda view: None,
+    )
+    control.places, control.follow = places, follow
+    return control
+
+
+def fail(pool, *numbers):
+    for number in numbers:
+        pool.mark_dead(pool._handles[number], f"rollout engine {number}: no such model")
+        pool._handles[number].state = "starting"
+
+
+def test_engines_that_join_and_cannot_start_are_given_up(pool, elastic):
+    """They counted as lost, so a healthy run ended, and again after each restart."""
+    elastic.follow(5)
+    assert elastic.places.nodes == {0: "a", 1: "b", 2: "c", 3: "c", 4: "c"}
+    for _ in range(3):
+        fail(pool, 2, 3, 4)
+        elastic.follow(5)
+    warnings = pool.drain_warnings()
+    for number in (2, 3, 4):
+        assert (
+            f"rollout engine {number} cannot start on node c and is given up, see engine-0.log; "
+            "another place is asked for in 30 s"
+        ) in warnings
+    elastic.follow(5)
+    assert [one.number for one in pool.members()] == [0, 1]
+    assert elastic.places.nodes == {0: "a", 1: "b"}
+
+
+def test_joined_engine_that_has_served_counts(pool, elastic):
+    """Catches engines that join and are never missed."""
+    elastic.follow(5)
+    for number in (2, 3, 4):
+        pool._handles[number].serve()
+    for _ in range(2):
+        fail(pool, 2, 3, 4)
+    fail(pool, 2, 3)
+    with pytest.raises(InfraError, match="only 2 of 5 engines are left"):
+        fail(pool, 4)
+
+
+def test_engines_that_never_served_count_if_there_are_no_others(pool, elastic):
+    """The run would wait for them without end."""
+    elastic.follow(3)
+    pool._handles = {2: pool._handles[2]}
+    fail(pool, 2)
+    fail(pool, 2)
+    with pytest.raises(InfraError, match="no engine is left"):
+        fail(pool, 2)
+
+
+def test_engine_that_leaves_does_not_replace_a_lost_one(pool, elastic):
+    """The lost one was forgotten, the other one left, and the run waited for nothing."""
+    pool.submit([group_request(1, (1,), (1, 2))])
+    elastic.follow(1, leave=(0,))
+    assert [one.state for one in pool.members()] == ["leaving", "serving"]
+    pool._handles[1].state = "ended"
+    elastic.places.alive = {"a", "c"}
+    with pytest.raises(InfraError, match="engine 1 is gone with its node b; no engine is left"):
+        elastic.follow(1, leave=(0,))
+
+
+def test_pool_without_a_process_waits_for_its_time(pool, monkeypatch):
+    """It looked for reports thousands of times a second."""
+    pool._handles = {}
+    pool._in_flight = {1: (group_request(1, (1,), (1, 2)), UNASSIGNED)}
+    waits, wait = [], pool._wait
+    monkeypatch.setattr(pool, "_wait", lambda seconds: waits.append(seconds) or wait(seconds))
+    started = time.monotonic()
+    assert pool.finished(0.2) == []
+    assert time.monotonic() - started >= 0.2 and len(waits) <= 5
