@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.bapo import num_bapo_sums, search_bounds
@@ -27,7 +26,7 @@ from megadapo.trainer.batch.micro_batch import (
     version_gaps,
 )
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.critic.advantages import with_token_advantages
+from megadapo.trainer.critic.advantages import values_of_tokens, with_token_advantages
 from megadapo.trainer.update.clip_bounds import sums_of
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
 
@@ -197,13 +196,9 @@ def _with_old_policy(
 def _with_token_advantages(
     rank: TrainerRank, split: Sequence[MiniBatch], variant: Variant, values: np.ndarray
 ) -> list[MiniBatch]:
-    is_last = mpu.is_pipeline_last_stage()
-    of_tokens = [
-        [torch.from_numpy(values[one.source]).to(rank.device) for one in mini_batch if is_last]
-        for mini_batch in split
-    ]
+    known = values_of_tokens(split, values, rank.device)
     found, _ = with_token_advantages(
-        split, of_tokens, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
+        split, known, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
     )
     return found
 

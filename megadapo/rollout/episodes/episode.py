@@ -61,7 +61,7 @@ class Episode:
             self._is_loaded = True
 
     def continues(self, digests: Sequence[str]) -> bool:
-        """Return whether it has begun with these turns."""
+        """Return whether these are its first turns."""
         known = [turn.digest for turn in self.record.turns[: len(digests)]]
         return self.record.is_reset and known == list(digests)
 

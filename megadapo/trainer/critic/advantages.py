@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.config import AlgorithmConfig
@@ -57,6 +58,17 @@ def with_token_advantages(
         for mini_batch, parts in zip(split, raw, strict=True)
     ]
     return found, raw
+
+
+def values_of_tokens(
+    split: Sequence[MiniBatch], values: np.ndarray, device: torch.device
+) -> list[list[Tensor]]:
+    """Return known values [T] of a batch as `with_token_advantages` takes them."""
+    is_last = mpu.is_pipeline_last_stage()
+    return [
+        [torch.from_numpy(values[one.source]).to(device) for one in mini_batch if is_last]
+        for mini_batch in split
+    ]
 
 
 def _token_advantages(

@@ -100,7 +100,7 @@ def test_response_of_a_dead_engine_takes_the_recorded_turns(tmp_path, tokenizer)
 
 
 def test_response_stopped_in_a_stop_text_acts_behind_its_rest(tmp_path, tokenizer):
-    """The engine searches only new text, and would go on as if there had been no call."""
+    """The engine searches only new text, and would continue without a call."""
 
     async def run():
         async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:

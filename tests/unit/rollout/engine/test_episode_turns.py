@@ -186,7 +186,7 @@ def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
 
 
 def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):
-    """The model would go on behind its end token, and learn to."""
+    """The model would continue behind its end token, and learn to."""
 
     async def run():
         async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
