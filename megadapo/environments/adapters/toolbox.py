@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +53,13 @@ class Toolbox(Environment):
         ]
         return _joined(found) if found else None
 
-    async def step(self, action: Action) -> Observation:
+    def step(self, action: Action) -> Awaitable[Observation]:
         """Answer a call by text, or all tool calls in order; other turns end the episode."""
+        # no coroutine function, of which a process runs more at a time than it has threads: calls
+        # would wait for a thread within their time limit
+        return self._step(action)
+
+    async def _step(self, action: Action) -> Observation:
         for one in self._members.values():
             if isinstance(one, Tool):
                 one.begin_turn()

@@ -218,3 +218,13 @@ class Away(Environment):
 
     def step(self, action: Action) -> Observation:
         return say("yes")
+
+
+class SlowText(Environment):
+    """A tool that is called by text, in a method that is no coroutine."""
+
+    stop = ("go",)
+
+    def step(self, action: Action) -> Observation:
+        time.sleep(0.3)
+        return Observation(text="done")

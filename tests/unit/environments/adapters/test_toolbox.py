@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from megadapo.environments.adapters.toolbox import Toolbox
+from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Environment, Observation, Task, ToolCall
 from megadapo.environments.results import WrongResult
+from megadapo.rollout.episodes.host import EpisodeHost
+from tests.support.rollout.hosts import MODULE, task_of, turn_of, with_host
 from tests.unit.environments.adapters.playing import playing, task
 
 
@@ -181,6 +184,20 @@ def test_methods_that_are_no_coroutines_run_in_threads() -> None:
 
     asyncio.run(play())
     assert Threaded.threads and threading.main_thread() not in Threaded.threads
+
+
+def test_calls_wait_for_a_thread_outside_of_their_time_limit() -> None:
+    """An evaluation calls all tools at once; those behind the first ones would all fail."""
+
+    async def play(host: EpisodeHost) -> list[Any]:
+        names = [f"e{number}" for number in range(160)]
+        await asyncio.gather(*(host.open(name, 0, task_of(name)) for name in names))
+        return await asyncio.gather(*(host.step(name, 0, turn_of("go")) for name in names))
+
+    options = {f"{MODULE}:SlowText": {}}
+    # of 512 MiB a process has 16 threads for calls
+    config = EnvironmentConfig(environment="tools", options=options, memory_mib=512, timeout_s=1.5)
+    assert {outcome.failure for outcome in with_host([config], play)} == {None}
 
 
 def test_tools_that_cannot_be_told_apart_are_refused(corpus: str) -> None:
