@@ -7,20 +7,11 @@ import asyncio
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from megadapo.algorithm.groups import Branch
 from megadapo.rollout.engine.branching import response_prefix
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, user_turn
-from tests.support.tokenizers.small import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(
-        write_tokenizer("qwen3", tmp_path_factory.mktemp("tokenizer") / "qwen3")
-    )
 
 
 def test_turns_are_sampled_tokens_and_the_templates_glue(tmp_path, tokenizer):

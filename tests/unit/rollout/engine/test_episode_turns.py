@@ -8,19 +8,10 @@ import copy
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
 
 from megadapo.environments.environment import Observation
 from megadapo.rollout.engine.episode import EpisodeClient
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
-from tests.support.tokenizers.small import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(
-        write_tokenizer("qwen3", tmp_path_factory.mktemp("tokenizer") / "qwen3")
-    )
 
 
 def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):

@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
@@ -18,14 +17,6 @@ from megadapo.rollout.episodes.episode import identity_of
 from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
 from megadapo.rollout.episodes.types import Outcome
 from tests.support.environments.played_responses import Play, Policy
-from tests.support.tokenizers.small import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(
-        write_tokenizer("qwen3", tmp_path_factory.mktemp("tokenizer") / "qwen3")
-    )
 
 
 def ids_of(tokenizer, text):
