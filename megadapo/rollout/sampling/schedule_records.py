@@ -59,7 +59,6 @@ def encode_record(record: Take | Cut) -> bytes:
     return zlib.compress(json.dumps(entry, separators=(",", ":")).encode(), 9)
 
 
-@lru_cache(maxsize=4)  # the records around a run's position are asked for again and again
 @lru_cache(maxsize=4)  # a repetition asks for the next two for every group
 def decode_record(payload: bytes) -> Take | Cut:
     """Return the record of a payload behind the file's header."""
