@@ -77,8 +77,8 @@ METRICS = {
     "sampling.branching.",
     "tools/entropy_rise": "Mean normalised entropy after a tool call, minus its value at the "
     "response's start.",
-    "rollout/engine_busy_share": "Share of the sampling time in which engines had work. The time of an "
-    "update counts if engines sample beside it.",
+    "rollout/engine_busy_share": "Share of the sampling time in which engines had work. The time "
+    "of an update counts if engines sample beside it.",
     "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
     "rollout/engines_lost": "Engines that were dead or starting at the end of the rollout.",
     "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
