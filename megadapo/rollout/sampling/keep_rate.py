@@ -20,6 +20,10 @@ often waits for a longer group anyway. `megadapo simulate` was used to choose it
 regime wastes 7 % of the kept tokens, with 0.125 none wastes more than 5 %."""
 MARGIN = 2.0
 """Standard deviations by which the number of mixed groups may exceed its expectation."""
+SAFE_MARGIN = 6.0
+"""The same where an excess would drop groups."""
+SAFE_GROWTH = 1.25
+"""Factor by which keep rates may exceed their estimates there, because the policy learns."""
 
 
 class KeepRate:
@@ -71,10 +75,26 @@ class ExpectedMixed:
 
     mean: float = 0.0
     variance: float = 0.0
+    num_groups: int = 0
+
+    @classmethod
+    def of(cls, num_groups: Mapping[KeepRate, int]) -> ExpectedMixed:
+        """Return the expectation for these numbers of groups with each keep rate."""
+        expected = cls()
+        for rate, number in num_groups.items():
+            expected.add(rate, number)
+        return expected
+
+    @property
+    def most(self) -> float:
+        """Number of mixed groups that is practically never exceeded."""
+        spread = math.sqrt(self.variance)
+        return min(self.num_groups, SAFE_GROWTH * self.mean + SAFE_MARGIN * spread)
 
     def add(self, rate: KeepRate, num_groups: int) -> None:
         """Add groups with one keep rate; errors of different rates are independent."""
         p = rate.value
+        self.num_groups += num_groups
         self.mean += num_groups * p
         self.variance += num_groups * p * (1.0 - p) + num_groups**2 * rate.variance
 

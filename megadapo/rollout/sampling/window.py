@@ -69,8 +69,9 @@ class Window:
             max_asked: largest number of groups to request for the step.
             step: the step that trains on the batch.
             max_staleness: number of later steps that may train on a group of this one.
-            most_untrained: largest number of groups that are open or wait for a batch; with it,
-                groups are also requested and awaited so that every mixed one finds a batch.
+            most_untrained: largest number of mixed groups among the finished and open ones that
+                batches may lag behind; with it, groups are also requested and awaited so that
+                every mixed one finds a batch (`ExpectedMixed.most`).
             round_size: number of groups that are requested and awaited as a whole.
         """
         self.num_needed = num_needed
@@ -135,13 +136,13 @@ class Window:
                 num_left = self._max_asked - self.num_asked
                 self._num_left_of_round = min(self._round_size, num_left)
             return self._num_left_of_round > 0
-        num_mixed, expected = len(self.mixed), self._expected()
+        num_mixed, expected = len(self.mixed), ExpectedMixed.of(self._num_open)
         if not self._max_staleness:
             num_missing = self.num_needed - num_mixed
             return should_oversample(num_missing, expected, rate, num_at_once=self._num_at_once)
         if self._most_untrained is not None:
             num_places = min(self._num_places(self._last_step(version)), self._most_untrained)
-            if num_mixed + len(self.open) >= num_places:
+            if num_mixed + expected.most + 1 > num_places:
                 return False
         num_usable = self.num_needed + self._max_staleness * self.num_needed // 2
         return not would_go_stale(num_usable, num_mixed, expected)
@@ -209,18 +210,17 @@ class Window:
         """Return whether open groups with this last step could miss all batches up to it.
 
         The batches after this one have a limited number of places for them. If there may be more
-        such groups, this batch must take some of them instead of younger ones.
+        such groups, this batch must take some of them instead of younger ones. If there are more of
+        them all the same, those with the highest prompt index become too old.
         """
         if last_step <= self._step:
             return True
         if self._most_untrained is None:
             return False
-        left = [*self.open, *self.mixed[self.num_needed :]]
+        left = self.mixed[self.num_needed :]
         num_left = sum(self._last_steps[index] <= last_step for index in left)
-        return num_left > self._num_places(last_step) - self.num_needed
-
-    def _expected(self) -> ExpectedMixed:
-        expected = ExpectedMixed()
-        for rate, num_groups in self._num_open.items():
-            expected.add(rate, num_groups)
-        return expected
+        rates = Counter(
+            rate for index, rate in self.open.items() if self._last_steps[index] <= last_step
+        )
+        num_later = self._num_places(last_step) - self.num_needed
+        return num_left + ExpectedMixed.of(rates).most > num_later

@@ -82,14 +82,32 @@ def test_a_batch_leaves_room_for_groups_that_are_due_soon():
     assert window.is_full and window.chosen() == [2, 4]
 
 
-def test_requests_leave_a_place_for_each_open_group():
+@pytest.mark.parametrize(("mixed", "fewest", "most"), [(10**6, 128, 128), (35 * 10**4, 250, 400)])
+def test_requests_leave_a_place_for_each_mixed_group(mixed, fewest, most):
+    """Without it groups are dropped; one for each open group leaves engines without work."""
+    rate = keep_rate(10**6, mixed)
+    for seed in range(200):
+        window = Window(64, 1000, step=5, max_staleness=2, most_untrained=192)
+        index = 0
+        while window.wants(rate, 4):
+            window.ask(index, rate, 4)
+            index += 1
+        assert fewest <= index <= most
+        source, true_rate = random.Random(seed), min(1.0, 1.25 * rate.value)
+        assert sum(source.random() < true_rate for _ in range(index)) <= 192
+
+
+def test_batches_leave_out_the_last_groups_if_there_are_too_many():
+    """Otherwise the groups that finish last would be left out: the long ones."""
+    rare = keep_rate(10**6, 10)
     window = Window(2, 1000, step=5, max_staleness=2, most_untrained=6)
-    sure = keep_rate(10**6, 10)
-    index = 0
-    while window.wants(sure, 4):
-        window.ask(index, sure, 4)
-        index += 1
-    assert index == 3 * 2
+    for index in range(9):
+        window.carry(index, rare, 2)
+    for index in (8, 3, 5, 4, 6, 7, 0, 1):
+        window.finish(index, True)
+    assert window.num_overdue == 1 and not window.is_full, "the last one is due and not open"
+    window.finish(2, True)
+    assert window.is_full and window.chosen() == [0, 1]
 
 
 def test_group_is_too_old_once_no_batch_may_train_on_it():
@@ -110,8 +128,8 @@ def test_lead_follows_the_groups_that_batches_leave():
     assert str(adapted_lead(odd, 40, 0)) == "48"
 
 
-def test_partial_requests_more_groups_than_have_places():
-    """Most groups here are not mixed. A place for each open one, as in async, wastes engines."""
+def test_partial_requests_more_groups_than_async():
+    """Most groups here are not mixed: a place for each open one would leave engines idle."""
     counts = {}
     for mode in ("partial", "async"):
         config = SamplingConfig(mode=mode, max_staleness=2, prompts_per_step=4)
@@ -121,7 +139,7 @@ def test_partial_requests_more_groups_than_have_places():
             window.ask(index, rare, 4)
             index += 1
         counts[mode] = index
-    assert counts["async"] == 12 < counts["partial"]
+    assert num_places(config) == 12 < counts["async"] < counts["partial"]
 
 
 def keep_rate(num_asked: int, num_mixed: int) -> KeepRate:
