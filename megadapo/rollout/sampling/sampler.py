@@ -92,7 +92,7 @@ class Sampler:
         self._held: dict[int, Group] = {}
         """Scored groups that the repeated schedule settles later, by prompt index."""
         self._most_untrained = num_places(config)
-        """Largest number of mixed groups in async mode, finished or open (`Window`)."""
+        """Largest number of groups of async mode that are open or wait for a batch."""
         self._start_batch(is_ahead=False)
 
     def _start_batch(self, *, is_ahead: bool) -> None:

@@ -69,9 +69,9 @@ class Window:
             max_asked: largest number of groups to request for the step.
             step: the step that trains on the batch.
             max_staleness: number of later steps that may train on a group of this one.
-            most_untrained: largest number of mixed groups among the finished and open ones that
-                batches may lag behind; with it, groups are also requested and awaited so that
-                every mixed one finds a batch (`ExpectedMixed.most`).
+            most_untrained: largest number of groups that are open or wait for a batch; with it,
+                groups are also requested and awaited so that every mixed one finds a batch
+                (`ExpectedMixed.most`).
             round_size: number of groups that are requested and awaited as a whole.
         """
         self.num_needed = num_needed
@@ -141,8 +141,9 @@ class Window:
             num_missing = self.num_needed - num_mixed
             return should_oversample(num_missing, expected, rate, num_at_once=self._num_at_once)
         if self._most_untrained is not None:
-            num_places = min(self._num_places(self._last_step(version)), self._most_untrained)
-            if num_mixed + expected.most + 1 > num_places:
+            if num_mixed + len(self.open) >= self._most_untrained:
+                return False
+            if num_mixed + expected.most + 1 > self._num_places(self._last_step(version)):
                 return False
         num_usable = self.num_needed + self._max_staleness * self.num_needed // 2
         return not would_go_stale(num_usable, num_mixed, expected)
