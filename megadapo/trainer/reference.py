@@ -161,17 +161,17 @@ class ReferencePolicy:
             return lambda folder: {}
         positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(positions, position)
-        shards = {}
-        if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+        rank, shards = torch.distributed.get_rank(), {}
+        # data-parallel ranks can hold different experts
+        if positions.index(position) == rank:
             pairs = match_params(self._state, layout, position)
             shards = {shard.name: value.clone() for shard, value in pairs}
-        is_first = torch.distributed.get_rank() == 0
         return partial(
             _write_copy,
             shards,
             own_name=rank_file_name(position),
             positions=list(dict.fromkeys(positions)),
-            base_folder=base_folder if is_first else None,
+            base_folder=base_folder if rank == 0 else None,
             dtype=next(iter(self._state.values())).dtype,
         )
 

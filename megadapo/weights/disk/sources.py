@@ -181,7 +181,12 @@ def open_layout(folder: Path | str) -> ModelLayout:
 
 def rank_file_name(position: ShardPosition) -> str:
     """Return the file name of a rank's shards."""
-    return f"tp{position.tp_rank:03d}-pp{position.pp_rank:03d}-ep{position.ep_rank:03d}.safetensors"
+    name = f"tp{position.tp_rank:03d}-pp{position.pp_rank:03d}-ep{position.ep_rank:03d}"
+    rank, size = position.expert_tp
+    if size not in (1, position.tp_size):
+        # otherwise the three ranks determine it
+        name += f"-etp{rank:03d}"
+    return f"{name}.safetensors"
 
 
 def manifest_of(positions: list[ShardPosition]) -> dict[str, Any]:
