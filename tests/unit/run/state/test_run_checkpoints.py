@@ -261,7 +261,7 @@ def test_training_continues_during_a_save(tmp_path):
         written.set()
     assert saved_steps(tmp_path) == ["step-2"]
     manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())
-    assert manifest["policy_version"] == 2 and manifest["layout"]["num_ranks"] == 1
+    assert manifest["policy_version"] == 2
     assert manifest["config"]["run"]["num_steps"] == 5 and "torch" in manifest["versions"]
 
 
