@@ -273,7 +273,7 @@ class CheckpointWriter:
                 report.pieces[name] = pieces
             for write in others:
                 report.files |= write(folder)
-        except (OSError, RuntimeError, CheckpointError) as error:
+        except (OSError, RuntimeError, MegadapoError) as error:
             # torch names a failed write after its own zip writer
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             report.error = f"rank {self._rank}: {cause}"
