@@ -1,5 +1,6 @@
 """A stop file and a deadline stop a run as a signal does, and only the right driver."""
 
+import os
 import threading
 import time
 from datetime import UTC, datetime, timedelta, timezone
@@ -42,6 +43,7 @@ def wait_in_a_rollout(config: RunConfig, begin) -> None:
 def test_stop_file_saves_and_stops_and_is_used_once(tmp_path, text, stays_stopped, reason):
     path = tmp_path / "stop"
     path.write_text("of another driver, which has ended")
+    os.utime(path, (0, 0))
     start = time.monotonic()
     with pytest.raises(RunInterruptedError, match=f"stopped by the file .*{reason}$"):
         wait_in_a_rollout(config_of(tmp_path), lambda: path.write_text(text))
@@ -49,6 +51,13 @@ def test_stop_file_saves_and_stops_and_is_used_once(tmp_path, text, stays_stoppe
     assert saved_steps(tmp_path) == ["step-1"] and not path.exists()
     status = read_status(tmp_path)
     assert (status.state, status.stays_stopped) == ("stopped", stays_stopped)
+
+
+def test_stop_file_of_a_start_is_followed(tmp_path):
+    """It was taken for one of an earlier driver, because the run's folder was not open yet."""
+    (tmp_path / "stop").touch()
+    with pytest.raises(RunInterruptedError, match="stopped by the file"):
+        wait_in_a_rollout(config_of(tmp_path), lambda: None)
 
 
 def test_stop_file_is_read_after_its_text_is_written(tmp_path):
