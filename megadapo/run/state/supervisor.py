@@ -120,6 +120,9 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
         environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._child = subprocess.Popen(self._command, start_new_session=True, env=environment)
+        if self._asked_to_stop:
+            # a signal that came meanwhile found no driver
+            self._child.terminate()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
         code, killed_for = self._wait_for(self._child)
         _end_leftovers()

@@ -3,14 +3,18 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from datetime import datetime
+from typing import Any
 
 from megadapo.cli import main
 from megadapo.cluster.watch.guard import start_time
+from megadapo.run.state import supervisor
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.status import StatusFile, read_status
 from megadapo.run.state.stop import STEP_SIGNALS
+from megadapo.run.state.supervisor import Supervisor
 from tests.support.processes.running import wait_until
 from tests.support.processes.supervised import start, supervise
 
@@ -153,6 +157,20 @@ def test_signals_for_a_step_reach_a_driver_that_starts(tmp_path):
     (tmp_path / "sent").touch()
     assert process.wait(timeout=30) == 0
     assert (tmp_path / "asked").read_text() == f"{STEP_SIGNALS[0]:d} {STEP_SIGNALS[1]:d}"
+
+
+def test_signal_reaches_a_driver_that_is_being_started(tmp_path, monkeypatch):
+    """A supervisor that was asked to stop let its next driver train to the end."""
+    waiting = Supervisor(["sleep", "60"], tmp_path, max_restarts=1, say=print)
+    popen = subprocess.Popen
+
+    def start_late(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        waiting._forward(signal.SIGTERM, None)
+        return popen(*command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    monkeypatch.setattr(supervisor, "_end_leftovers", lambda: None)
+    assert waiting._start().code == -signal.SIGTERM
 
 
 def test_status_of_another_driver_is_left_alone(tmp_path):
