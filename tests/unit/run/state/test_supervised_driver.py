@@ -3,10 +3,15 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from megadapo.cli import main
 from megadapo.cluster.watch.guard import start_time
@@ -181,6 +186,26 @@ def test_status_of_another_driver_is_left_alone(tmp_path):
     lease.close()
     status = read_status(tmp_path)
     assert (status.state, status.reason, status.pid) == ("running", None, os.getpid())
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another"])
+def test_status_of_a_driver_with_the_same_pid_is_left_alone(tmp_path, monkeypatch, host):
+    """Containers give the same pids: a run that was stopped before was not started again."""
+    status = replace(StatusFile(tmp_path, num_steps=9).current, stays_stopped=True, host=host)
+    if host != "another":
+        (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
+    driver = Mock(pid=os.getpid())
+    driver.wait.return_value = 5
+
+    def begin(*command: Any, **options: Any) -> Mock:
+        # another container's driver may write while this one starts
+        (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
+        return driver
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(supervisor, "_end_leftovers", lambda: None)
+    end = Supervisor(["train"], tmp_path, max_restarts=1, say=print)._start()
+    assert end.reason == "exit code 5 before it reached the run" and not end.stays_stopped
 
 
 def test_supervisor_suspended_with_its_driver_kills_nothing(tmp_path):
