@@ -111,7 +111,8 @@ class Run:
                 run._stop.uninstall()
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.log.end(error)
+        # also if the last save fails
+        self.log.end(error, stays_stopped=self._stop.stays_stopped)
 
     def _reserve_s(self) -> float:
         """Return the seconds that a step in progress and its save may take."""

@@ -145,8 +145,11 @@ class StatusFile:
         pause_s = max(self._status.longest_pause_s, round(self._progress_at - since, 1))
         return {"progress": _now(), "longest_pause_s": pause_s}
 
-    def end(self, error: BaseException | None) -> str:
-        """Write how the run ended, and return a line about it for the log."""
+    def end(self, error: BaseException | None, *, stays_stopped: bool = False) -> str:
+        """Write how the run ended, and return a line about it for the log.
+
+        `stays_stopped`: whether a supervisor must not start the run again after an error.
+        """
         if error is None:
             done = self._status.step >= self._status.num_steps
             self.update(state="finished" if done else "stopped")
@@ -154,7 +157,7 @@ class StatusFile:
             text = " ".join(str(error).split())
             self.update(
                 state="stopped" if isinstance(error, RunInterruptedError) else "failed",
-                stays_stopped=isinstance(error, RunInterruptedError) and error.stays_stopped,
+                stays_stopped=stays_stopped,
                 reason=f"{type(error).__name__}: {text}" if text else type(error).__name__,
             )
         status = self._status
