@@ -34,6 +34,7 @@ _LOGGER = logging.getLogger("megadapo.run")
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
 _DAMAGED = "damaged-"
+_DAMAGED_NAME = re.compile(r"damaged-step-(\d+)-[0-9a-f]{8}")
 
 
 class CheckpointStore:
@@ -117,8 +118,9 @@ class CheckpointStore:
                 _delete(path)
         steps = [step_of(path) for path in committed]
         for path in self.folder.glob(f"{_DAMAGED}step-*"):
-            step = int(path.name.split("-")[2])
-            if sum(newer > step for newer in steps) >= self._keep:
+            # other names are the user's
+            name = _DAMAGED_NAME.fullmatch(path.name)
+            if name and sum(newer > int(name[1]) for newer in steps) >= self._keep:
                 _delete(path)
 
     def remove_unfinished(self) -> None:
