@@ -6,14 +6,17 @@ import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from rich.filesize import decimal
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megadapo.cli import main
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, WeightError
+from megadapo.models.folder import resolve_model_folder
 from megadapo.run.export.export import export_checkpoint, find_source
 from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk import export
@@ -155,6 +158,17 @@ def test_impossible_export_is_one_message(
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_model_of_the_hub_has_all_files_of_an_export(monkeypatch):
+    """The export of a model with chat_template.jinja had no chat template."""
+    carried = ["chat_template.jinja", "tokenizer.model", "LICENSE", "merges.txt", "config.json"]
+    asked = Mock(return_value="folder")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
+    resolve_model_folder("organisation/model", with_weights=False)
+    patterns = asked.call_args.kwargs["allow_patterns"]
+    found = filter_repo_objects([*carried, "model.safetensors"], allow_patterns=patterns)
+    assert list(found) == carried
 
 
 def test_failed_export_leaves_nothing(run, tiny_model, tmp_path, monkeypatch):
