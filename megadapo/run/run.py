@@ -46,6 +46,7 @@ class Run:
         self._config = config
         self._state: dict[str, Any] = {}
         self._lease = lease
+        self.log.status.may_write = lambda: not lease.is_lost()
         self._command = command
         self._stop = StopSignal(grace_s=config.run.grace_s)
         self._is_stepping = False

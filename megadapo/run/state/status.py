@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -84,6 +85,8 @@ class StatusFile:
         """Write the status of a driver that starts; any thread may change it."""
         self._lock = threading.RLock()
         self._path = folder / STATUS_FILE
+        self.may_write: Callable[[], bool] = lambda: True
+        """Returns whether the file still has this driver's status."""
         restarts = checkpoint_step = 0
         longest_pause_s, step_ended = 0.0, None
         with suppress(DataError):
@@ -171,6 +174,8 @@ class StatusFile:
 
     def _write(self) -> None:
         self._written_at, self._has_news = time.monotonic(), False
+        if not self.may_write():
+            return
         try:
             replace_text(self._path, _json(self._status), sync=False)
         except InfraError as error:
