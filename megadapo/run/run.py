@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -68,8 +69,8 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint or one of another command, or
                 is "never" in a folder that already holds one.
-            ConfigError: `run.folder` is below a file, or its run would learn something else that
-                is not in `accept_changes`.
+            ConfigError: `run.folder` is below a file, its run would learn something else that is
+                not in `accept_changes`, or `run.save_before` is past.
             InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
@@ -84,6 +85,7 @@ class Run:
                 changes = check_config_diff(
                     config, point.checkpoint, accepted=accept_changes, keys=keys
                 )
+            _check_save_before(config, 0 if point.checkpoint is None else point.checkpoint.step)
             run = cls(config, lease, command)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
@@ -235,6 +237,19 @@ def _check_command(checkpoint: Checkpoint, command: str) -> None:
             f"megadapo {writer} wrote {checkpoint.path}, so megadapo {command} cannot resume from "
             "it: choose another run.folder; to start from its weights, write them to a folder with "
             "megadapo export, and set model.path to that folder"
+        )
+
+
+def _check_save_before(config: RunConfig, step: int) -> None:
+    """Raise ConfigError if a run with steps left would stop at once.
+
+    config.json keeps the time of an earlier allocation.
+    """
+    until = config.run.save_before_s
+    if until is not None and until <= time.time() and step < config.run.num_steps:
+        raise ConfigError(
+            f"run.save_before = {config.run.save_before} is past, so the run would stop at once: "
+            "give a later time, or --run.save_before=none"
         )
 
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from megadapo.config import RunConfig
+from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError, InfraError, RunInterruptedError
 from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import WriteTrainer
@@ -92,6 +92,15 @@ def test_run_is_saved_before_its_time(tmp_path, monkeypatch):
     assert 0.3 < time.monotonic() - start < 10
     assert saved_steps(tmp_path) == ["step-1"]
     assert read_status(tmp_path).stays_stopped
+
+
+def test_time_that_is_past_is_refused(tmp_path):
+    """`megadapo train RUN` kept the time of the last allocation: it started and stopped."""
+    config = config_of(tmp_path, save_before="2020-01-01T06:00")
+    with pytest.raises(ConfigError, match="run.save_before=none"):
+        wait_in_a_rollout(config, lambda: None)
+    later = load_config("configs/quickstart.toml", ["run.save_before=none"])
+    assert later.run.save_before is None
 
 
 def test_time_without_an_offset_is_local():
