@@ -13,7 +13,7 @@ from megadapo.errors import DataError
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a Hub name, ORGANISATION/NAME."""
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
-"""Files of a model on the Hub beside its weights, all those that an export copies."""
+"""Files of a model on the Hub that an export copies, its weights left out."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
