@@ -27,7 +27,7 @@ from megadapo.commands import (
 from megadapo.commands.lab import ablate, bench, diff, plan, profile, simulate, weights, whatif
 from megadapo.commands.stages import reward_model, sft
 from megadapo.errors import ConfigError, MegadapoError
-from megadapo.observe.tables import printable
+from megadapo.observe.tables import print_error
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command(argv)
     except MegadapoError as error:
-        print(f"megadapo: {printable(str(error))}", file=sys.stderr)
+        print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("megadapo: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return EXIT_KEYBOARD_INTERRUPT
 
 

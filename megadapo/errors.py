@@ -93,8 +93,3 @@ class RunInterruptedError(MegadapoError):
     """The run was asked to stop; its state is saved and it can be resumed."""
 
     exit_code = 75
-
-    def __init__(self, message: str, *, stays_stopped: bool = False) -> None:
-        """`stays_stopped`: whether a supervisor must not start the run again."""
-        super().__init__(message)
-        self.stays_stopped = stays_stopped

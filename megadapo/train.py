@@ -45,10 +45,11 @@ def train(
         warnings.append(check_replay(config, replay))
     if schedule is not None:
         warnings.append(check_schedule(config, schedule))
+    recipe = config
     if allow_fewer:
         config, changes = fit_to_cluster(config)
         warnings += changes
-    with Run.open(config, accept_changes=accept_changes) as run:
+    with Run.open(recipe, accept_changes=accept_changes) as run:
         run.log.show(*warnings)
         while not run.finished:
             try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from megadapo.observe.tables import printable
+from megadapo.observe.tables import print_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,7 +142,7 @@ def start_run(
 
         print(to_toml(config), end="")
         for warning in warnings:
-            print(f"megadapo: {printable(warning)}", file=sys.stderr)
+            print_error(warning)
         return 0
     if arguments.restarts > 0:
         from megadapo.run.state.supervisor import Supervisor
@@ -153,7 +153,7 @@ def start_run(
             max_restarts=arguments.restarts,
             give_up_after_s=arguments.give_up_after,
             on_event=config.run.on_event,
-            say=lambda line: print(f"megadapo: {printable(line)}", file=sys.stderr, flush=True),
+            say=print_error,
         ).run()
     start()
     return 0

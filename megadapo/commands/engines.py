@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.run_folder
     status = read_status(folder)
     state: str = observed_status(folder)["state"]
-    request = _wanted(folder, status)
+    request = _wanted(folder, status, state == "running")
     changed = _changed(request, status, state == "running", arguments)
     if changed is None:
         _list(status, state, request, as_json=arguments.json)
@@ -83,8 +83,8 @@ def _count(text: str) -> int:
     return count
 
 
-def _wanted(folder: Path, status: Status) -> EngineRequest:
-    """Return the present request, or the recipe's number of engines.
+def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
+    """Return the present request, or the number of engines that the run wants without one.
 
     Raises:
         DataError: a file is damaged.
@@ -99,6 +99,9 @@ def _wanted(folder: Path, status: Status) -> EngineRequest:
         config = json.loads(path.read_text(encoding="utf-8"))
         placement = config["cluster"]["placement"]
         num_engines = int(config["rollout"]["num_engines"])
+        if is_running and status.engines is not None:
+            # fewer than the recipe's after a start with --allow-fewer
+            num_engines = int(status.engines["wanted"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if placement != "separate":

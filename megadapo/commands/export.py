@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.observe.tables import print_error
 
 
 def add(commands: Commands) -> None:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Console(stderr=True).status("comparing the checkpoint with its SHA-256"):
         source = find_source(arguments.source, arguments.step)
     for line in source.skipped:
-        print(f"megadapo: skipped: {line}", file=sys.stderr)
+        print_error(f"skipped: {line}")
     folder = arguments.destination
     export_checkpoint(
         source,

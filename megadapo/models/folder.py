@@ -12,6 +12,8 @@ from megadapo.errors import DataError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a Hub name, ORGANISATION/NAME."""
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
+"""Files of a model on the Hub that an export copies, its weights left out."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.pat
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.txt"] + (["*.safetensors"] if with_weights else [])
+    patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -7,10 +7,8 @@ the same fields in the same order, so that programs can read it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self
@@ -25,7 +23,7 @@ from rich.text import Text
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts
-from megadapo.observe.tables import printable
+from megadapo.observe.tables import discard_output, printable
 
 LOG_FILE = "log.txt"
 
@@ -219,9 +217,7 @@ class RunDisplay:
         rich ends the program if a pipe is closed.
         """
         file, self._console = self._console.file, Console(quiet=True)
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-            # later prints and the flush at exit would fail as well
-            os.dup2(nowhere.fileno(), file.fileno())
+        discard_output(file)
         cause = "a closed pipe" if isinstance(error, SystemExit) else str(error)
         self.write(f"the console is lost ({cause}): only log.txt continues", console=False)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 GAP = "  "
 
@@ -17,6 +21,27 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def print_error(text: str) -> None:
+    """Print a message on stderr; a lost console ends no run and changes no exit code."""
+    try:
+        print(f"megadapo: {printable(text)}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        discard_output(sys.stderr)
+
+
+def discard_output(lost: IO[str]) -> None:
+    """Discard later writes to stdout and stderr as far as they share a file with a lost console.
+
+    Otherwise each of them fails as well, and so does the flush when Python exits.
+    """
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        descriptors = {lost.fileno()} | {
+            number for number in (1, 2) if os.path.sameopenfile(number, lost.fileno())
+        }
+        for descriptor in descriptors:
+            os.dup2(nowhere.fileno(), descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Join the cluster, wait for its nodes, and return the largest run that they have room for.
 
     Returns:
-        The configuration, and a warning if the run is smaller than the recipe's.
+        The configuration, and a warning if the run is smaller than the recipe's. It is for this
+        start only: the run's folder keeps the recipe's, so that the next start asks for all nodes.
 
     Raises:
         ConfigError: `cluster.address` is not set: no node of one machine can be lost.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -46,6 +47,7 @@ class Run:
         self._config = config
         self._state: dict[str, Any] = {}
         self._lease = lease
+        self.log.status.may_write = lambda: not lease.is_lost()
         self._command = command
         self._stop = StopSignal(grace_s=config.run.grace_s)
         self._is_stepping = False
@@ -67,8 +69,8 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint or one of another command, or
                 is "never" in a folder that already holds one.
-            ConfigError: `run.folder` is below a file, or its run would learn something else that
-                is not in `accept_changes`.
+            ConfigError: `run.folder` is below a file, its run would learn something else that is
+                not in `accept_changes`, or `run.save_before` is past.
             InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
@@ -83,6 +85,7 @@ class Run:
                 changes = check_config_diff(
                     config, point.checkpoint, accepted=accept_changes, keys=keys
                 )
+            _check_save_before(config, 0 if point.checkpoint is None else point.checkpoint.step)
             run = cls(config, lease, command)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
@@ -111,7 +114,8 @@ class Run:
                 run._stop.uninstall()
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.log.end(error)
+        # also if the last save fails
+        self.log.end(error, stays_stopped=self._stop.stays_stopped)
 
     def _reserve_s(self) -> float:
         """Return the seconds that a step in progress and its save may take."""
@@ -233,6 +237,19 @@ def _check_command(checkpoint: Checkpoint, command: str) -> None:
             f"megadapo {writer} wrote {checkpoint.path}, so megadapo {command} cannot resume from "
             "it: choose another run.folder; to start from its weights, write them to a folder with "
             "megadapo export, and set model.path to that folder"
+        )
+
+
+def _check_save_before(config: RunConfig, step: int) -> None:
+    """Raise ConfigError if a run with steps left would stop at once.
+
+    config.json keeps the time of an earlier allocation.
+    """
+    until = config.run.save_before_s
+    if until is not None and until <= time.time() and step < config.run.num_steps:
+        raise ConfigError(
+            f"run.save_before = {config.run.save_before} is past, so the run would stop at once: "
+            "give a later time, or --run.save_before=none"
         )
 
 

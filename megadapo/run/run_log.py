@@ -177,12 +177,12 @@ class RunLog:
         is_step = event == "step" and record.get("step") == status.step
         self._hook.send(event, status, reason=reason, metrics=record if is_step else None)
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None, *, stays_stopped: bool) -> None:
         """Write how the run ended to status.json and as the last line of log.txt.
 
         Under a supervisor, which may start the run again, the event is the supervisor's.
         """
-        self._display.write(self.status.end(error), console=False)
+        self._display.write(self.status.end(error, stays_stopped=stays_stopped), console=False)
         if not is_supervised():
             self.send_event("end", reason=self.status.current.reason)
         self._hook.finish()

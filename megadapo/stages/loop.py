@@ -83,10 +83,11 @@ def run_stage(
     """
     config = with_num_steps(config, stage.num_rows)
     warnings = config.warnings()
+    recipe = config
     if allow_fewer:
         config, changes = fit_to_cluster(config)
         warnings += changes
-    with Run.open(config, accept_changes=accept_changes, command=stage.command) as run:
+    with Run.open(recipe, accept_changes=accept_changes, command=stage.command) as run:
         run.log.show(*warnings)
         while not run.finished:
             try:

@@ -34,13 +34,13 @@ from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.teacher import Teacher
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.weights.disk.export import copy_config_and_tokenizer
 from megadapo.weights.disk.files import Files, entry_of, sync_path
 from megadapo.weights.disk.load import import_weights, match_params
-from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name
+from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name, read_json
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 
+CONFIG_NAME = "config.json"
 FOLDER = "reference"
 """Name of the reference's folder of converted shards in a checkpoint of the trainer. It is absent
 if the reference has the weights with which the run started."""
@@ -161,18 +161,17 @@ class ReferencePolicy:
             return lambda folder: {}
         positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(positions, position)
-        shards = {}
-        if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+        rank, shards = torch.distributed.get_rank(), {}
+        # data-parallel ranks can hold different experts
+        if positions.index(position) == rank:
             pairs = match_params(self._state, layout, position)
             shards = {shard.name: value.clone() for shard, value in pairs}
-        is_first = torch.distributed.get_rank() == 0
         return partial(
             _write_copy,
             shards,
             own_name=rank_file_name(position),
             positions=list(dict.fromkeys(positions)),
-            base_folder=base_folder if is_first else None,
-            dtype=next(iter(self._state.values())).dtype,
+            base_folder=base_folder if rank == 0 else None,
         )
 
     def load(self, folder: Path, layout: ModelLayout, position: ShardPosition) -> None:
@@ -293,7 +292,6 @@ def _write_copy(
     own_name: str,
     positions: list[ShardPosition],
     base_folder: Path | None,
-    dtype: torch.dtype,
 ) -> Files:
     """Write one rank's shards, and from the first rank the files that belong to the whole folder.
 
@@ -301,6 +299,7 @@ def _write_copy(
 
     Raises:
         OSError: a file could not be written.
+        WeightError: the model's config.json cannot be read.
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
@@ -313,10 +312,13 @@ def _write_copy(
         written.append(own_name)
     if base_folder is not None:
         # not what is in the folder: other ranks' unfinished files are there too
-        written += copy_config_and_tokenizer(base_folder, target, dtype)
-        manifest = manifest_of(positions)
-        (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-        written.append(MANIFEST_NAME)
+        whole = {
+            CONFIG_NAME: read_json(base_folder / CONFIG_NAME),
+            MANIFEST_NAME: manifest_of(positions),
+        }
+        for name, content in whole.items():
+            (target / name).write_text(json.dumps(content, indent=2) + "\n")
+        written += whole
     for name in written:
         sync_path(target / name)
     sync_path(target)

@@ -160,6 +160,11 @@ class TrainerWorker:
         return num_bytes
 
     @_named_failures
+    def is_writing(self) -> bool:
+        """Return whether the last save is still being written."""
+        return self._started().writer.is_writing
+
+    @_named_failures
     def save_report(self) -> RankReport | None:
         """Return the outcome of the last save; None while it is being written."""
         return self._started().writer.report()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError, DataError
+from megadapo.observe.tables import print_error
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     warned = warnings(config, models, card)
     warned += main_memory_warnings(config, models, card, gpus_per_node, arguments.main_memory)
     for warning in warned:
-        print(f"megadapo: warning: {warning}", file=sys.stderr)
+        print_error(f"warning: {warning}")
     found = problems(config, models, card)
     for problem in found:
-        print(f"megadapo: {problem}", file=sys.stderr)
+        print_error(problem)
     return ConfigError.exit_code if found else 0
 
 

@@ -7,6 +7,7 @@ child reads it.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -131,6 +132,9 @@ class BackgroundExports:
             self._num_written += 1
             return
         code = child.process.returncode
+        for partial in self.folder.glob(f"step-{step}{PARTIAL}*"):
+            # of a killed child; others remove it themselves
+            shutil.rmtree(partial, ignore_errors=True)
         output = child.log.read_text(encoding="utf-8", errors="replace").strip()
         last_line = (output.splitlines() or ["without output"])[-1]
         self._failed(step, f"exit code {code}, {last_line} ({child.log})")

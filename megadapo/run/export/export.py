@@ -6,9 +6,9 @@ It reads the checkpoint's files tensor by tensor, without trainer, engine or GPU
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megadapo.config.recipe import RESOLVED_FILE
@@ -96,8 +96,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder with tokenizer, generation config and card.
 
-    Needs memory for one output file and one weight; with `quantize` for the whole model. The folder
-    appears when it is complete.
+    Needs memory for one output file and one weight; with `quantize` for the whole model.
 
     Args:
         model: folder or Hub name of the trained model; None takes the run's model.path.
@@ -111,6 +110,7 @@ def export_checkpoint(
         DataError: that model is not on this machine.
         CheckpointError: the checkpoint cannot be read.
         WeightError: it belongs to another model, or `destination` exists.
+        InfraError: the disk refuses a write.
     """
     kind = source.kind(critic=critic)
     if kind != "policy" and quantize is not None:
@@ -120,12 +120,6 @@ def export_checkpoint(
     base_name = model or _trained_model(source, config, kind)
     base = _base_folder(base_name)
     weights, layout = _open_weights(source, base, kind)
-    partial = new_folder(destination)
-    written = partial / "model"
-    _write_model(weights, layout, written, base=base, kind=kind)
-    if quantize is not None:
-        quantize_folder(written, partial / quantize, quantize)
-        written = partial / quantize
     card = model_card(
         base_model=base_name,
         step=source.checkpoint.step,
@@ -134,9 +128,15 @@ def export_checkpoint(
         quantized=quantize,
         kind=kind,
     )
-    (written / CARD_FILE).write_text(card, encoding="utf-8")
-    written.rename(destination)
-    shutil.rmtree(partial)
+    with new_folder(destination) as partial:
+        if quantize is None:
+            _write_model(weights, layout, partial, base=base, kind=kind)
+        else:
+            with TemporaryDirectory(dir=partial.parent) as beside:
+                plain = Path(beside) / "plain"
+                _write_model(weights, layout, plain, base=base, kind=kind)
+                quantize_folder(plain, partial, quantize)
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def _open_weights(

@@ -125,7 +125,8 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
     `hashes`: whether to hash the trainer's files too; their sizes are always compared.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, from another program or user, or has links.
+        CorruptCheckpointError: it is incomplete or damaged.
+        CheckpointError: it is from another program or user, or has links.
         InfraError: a file cannot be read.
     """
     try:
@@ -181,16 +182,24 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
-        raise CheckpointError(
+        raise CorruptCheckpointError(
             f"checkpoint {path} has no {MANIFEST}: it was never completed"
         ) from None
     except (IsADirectoryError, NotADirectoryError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise _damaged(path, error) from error
+    if not isinstance(manifest, dict):
+        raise _damaged(path, "it is not an object")
+    is_own = manifest.get("format") == FORMAT
+    # a flipped byte can be in the name of the format
+    if (is_own or DIGEST in manifest) and manifest.pop(DIGEST, None) != _digest(manifest):
+        raise _damaged(path, "its SHA-256 differs")
+    if not is_own:
         raise CheckpointError(f"{path} is not a megadapo checkpoint (format is not {FORMAT})")
-    if manifest.pop(DIGEST, None) != _digest(manifest):
-        raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: its SHA-256 differs")
     return manifest
+
+
+def _damaged(path: Path, why: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {why}")
 
 
 def _inside(name: str) -> str:

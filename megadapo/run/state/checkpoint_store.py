@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.run.state.checkpoint import (
     MANIFEST,
     TRAINER,
@@ -34,6 +34,7 @@ _LOGGER = logging.getLogger("megadapo.run")
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
 _DAMAGED = "damaged-"
+_DAMAGED_NAME = re.compile(r"damaged-step-(\d+)-[0-9a-f]{8}")
 
 
 class CheckpointStore:
@@ -117,8 +118,9 @@ class CheckpointStore:
                 _delete(path)
         steps = [step_of(path) for path in committed]
         for path in self.folder.glob(f"{_DAMAGED}step-*"):
-            step = int(path.name.split("-")[2])
-            if sum(newer > step for newer in steps) >= self._keep:
+            # other names are the user's
+            name = _DAMAGED_NAME.fullmatch(path.name)
+            if name and sum(newer > int(name[1]) for newer in steps) >= self._keep:
                 _delete(path)
 
     def remove_unfinished(self) -> None:
@@ -134,8 +136,8 @@ class CheckpointStore:
         `hashes`: whether to hash the trainer's files; otherwise their reader must do it.
 
         Raises:
-            CheckpointError: there are checkpoints, but no usable one. A start from step 0 would
-                lose the run.
+            CheckpointError: there are checkpoints, but no usable one, so a start from step 0 would
+                lose the run; or a newer one may be sound and is not loaded.
         """
         found, skipped = self._first_sound(self._committed(), hashes=hashes)
         if found is not None:
@@ -159,7 +161,11 @@ class CheckpointStore:
     def _first_sound(
         self, paths: Iterable[Path], *, hashes: bool
     ) -> tuple[Checkpoint | None, list[str]]:
-        """Return the first checkpoint that verifies, and one line for each one before it."""
+        """Return the first checkpoint that verifies, and one line for each damaged one before it.
+
+        Raises:
+            CheckpointError: one before it may be sound, and would be set aside as damaged.
+        """
         skipped: list[str] = []
         for path in paths:
             if path in self.damaged:
@@ -167,8 +173,12 @@ class CheckpointStore:
                 continue
             try:
                 return load(path, hashes=hashes), skipped
-            except CheckpointError as error:
+            except CorruptCheckpointError as error:
                 skipped.append(str(error))
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}\nto resume from an earlier checkpoint, move {path} out of this folder"
+                ) from error
         return None, skipped
 
     def steps(self) -> list[int]:

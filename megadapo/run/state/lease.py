@@ -103,6 +103,14 @@ class Lease:
                 "the run's folder; it writes no more to it"
             )
 
+    def is_lost(self) -> bool:
+        """Return whether another driver is known to have taken the lease."""
+        try:
+            holder = _read(self._path)
+        except OSError:
+            return False
+        return holder is not None and holder.token != self._driver.token
+
     def close(self) -> None:
         """Release the lease if this driver still holds it."""
         self._closed.set()

@@ -110,7 +110,8 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that `run.resume` asks for, and messages for the user.
 
-    The trainer's files are not hashed here: the ranks that load them do that.
+    The trainer's files are hashed by the ranks that load them; here only those of a checkpoint that
+    later ones must give way to.
 
     Raises:
         CheckpointError: it does not exist, "never" would mix two runs in one folder, or the run had
@@ -139,6 +140,9 @@ def find_checkpoint(
             raise CheckpointError(f"run.resume = {path}: there is no such checkpoint folder")
         # a link stands for the folder that it points to
         checkpoint, messages = load(path.resolve(), hashes=False), []
+        if any(step > checkpoint.step for step in store.steps()):
+            # the ranks find damage only after later checkpoints are set aside
+            load(checkpoint.path)
     if checkpoint is not None:
         messages.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     return checkpoint, messages

@@ -262,7 +262,6 @@ class RunCheckpoints:
 
 def _provenance(config: RunConfig, *, policy_version: int) -> dict[str, Any]:
     """Return what a manifest records about the program and the run that wrote it."""
-    trainer = config.trainer
     versions = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:
@@ -273,13 +272,5 @@ def _provenance(config: RunConfig, *, policy_version: int) -> dict[str, Any]:
         "policy_version": policy_version,
         CONFIG: to_dict(config),
         SAMPLES: samples_digest(config),
-        "layout": {
-            "num_ranks": trainer.num_ranks,
-            "tensor_parallel": trainer.tensor_parallel,
-            "pipeline_parallel": trainer.pipeline_parallel,
-            "context_parallel": trainer.context_parallel,
-            "expert_parallel": trainer.expert_parallel,
-            "data_parallel": trainer.data_parallel,
-        },
         "versions": versions,
     }

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -84,6 +85,8 @@ class StatusFile:
         """Write the status of a driver that starts; any thread may change it."""
         self._lock = threading.RLock()
         self._path = folder / STATUS_FILE
+        self.may_write: Callable[[], bool] = lambda: True
+        """Returns whether the file still has this driver's status."""
         restarts = checkpoint_step = 0
         longest_pause_s, step_ended = 0.0, None
         with suppress(DataError):
@@ -145,8 +148,11 @@ class StatusFile:
         pause_s = max(self._status.longest_pause_s, round(self._progress_at - since, 1))
         return {"progress": _now(), "longest_pause_s": pause_s}
 
-    def end(self, error: BaseException | None) -> str:
-        """Write how the run ended, and return a line about it for the log."""
+    def end(self, error: BaseException | None, *, stays_stopped: bool = False) -> str:
+        """Write how the run ended, and return a line about it for the log.
+
+        `stays_stopped`: whether a supervisor must not start the run again after an error.
+        """
         if error is None:
             done = self._status.step >= self._status.num_steps
             self.update(state="finished" if done else "stopped")
@@ -154,7 +160,7 @@ class StatusFile:
             text = " ".join(str(error).split())
             self.update(
                 state="stopped" if isinstance(error, RunInterruptedError) else "failed",
-                stays_stopped=isinstance(error, RunInterruptedError) and error.stays_stopped,
+                stays_stopped=stays_stopped,
                 reason=f"{type(error).__name__}: {text}" if text else type(error).__name__,
             )
         status = self._status
@@ -168,6 +174,8 @@ class StatusFile:
 
     def _write(self) -> None:
         self._written_at, self._has_news = time.monotonic(), False
+        if not self.may_write():
+            return
         try:
             replace_text(self._path, _json(self._status), sync=False)
         except InfraError as error:

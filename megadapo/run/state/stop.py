@@ -54,7 +54,8 @@ class StopSignal:
         self._grace_s = grace_s
         self._requested: str | None = None
         """Name of the signal, or of what else asked for the stop."""
-        self._stays_stopped = False
+        self.stays_stopped = False
+        """Whether the request wants that no supervisor starts the run again."""
         self._signalled_at: float | None = None
         """Time of the stop signal; None if there was none."""
         self._kill_at = math.inf
@@ -113,9 +114,7 @@ class StopSignal:
             RunInterruptedError: a stop was requested.
         """
         if self._requested is not None:
-            raise RunInterruptedError(
-                f"stopped by {self._requested}", stays_stopped=self._stays_stopped
-            )
+            raise RunInterruptedError(f"stopped by {self._requested}")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -166,8 +165,7 @@ class StopSignal:
             raise RunInterruptedError(
                 f"stopped by {self._requested}: the phase would have taken "
                 f"{max(0.0, bound.expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
-                f"run.grace_s = {self._grace_s:g} were left for it",
-                stays_stopped=self._stays_stopped,
+                f"run.grace_s = {self._grace_s:g} were left for it"
             )
         signal.setitimer(signal.ITIMER_REAL, left)
 
@@ -192,7 +190,7 @@ class StopSignal:
         """Begin to stop, in the main thread; the first reason counts, and the earliest kill."""
         self._kill_at = min(self._kill_at, order.kill_at)
         if self._requested is None:
-            self._requested, self._stays_stopped = order.reason, order.stays_stopped
+            self._requested, self.stays_stopped = order.reason, order.stays_stopped
         if self._may_interrupt:
             self._may_interrupt = False
             self.check()

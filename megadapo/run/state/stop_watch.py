@@ -5,6 +5,7 @@ Any process on any machine can write the file, such as one that hears that its m
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from megadapo.cluster.watch.guard import start_time
+from megadapo.run.state.lease import age_s
 from megadapo.run.state.stop import StopSignal
 
 STOP_FILE = "stop"
@@ -48,8 +51,10 @@ class StopWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
-        # it asked a driver before this one
-        take_stop_file(self._folder)
+        with suppress(OSError):
+            # a file older than this process asked a driver before it
+            if age_s(self._folder / STOP_FILE) > _process_age_s():
+                take_stop_file(self._folder)
         self._thread.start()
         return self
 
@@ -70,6 +75,11 @@ class StopWatch:
                 reason = f"the file {self._folder / STOP_FILE}" + (f": {text}" if text else "")
                 self._stop.request(reason, stays_stopped=not restarts_after(text))
             self._closed.wait(LOOK_S)
+
+
+def _process_age_s() -> float:
+    ticks = int(start_time(os.getpid()) or 0)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def restarts_after(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,8 @@ class Supervisor:
         self._stale_s = stale_s
         self._stall_s = stall_s
         self._child: subprocess.Popen[bytes] | None = None
+        self._earlier: str | None = None
+        """Driver that the status named before this start."""
         self._asked_to_stop = False
 
     def run(self) -> int:
@@ -115,11 +118,17 @@ class Supervisor:
 
     def _start(self) -> DriverEnd:
         """Run one driver until it ends."""
+        self._earlier = None
+        with suppress(DataError):
+            self._earlier = read_status(self._folder).driver
         # in its own session, so that Ctrl-C reaches it once, from here; the driver unblocks signals
         # when it has handlers for them
         signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
         environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._child = subprocess.Popen(self._command, start_new_session=True, env=environment)
+        if self._asked_to_stop:
+            # a signal that came meanwhile found no driver
+            self._child.terminate()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
         code, killed_for = self._wait_for(self._child)
         _end_leftovers()
@@ -221,7 +230,9 @@ class Supervisor:
             status = read_status(self._folder)
         except DataError:
             return None
-        return status if status.pid == pid else None
+        # another container, or this one before a reboot, may have had a driver with the same pid
+        is_own = (status.host, status.pid) == (socket.gethostname(), pid)
+        return status if is_own and status.driver != self._earlier else None
 
     def _has_driver(self) -> bool:
         """Return whether a driver that another process started may write to the folder."""

@@ -14,6 +14,7 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
+from megadapo.errors import CheckpointError
 from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
@@ -108,7 +109,13 @@ class TrainerState:
 
         Returns:
             A function that waits for the files and returns them.
+
+        Raises:
+            CheckpointError: a rank is still writing the previous save, which was late.
         """
+        # an error of the ranks' own begin_save would end them
+        if any(self.ranks.call_all("is_writing")):
+            raise CheckpointError("trainer ranks are still writing the previous save")
         with self.gpus.saving(last=last):
             return self.ranks.begin_save(folder)
 

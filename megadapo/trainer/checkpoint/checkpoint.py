@@ -240,17 +240,18 @@ class CheckpointWriter:
         self._pending: Future[RankReport] | None = None
         self.num_begun = 0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is still being written."""
+        return self._pending is not None and not self._pending.done()
+
     def begin(self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers) -> None:
         """Start to write.
 
         Args:
             snapshots: by folder name below it.
-
-        Raises:
-            CheckpointError: the previous save is still being written.
         """
-        if self._pending is not None and not self._pending.done():
-            raise CheckpointError(f"trainer rank {self._rank} is still writing the previous save")
+        assert not self.is_writing, "the trainer asks before"
         self.num_begun += 1
         self._pending = self._executor.submit(self._write, folder, snapshots, others)
 
@@ -273,7 +274,7 @@ class CheckpointWriter:
                 report.pieces[name] = pieces
             for write in others:
                 report.files |= write(folder)
-        except (OSError, RuntimeError, CheckpointError) as error:
+        except (OSError, RuntimeError, MegadapoError) as error:
             # torch names a failed write after its own zip writer
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             report.error = f"rank {self._rank}: {cause}"

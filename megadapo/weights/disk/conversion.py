@@ -53,7 +53,7 @@ def hf_to_megatron(
 ) -> None:
     """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
 
-    It needs memory for the shards of one rank. The folder gets its name when it is complete.
+    It needs memory for the shards of one rank.
 
     Raises:
         WeightError: The folder does not hold exactly the model of its config.json, or the model
@@ -68,11 +68,13 @@ def hf_to_megatron(
         ep_size=ep_size,
         num_dp=ep_size,
     )
-    partial = new_folder(destination)
-    copy_config_and_tokenizer(source, partial, dtype)
-    (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
     shards = [list(layout.megatron_shards(position)) for position in positions]
-    with progress_bar("hf-to-megatron", sum(map(len, shards))) as advance:
+    with (
+        new_folder(destination) as partial,
+        progress_bar("hf-to-megatron", sum(map(len, shards))) as advance,
+    ):
+        copy_config_and_tokenizer(source, partial, dtype)
+        (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
         for position, rank_shards in zip(positions, shards, strict=True):
             params = {}
             for shard in rank_shards:
@@ -80,7 +82,6 @@ def hf_to_megatron(
                 fill_shard(params[shard.name], shard, tensors)
                 advance()
             save_file(params, partial / rank_file_name(position), metadata={"format": "pt"})
-    partial.rename(destination)
 
 
 def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = None) -> None:
@@ -91,9 +92,9 @@ def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = No
     """
     layout, tensors, dtype = _open_checked(source)
     if quantize is not None:
-        with TemporaryDirectory(dir=destination.absolute().parent) as beside:
+        with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:
             megatron_to_hf(source, Path(beside) / "plain")
-            quantize_folder(Path(beside) / "plain", destination, quantize)
+            quantize_folder(Path(beside) / "plain", partial, quantize)
         return
     with progress_bar("megatron-to-hf", len(layout.hf_shapes)) as advance:
         export_weights(
@@ -127,16 +128,14 @@ def quantize_folder(source: Path, destination: Path, how: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False)
-    with torch.no_grad():
+    with torch.no_grad(), new_folder(destination) as partial:
         mtq.quantize(model, getattr(mtq, QUANTIZATIONS[how]))
-        partial = new_folder(destination)
         export_hf_checkpoint(model, export_dir=partial)
-    if not (partial / "hf_quant_config.json").is_file():
-        raise WeightError(f"nvidia-modelopt wrote no quantised weights for {source}.")
-    for path in files_within(source, CARRIED):
-        if not (partial / path.name).exists():
-            shutil.copyfile(path, partial / path.name)
-    partial.rename(destination)
+        if not (partial / "hf_quant_config.json").is_file():
+            raise WeightError(f"nvidia-modelopt wrote no quantised weights for {source}.")
+        for path in files_within(source, CARRIED):
+            if not (partial / path.name).exists():
+                shutil.copyfile(path, partial / path.name)
 
 
 def inspect(path: Path) -> str:

@@ -6,16 +6,17 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megadapo.errors import WeightError
-from megadapo.weights.disk.files import files_within, remove_folder
+from megadapo.errors import InfraError, WeightError
+from megadapo.weights.disk.files import files_within, remove_folder, sync_path
 from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -47,7 +48,7 @@ def export_weights(
 ) -> None:
     """Write full tensors as a Hugging Face folder that transformers and vLLM load.
 
-    The folder gets its name when it is complete. Memory: one output file and one tensor.
+    Memory: one output file and one tensor.
 
     Args:
         tensors: Full tensors by Hugging Face name, each exactly once, in any order. They must not
@@ -61,16 +62,16 @@ def export_weights(
 
     Raises:
         WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
+        InfraError: The disk refuses a write.
     """
-    partial = new_folder(folder)
-    copy_config_and_tokenizer(base_folder, partial, dtype)
-    writer = _FileWriter(partial, layout, dtype, max_file_bytes)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-        if on_tensor is not None:
-            on_tensor(name)
-    writer.close()
-    partial.rename(folder)
+    with new_folder(folder) as partial:
+        copy_config_and_tokenizer(base_folder, partial, dtype)
+        writer = _FileWriter(partial, layout, dtype, max_file_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+            if on_tensor is not None:
+                on_tensor(name)
+        writer.close()
 
 
 def check_new(folder: Path) -> None:
@@ -79,15 +80,36 @@ def check_new(folder: Path) -> None:
         raise WeightError(f"{folder} exists already; name a new folder.")
 
 
-def new_folder(folder: Path | str) -> Path:
-    """Make an empty folder beside `folder`, to rename to it when it is complete."""
+@contextmanager
+def new_folder(folder: Path | str) -> Iterator[Path]:
+    """Yield an empty folder to write, which gets the name `folder` when it is complete.
+
+    All its files are on the disk before; an error removes them.
+
+    Raises:
+        WeightError: `folder` exists and is not empty.
+        InfraError: The disk refuses a write.
+    """
     folder = Path(folder)
     check_new(folder)
     partial = folder.with_name(folder.name + PARTIAL)
-    if os.path.lexists(partial):
-        remove_folder(partial)
-    partial.mkdir(parents=True)
-    return partial
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        try:
+            if os.path.lexists(partial):
+                remove_folder(partial)
+            partial.mkdir(parents=True)
+            yield partial
+            for path in (partial, *partial.rglob("*")):
+                sync_path(path)
+            partial.rename(folder)
+            sync_path(folder.parent)
+        except (OSError, SafetensorError) as error:
+            raise InfraError(
+                f"{folder} cannot be written: {error}; make room there or name another folder, "
+                "and repeat the command"
+            ) from error
+        stack.pop_all()
 
 
 def copy_config_and_tokenizer(

@@ -54,15 +54,14 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
         raise DataError(f"{source}: transformers cannot read this GGUF file: {error}") from error
     set_split(tokenizer, _metadata(source, SPLIT_KEY), source)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    partial = new_folder(destination)
     # the name of the training run, which transformers would write as the model's path
     model.config.__dict__.pop("_model_name_or_path", None)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for path in partial.glob("*.safetensors"):
-        # safetensors makes files private to the user, but another user may serve the model
-        path.chmod((partial / "config.json").stat().st_mode)
-    partial.rename(destination)
+    with new_folder(destination) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for path in partial.glob("*.safetensors"):
+            # safetensors makes files private to the user, but another user may serve the model
+            path.chmod((partial / "config.json").stat().st_mode)
 
 
 def set_split(tokenizer: Any, rule: str | None, source: Path) -> None:

@@ -73,7 +73,10 @@ class SafetensorsFolder:
             if not files:
                 raise WeightError(f"{self.folder} holds no .safetensors file.")
             return files
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise WeightError(f"{index} has no weight_map with the file of each tensor.")
+        names = sorted(set(map(str, weight_map.values())))
         for name in names:
             if Path(name).name != name or not (self.folder / name).is_file():
                 raise WeightError(f"{index} names {name!r}, which is not a file beside it.")
@@ -181,7 +184,12 @@ def open_layout(folder: Path | str) -> ModelLayout:
 
 def rank_file_name(position: ShardPosition) -> str:
     """Return the file name of a rank's shards."""
-    return f"tp{position.tp_rank:03d}-pp{position.pp_rank:03d}-ep{position.ep_rank:03d}.safetensors"
+    name = f"tp{position.tp_rank:03d}-pp{position.pp_rank:03d}-ep{position.ep_rank:03d}"
+    rank, size = position.expert_tp
+    if size not in (1, position.tp_size):
+        # otherwise the three ranks determine it
+        name += f"-etp{rank:03d}"
+    return f"{name}.safetensors"
 
 
 def manifest_of(positions: list[ShardPosition]) -> dict[str, Any]:
@@ -195,8 +203,10 @@ def read_positions(folder: Path) -> dict[str, ShardPosition]:
     manifest = read_json(folder / MANIFEST_NAME)
     if manifest.get("format") != FORMAT:
         raise WeightError(f"{folder / MANIFEST_NAME}: format is not {FORMAT}.")
-    positions = {}
-    for name, fields in manifest["files"].items():
+    files, positions = manifest.get("files"), {}
+    if not isinstance(files, dict):
+        raise WeightError(f"{folder / MANIFEST_NAME} does not list the files of the ranks.")
+    for name, fields in files.items():
         if Path(name).name != name:
             raise WeightError(f"{folder / MANIFEST_NAME} names {name!r}, which is not a file name.")
         try:

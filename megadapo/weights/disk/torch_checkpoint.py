@@ -10,6 +10,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,20 @@ def _num_within(box: ChunkStorageMetadata, shape: torch.Size) -> int:
     return prod(max(0, end - start) for end, start in zip(ends, box.offsets, strict=True))
 
 
+def _overlap(boxes: list[ChunkStorageMetadata]) -> bool:
+    """Return whether two boxes share an element."""
+    boxes = sorted(boxes, key=lambda box: tuple(box.offsets))
+    for number, box in enumerate(boxes):
+        ends = [start + size for start, size in zip(box.offsets, box.sizes, strict=True)]
+        for other in islice(boxes, number + 1, None):
+            if ends and other.offsets[0] >= ends[0]:
+                break  # the boxes after it begin there or later
+            bounds = zip(box.offsets, ends, other.offsets, other.sizes, strict=True)
+            if all(start < b + size and b < end for start, end, b, size in bounds):
+                return True
+    return False
+
+
 class _ReadInto(DefaultLoadPlanner):
     """A planner that directs torch's reader to the targets."""
 
@@ -199,9 +214,12 @@ def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
         places[index] = _StorageInfo(piece.file, piece.start, piece.num_bytes)
     for key, tensor in tensors.items():
         expected = prod(tensor.size)
-        written = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        written = sum(_num_within(chunk, tensor.size) for chunk in tensor.chunks)
         if written != expected:
             raise CheckpointError(f"{folder}: {written} of {expected} values of {key} were written")
+        # values that are written twice can hide as many missing ones
+        if _overlap(tensor.chunks):
+            raise CheckpointError(f"{folder}: values of {key} were written twice")
     metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places, version="1.0.0")
     with hashed_file(folder / METADATA_FILE) as file:
         file.write(pickle.dumps(metadata))

@@ -198,23 +198,30 @@ def test_average_of_bf16_weights_keeps_small_changes(ranks):
 
 
 @pytest.mark.parametrize(
-    ("reference", "dtype"),
-    [(AVERAGED, "bfloat16"), pytest.param(REFRESHED, "float32", marks=FULL)],
-    ids=["averaged-bf16", "refreshed"],
+    ("model", "sizes", "reference", "dtype"),
+    [
+        ("deep-tied", {"tensor": 2, "context": 2}, AVERAGED, "bfloat16"),
+        ("qwen3-moe", {"data": 2, "expert": 2}, REFRESHED, "float32"),
+        pytest.param(*("deep-tied", {"tensor": 2, "context": 2}, REFRESHED, "float32"), marks=FULL),
+    ],
+    ids=["averaged-bf16", "expert-parallel", "refreshed"],
 )
-def test_reference_resumes_at_any_split(ranks, tmp_path, reference, dtype):
-    """A reference rebuilt from the policy's weights would lose its history."""
+def test_reference_resumes_at_any_split(ranks, tmp_path, model, sizes, reference, dtype):
+    """A reference rebuilt from the policy's weights would lose its history.
+
+    With expert parallelism one data-parallel rank wrote its experts, and no load found the others.
+    """
     batch = random_batch(RAGGED, num_mini_batches=2)
     usual = {"reference": reference, "dtype": dtype}
-    split = {"tensor": 2, "context": 2, **usual}
+    split = {**sizes, **usual}
     save = partial(follow, save=(3, tmp_path / "saved"))
     (tmp_path / "saved" / "reference").mkdir(parents=True)
     # as another rank's unfinished file, which has its last name before rank 0 looks at it
     (tmp_path / "saved" / "reference" / ".unfinished").symlink_to("moved")
-    whole = run(ranks, save, "deep-tied", batch, 4, **split)
+    whole = run(ranks, save, model, batch, 4, **split)
     go_on = partial(follow, load=tmp_path / "saved", first_step=4)
     for layout in (split, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
-        loaded, then = run(ranks, go_on, "deep-tied", batch, 1, **layout)
+        loaded, then = run(ranks, go_on, model, batch, 1, **layout)
         for name, weight in whole[3][2].items():
             assert loaded[2][name].tobytes() == weight.tobytes(), name
         if layout is split:

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -62,6 +64,22 @@ def recipe(tmp_path: Path, model: Path) -> Path:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.format(model=model))
     return path
+
+
+FAILS = """
+import sys
+from megadapo import cli, errors
+def fail(argv):
+    raise errors.InfraError("trainer rank 3 died")
+cli.run_command = fail
+sys.exit(cli.main([]))
+"""
+
+
+def test_lost_stderr_changes_no_exit_code():
+    """A supervisor took the code 1 of a lost terminal for an error that no restart mends."""
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", FAILS], stderr=full).returncode == 5
 
 
 Fails = Callable[..., str]

@@ -94,6 +94,14 @@ def test_stopped_run_gets_engines_when_it_resumes(tmp_path, capsys):
     assert "only a run that is running" in capsys.readouterr().err
 
 
+def test_run_on_fewer_engines_counts_from_these(tmp_path):
+    """With --allow-fewer a run wants fewer engines than its recipe, and one more was two more."""
+    with Run.open(config_of(tmp_path, SEPARATE | {"rollout.num_engines": 4})) as run:
+        run.log.status.report_engines(REPORT)
+        assert main(["engines", str(tmp_path), "--add", "1"]) == 0
+    assert wanted(tmp_path).num_engines == 3
+
+
 def test_names_of_an_earlier_driver_are_dropped(running):
     write_request(running, EngineRequest(num_engines=3, driver="before", leave=(1,)))
     main(["engines", str(running), "--add", "1"])

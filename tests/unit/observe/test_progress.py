@@ -176,6 +176,7 @@ with RunDisplay(Path(sys.argv[1]), num_steps=3) as display:
     display.note("one")
     display.note("two")
 print("the table at the end")
+print(*sys.argv[2:], file=sys.stderr, flush=True, end="")
 """
 
 
@@ -197,3 +198,10 @@ def test_lost_console_ends_nothing(tmp_path, output):
     assert (code, errors) == (0, "")
     log = (tmp_path / "log.txt").read_text()
     assert "one" in log and "two" in log and log.count("the console is lost") == 1
+
+
+def test_lost_console_is_lost_for_stderr_too(tmp_path):
+    """The terminal of both was gone, and a later line on stderr ended the driver."""
+    command = [sys.executable, "-c", PRINTS, str(tmp_path), "a line on stderr"]
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == 0

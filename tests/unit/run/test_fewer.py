@@ -2,8 +2,9 @@
 
 import pytest
 
-from megadapo.config import load_config
-from megadapo.errors import ConfigError
+from megadapo import train
+from megadapo.config import RunConfig, load_config
+from megadapo.errors import ConfigError, InfraError
 from megadapo.run.fewer import fit_to_cluster, largest_that_fits
 
 QUICKSTART = "configs/quickstart.toml"
@@ -55,6 +56,25 @@ def test_reserved_engine_keeps_its_place():
     assert sizes([5], *evaluating) == (1, 3)
     assert sizes([4], *evaluating) == (1, 2)
     assert sizes([2], *evaluating) is None
+
+
+def test_folder_keeps_the_recipe(tmp_path, monkeypatch):
+    """`megadapo train RUN` took the sizes of a start without some nodes for those of the run."""
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "trainer.data_parallel=2"])
+    fewer = largest_that_fits(config, [1])
+    assert fewer is not None and fewer.trainer.data_parallel == 1
+    monkeypatch.setattr(train, "fit_to_cluster", lambda config: (fewer, ["fewer"]))
+    started = []
+
+    def end(config: RunConfig, *others: object) -> None:
+        started.append(config)
+        raise InfraError("no node")
+
+    monkeypatch.setattr(train, "_train_from_checkpoint", end)
+    with pytest.raises(InfraError, match="no node"):
+        train.train(config, allow_fewer=True)
+    assert started == [fewer]
+    assert load_config(str(tmp_path), []) == config
 
 
 def test_experts_are_split_evenly():

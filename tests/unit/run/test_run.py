@@ -147,6 +147,15 @@ def test_second_driver_changes_nothing(tmp_path):
     open_and_close(config_of(tmp_path))
 
 
+def test_driver_that_lost_its_lease_leaves_the_status_to_the_next(tmp_path):
+    """The status of a run that went on under another driver was "failed"."""
+    with pytest.raises(InfraError, match="lost the run's folder"), Run.open(config_of(tmp_path)):
+        lease, theirs = tmp_path / "lease.json", read_status(tmp_path).driver
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "theirs"}))
+        raise InfraError("lost the run's folder")
+    assert (read_status(tmp_path).state, read_status(tmp_path).driver) == ("running", theirs)
+
+
 def test_failed_start_is_not_left_running(tmp_path):
     def states(error: type[Exception]) -> tuple[str, list[Path]]:
         with pytest.raises(error):

@@ -77,6 +77,8 @@ def test_resumed_run_repeats_stopped_export(tiny_model, tmp_path):
 def test_failed_export_does_not_end_the_run(tiny_model, tmp_path):
     config = config_of(tmp_path, tmp_path / "no-such-model", num_steps=2)
     with Run.open(config) as run:
+        # as a child leaves it that was killed
+        (tmp_path / "exports" / "step-2.partial").mkdir(parents=True)
         advance(run, tiny_model, 2)
     log = (tmp_path / "log.txt").read_text()
     assert "the export of step 2 failed, training continues: exit code 3" in log

@@ -4,16 +4,22 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from rich.filesize import decimal
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megadapo.cli import main
-from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
+from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, WeightError
+from megadapo.models.folder import resolve_model_folder
 from megadapo.run.export.export import export_checkpoint, find_source
 from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.weights.disk import export
 from megadapo.weights.disk.torch_checkpoint import read_metadata
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run
@@ -152,6 +158,40 @@ def test_impossible_export_is_one_message(
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_model_of_the_hub_has_all_files_of_an_export(monkeypatch):
+    """The export of a model with chat_template.jinja had no chat template."""
+    carried = ["chat_template.jinja", "tokenizer.model", "LICENSE", "merges.txt", "config.json"]
+    asked = Mock(return_value="folder")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
+    resolve_model_folder("organisation/model", with_weights=False)
+    patterns = asked.call_args.kwargs["allow_patterns"]
+    found = filter_repo_objects([*carried, "model.safetensors"], allow_patterns=patterns)
+    assert list(found) == carried
+
+
+def test_failed_export_leaves_nothing(run, tiny_model, tmp_path, monkeypatch):
+    """A folder of half a model on a full disk kept the run from saving."""
+    monkeypatch.setattr(export, "save_file", Mock(side_effect=SafetensorError("No space left")))
+    with pytest.raises(InfraError, match="No space left.*make room"):
+        export_checkpoint(find_source(run), tmp_path / "out", model=str(tiny_model))
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_export_is_on_the_disk_before_it_has_its_name(run, tiny_model, tmp_path, monkeypatch):
+    """After a power loss, exports/step-N had empty files and was not written again."""
+    synced, rename = set[str](), Path.rename
+    monkeypatch.setattr(export, "sync_path", lambda path: synced.add(path.name))
+
+    def checked(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
+            assert {one.name for one in path.iterdir()} <= synced
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", checked)
+    export_checkpoint(find_source(run), tmp_path / "out", model=str(tiny_model))
+    assert "model.safetensors" in synced
 
 
 def test_damaged_checkpoint_is_skipped_or_refused(run, tiny_model, tmp_path, capsys):

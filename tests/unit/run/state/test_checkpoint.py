@@ -124,6 +124,14 @@ def test_damaged_checkpoint_stays_until_as_many_newer_ones_are_kept(tmp_path):
     assert steps_in(tmp_path) == ["step-3", "step-4"]
 
 
+def test_folders_with_names_of_the_users_own_stay(tmp_path):
+    """The first deletion of an old checkpoint ended the run with a ValueError."""
+    own = tmp_path / "damaged-step-4.bak"
+    own.mkdir(parents=True)
+    saved(tmp_path, 5, 6, 7, keep=1)
+    assert own.exists()
+
+
 @pytest.mark.parametrize("file", [MANIFEST, STATE_FILE, "trainer/shard-0.distcp"])
 def test_unreadable_checkpoint_is_not_damaged(tmp_path, monkeypatch, file):
     """A file server that fails over gives ESTALE for sound files."""

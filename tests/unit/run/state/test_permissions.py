@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,14 @@ def test_world_writable_parts_are_refused(tmp_path, part):
     path.chmod(path.stat().st_mode | 0o002)
     with pytest.raises(CheckpointError, match=r"is writable by everyone.*chmod o-w"):
         load(tmp_path / "step-1")
+
+
+def test_refused_checkpoint_is_not_damaged(tmp_path):
+    """chmod o+w by accident set the newest checkpoint aside as damaged, and the run deleted it."""
+    store = saved_store(tmp_path, 1, 2, keep=2)
+    (tmp_path / "step-2").chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"chmod o-w.*\n.*move .*step-2 out"):
+        store.newest()
 
 
 @as_root
@@ -98,7 +105,7 @@ def test_manifest_names_stay_in_the_folder(tmp_path, name):
         load(tmp_path / "run" / "step-1")
 
 
-def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
+def test_linked_checkpoint_is_refused_and_its_target_stays(tmp_path):
     outside = tmp_path / "other"
     saved_store(outside, 7)
     before = sorted(outside.rglob("*"))
@@ -106,8 +113,8 @@ def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
     for name in ("step-0", "step-9", "tmp-step-3-deadbeef", "damaged-step-8-deadbeef"):
         (store.folder / name).symlink_to(outside / "step-7")
     (store.folder / "step-1" / "inside").symlink_to(outside)
-    checkpoint, notes = store.newest()
-    assert checkpoint is not None and checkpoint.step == 2 and "step-9 is a link" in notes[0]
+    with pytest.raises(CheckpointError, match=r"step-9 is a link.*\n.*move .*step-9 out"):
+        store.newest()
     store.remove_unfinished()
     store.set_aside_after(2, damaged=True)
     saved_store(store.folder, 10, 11, keep=2)
@@ -129,7 +136,7 @@ def test_conversion_does_not_follow_links(model, tmp_path):
     import torch
 
     with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):
-        copy_config_and_tokenizer(model, new_folder(tmp_path / "converted"), torch.float32)
+        copy_config_and_tokenizer(model, tmp_path, torch.float32)
 
 
 def test_hub_cache_links_reach_own_blobs_only(tmp_path):
@@ -148,9 +155,8 @@ def test_linked_destination_is_refused(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "kept").touch()
     (tmp_path / "export.partial").symlink_to("target")
-    partial = new_folder(tmp_path / "export")
-    assert not partial.is_symlink() and (tmp_path / "target" / "kept").exists()
-    shutil.rmtree(partial)
-    (tmp_path / "export").symlink_to("nowhere")
-    with pytest.raises(WeightError, match="exists already"):
-        new_folder(tmp_path / "export")
+    with new_folder(tmp_path / "export") as partial:
+        assert not partial.is_symlink() and (tmp_path / "target" / "kept").exists()
+    (tmp_path / "linked").symlink_to("nowhere")
+    with pytest.raises(WeightError, match="exists already"), new_folder(tmp_path / "linked"):
+        pass

@@ -1,14 +1,18 @@
 """A stop file and a deadline stop a run as a signal does, and only the right driver."""
 
+import errno
+import os
 import threading
 import time
 from datetime import UTC, datetime, timedelta, timezone
+from unittest.mock import Mock
 
 import pytest
 
-from megadapo.config import RunConfig
-from megadapo.errors import ConfigError, RunInterruptedError
+from megadapo.config import RunConfig, load_config
+from megadapo.errors import ConfigError, InfraError, RunInterruptedError
 from megadapo.run.run import Run
+from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.status import read_status
 from megadapo.run.state.stop_watch import take_stop_file
 from tests.support.runs.checkpoints import write_shard
@@ -20,7 +24,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("megadapo.run.state.stop_watch.LOOK_S", 0.05)
 
 
-def wait_in_a_rollout(config: RunConfig, begin) -> None:
+def wait_in_a_rollout(config: RunConfig, begin, write: WriteTrainer = write_shard) -> None:
     """Complete one step, and save it as the loop does when the rollout of the next is stopped."""
     with Run.open(config) as run:
         try:
@@ -31,7 +35,7 @@ def wait_in_a_rollout(config: RunConfig, begin) -> None:
                     time.sleep(0 if step == 1 else 20)
                 record_step(run, step)
         except RunInterruptedError:
-            run.save(write_shard, wait=True)
+            run.save(write, wait=True)
             raise
 
 
@@ -42,6 +46,7 @@ def wait_in_a_rollout(config: RunConfig, begin) -> None:
 def test_stop_file_saves_and_stops_and_is_used_once(tmp_path, text, stays_stopped, reason):
     path = tmp_path / "stop"
     path.write_text("of another driver, which has ended")
+    os.utime(path, (0, 0))
     start = time.monotonic()
     with pytest.raises(RunInterruptedError, match=f"stopped by the file .*{reason}$"):
         wait_in_a_rollout(config_of(tmp_path), lambda: path.write_text(text))
@@ -49,6 +54,22 @@ def test_stop_file_saves_and_stops_and_is_used_once(tmp_path, text, stays_stoppe
     assert saved_steps(tmp_path) == ["step-1"] and not path.exists()
     status = read_status(tmp_path)
     assert (status.state, status.stays_stopped) == ("stopped", stays_stopped)
+
+
+def test_stopped_run_stays_stopped_if_its_save_fails(tmp_path):
+    """A supervisor took the failed save for the reason of the end, and started the run again."""
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(InfraError, match="No space left"):
+        wait_in_a_rollout(config_of(tmp_path), (tmp_path / "stop").touch, full)
+    status = read_status(tmp_path)
+    assert (status.state, status.stays_stopped) == ("failed", True)
+
+
+def test_stop_file_of_a_start_is_followed(tmp_path):
+    """It was taken for one of an earlier driver, because the run's folder was not open yet."""
+    (tmp_path / "stop").touch()
+    with pytest.raises(RunInterruptedError, match="stopped by the file"):
+        wait_in_a_rollout(config_of(tmp_path), lambda: None)
 
 
 def test_stop_file_is_read_after_its_text_is_written(tmp_path):
@@ -71,6 +92,15 @@ def test_run_is_saved_before_its_time(tmp_path, monkeypatch):
     assert 0.3 < time.monotonic() - start < 10
     assert saved_steps(tmp_path) == ["step-1"]
     assert read_status(tmp_path).stays_stopped
+
+
+def test_time_that_is_past_is_refused(tmp_path):
+    """`megadapo train RUN` kept the time of the last allocation: it started and stopped."""
+    config = config_of(tmp_path, save_before="2020-01-01T06:00")
+    with pytest.raises(ConfigError, match="run.save_before=none"):
+        wait_in_a_rollout(config, lambda: None)
+    later = load_config("configs/quickstart.toml", ["run.save_before=none"])
+    assert later.run.save_before is None
 
 
 def test_time_without_an_offset_is_local():

@@ -3,14 +3,23 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from megadapo.cli import main
 from megadapo.cluster.watch.guard import start_time
+from megadapo.run.state import supervisor
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.status import StatusFile, read_status
 from megadapo.run.state.stop import STEP_SIGNALS
+from megadapo.run.state.supervisor import Supervisor
 from tests.support.processes.running import wait_until
 from tests.support.processes.supervised import start, supervise
 
@@ -124,8 +133,8 @@ def test_run_that_must_stay_stopped_is_not_restarted(tmp_path):
         tmp_path,
         """
         from megadapo.errors import RunInterruptedError
-        error = RunInterruptedError("stopped by run.save_before", stays_stopped=num == 2)
-        resume_and_complete(num).end(error)
+        error = RunInterruptedError("stopped by run.save_before")
+        resume_and_complete(num).end(error, stays_stopped=num == 2)
         sys.exit(75)
         """,
     )
@@ -155,6 +164,20 @@ def test_signals_for_a_step_reach_a_driver_that_starts(tmp_path):
     assert (tmp_path / "asked").read_text() == f"{STEP_SIGNALS[0]:d} {STEP_SIGNALS[1]:d}"
 
 
+def test_signal_reaches_a_driver_that_is_being_started(tmp_path, monkeypatch):
+    """A supervisor that was asked to stop let its next driver train to the end."""
+    waiting = Supervisor(["sleep", "60"], tmp_path, max_restarts=1, say=print)
+    popen = subprocess.Popen
+
+    def start_late(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        waiting._forward(signal.SIGTERM, None)
+        return popen(*command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    monkeypatch.setattr(supervisor, "_end_leftovers", lambda: None)
+    assert waiting._start().code == -signal.SIGTERM
+
+
 def test_status_of_another_driver_is_left_alone(tmp_path):
     """The one whose lease a start met is alive, and writes its own status."""
     lease = Lease.take(tmp_path)
@@ -163,6 +186,26 @@ def test_status_of_another_driver_is_left_alone(tmp_path):
     lease.close()
     status = read_status(tmp_path)
     assert (status.state, status.reason, status.pid) == ("running", None, os.getpid())
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another"])
+def test_status_of_a_driver_with_the_same_pid_is_left_alone(tmp_path, monkeypatch, host):
+    """Containers give the same pids: a run that was stopped before was not started again."""
+    status = replace(StatusFile(tmp_path, num_steps=9).current, stays_stopped=True, host=host)
+    if host != "another":
+        (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
+    driver = Mock(pid=os.getpid())
+    driver.wait.return_value = 5
+
+    def begin(*command: Any, **options: Any) -> Mock:
+        # another container's driver may write while this one starts
+        (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
+        return driver
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(supervisor, "_end_leftovers", lambda: None)
+    end = Supervisor(["train"], tmp_path, max_restarts=1, say=print)._start()
+    assert end.reason == "exit code 5 before it reached the run" and not end.stays_stopped
 
 
 def test_supervisor_suspended_with_its_driver_kills_nothing(tmp_path):

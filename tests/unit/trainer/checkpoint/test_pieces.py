@@ -40,3 +40,8 @@ def test_missing_or_doubled_pieces_are_refused(tmp_path):
     for pieces in ([piece(0, 4)], [piece(0, 4), piece(4, 6), piece(4, 6)]):
         with pytest.raises(CheckpointError, match="of 10 values of weight"):
             write_metadata(tmp_path, pieces)
+    for pieces in ([piece(0, 5), piece(0, 5)], [piece(0, 5), piece(3, 5)]):
+        with pytest.raises(CheckpointError, match="of weight were written twice"):
+            write_metadata(tmp_path, pieces)
+    with pytest.raises(CheckpointError, match="9 of 10 values"):
+        write_metadata(tmp_path, [piece(0, 4), piece(5, 6)])

@@ -146,6 +146,20 @@ def test_index_cannot_leave_its_folder(model_folders, tmp_path):
         convert("inspect", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors.index.json", {"weight_map": []}, "has no weight_map"),
+        ("megatron.json", {"format": "megadapo-megatron-shards-1"}, "does not list the files"),
+    ],
+)
+def test_damaged_list_of_files_is_named(model_folders, tmp_path, file, content, message):
+    (tmp_path / "config.json").write_text((model_folders["Qwen2"] / "config.json").read_text())
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(WeightError, match=message):
+        convert("inspect", tmp_path)
+
+
 def test_inspect_describes_folder(model_folders, capsys):
     convert("inspect", model_folders["Qwen3Moe"])
     text = capsys.readouterr().out

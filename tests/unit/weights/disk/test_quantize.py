@@ -12,10 +12,11 @@ from tests.support.runs.commands import convert
 
 
 def test_quantised_experts_are_refused(model_folders, tmp_path):
-    convert("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
+    source, destination = tmp_path / "megatron", tmp_path / "new" / "fp8"
+    convert("hf-to-megatron", model_folders["Qwen3Moe"], source)
     with pytest.raises(WeightError, match="dense layers only"):
-        convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
-    assert not (tmp_path / "fp8").exists()
+        convert("megatron-to-hf", source, destination, "--quantize", "fp8")
+    assert not destination.exists()
 
 
 @pytest.mark.slow
