@@ -124,7 +124,7 @@ def all_parts(setting: Setting) -> list[Part]:
         _command("kernels", 120, "profile", "--arch", "90"),
         Part(name="tests", limit_s=240, command=_tests(setting)),
         *_heads(setting),
-        _train(setting, "quickstart", 180, _short(setting)),
+        _train(setting, "quickstart", 180, [*_short(setting), *_fp32(setting)]),
         _command("plan", 60, "plan", RECIPE, *bf16, "--cluster.device=cuda"),
         # log-probs, ratio, memory, and updates that are compared to the bit
         _train(setting, "bf16", 180, [*bf16, verified]),
@@ -200,9 +200,17 @@ def _bf16(model: Path, setting: Setting) -> list[str]:
         f"--model.path={model}",
         "--model.init=random",
         "--sampling.selection=all",
+        "--oracles.logprob_abs_mean=0.1",
         "--oracles.logprob_abs_max=1.0",
         *own,
     ]
+
+
+def _fp32(setting: Setting) -> list[str]:
+    """Return bounds for an fp32 recipe: its own ones are those of a CPU's rounding."""
+    if setting.rehearses:
+        return []
+    return ["--oracles.logprob_abs_mean=1e-3", "--oracles.logprob_abs_max=0.1"]
 
 
 def _short(setting: Setting) -> list[str]:
@@ -253,7 +261,7 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
 
 def _real(setting: Setting) -> list[Part]:
     """Return the recipe of make real, and a comparison of its steps with TRL's."""
-    words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3"]
+    words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3", *_fp32(setting)]
     model, skipped, short = str(cached_model()), None, []
     if setting.rehearses:
         model = "configs/quickstart-base"

@@ -98,6 +98,15 @@ def test_real_recipe_needs_its_model_and_trl_an_environment(tool, tmp_path, monk
     tool.parts.load_config(tool.parts.REAL_RECIPE, [word[2:] for word in words])
 
 
+def test_recipes_bounds_are_those_of_a_gpu(tool, tmp_path):
+    """A CPU's bound on the mean ended every run in bf16 after its first step."""
+    parts = parts_on_gpu(tool, tmp_path, 512)
+    for name, least in (("quickstart", 1e-3), ("bf16", 0.1), ("largest 3B", 0.1)):
+        bounds = tool.parts.config_of(parts[name].overrides).oracles
+        assert bounds.logprob_abs_mean >= least and bounds.logprob_abs_max >= 0.1
+    assert "--oracles.logprob_abs_mean=1e-3" in parts["real"].command
+
+
 @pytest.mark.parametrize(
     ("densities", "result"), [([None, None], "failed"), ([0.4], "failed"), ([None, 0.02], "passed")]
 )
