@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 
 import psutil
-from gpu_report import as_record, optimizer_mib, steps_of, write_report
+from gpu_report import FAULTS, as_record, described, optimizer_mib, steps_of, write_report
 from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts
 
 from megadapo.errors import DataError
@@ -73,13 +73,19 @@ def main() -> int:
     for part in all_parts(setting):
         if arguments.only and part.name not in arguments.only:
             continue
-        outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
+        try:
+            outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
+        except FAULTS as error:
+            outcome = Outcome(part=part, result="failed", reason=described(error))
         outcomes.append(outcome)
         note = f": {outcome.reason}" if outcome.reason else ""
         print(f"{part.name}: {outcome.result} in {outcome.seconds:.0f} s{note}", flush=True)
         # after each part: what is known stays known if the machine is taken away
-        write_record(results / "first-gpu.json", as_record(outcomes, setting))
-        write_report(results / "report.md", outcomes, setting, date.today())
+        try:
+            write_record(results / "first-gpu.json", as_record(outcomes, setting))
+            write_report(results / "report.md", outcomes, setting, date.today())
+        except FAULTS as error:
+            print(f"no record or report after {part.name}: {described(error)}", flush=True)
     print(results / "report.md")
     return int(any(outcome.result == "failed" for outcome in outcomes))
 
@@ -117,7 +123,7 @@ def check_pressure(outcome: Outcome, setting: Setting) -> None:
 
 def check_deltas(outcome: Outcome) -> None:
     """Fail a part whose updates were all sent in full, as they are if many elements change."""
-    found = [step["weights/density"] for step in steps_of(outcome.part)]
+    found = [step.get("weights/density") for step in steps_of(outcome.part)]
     densities = [density for density in found if density is not None]
     if not densities or min(densities) > MOST_CHANGED:
         outcome.result, outcome.reason = "failed", "all weight updates were sent in full"

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from megadapo.observe.machine import Gpu, inspect_machine
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import MetricsLog
 from tests.support import REPOSITORY
 
 SCRIPT = REPOSITORY / "tools" / "first_gpu.sh"
@@ -112,12 +114,39 @@ def test_recipes_bounds_are_those_of_a_gpu(tool, tmp_path):
 )
 def test_delta_part_fails_if_all_updates_were_full(tool, tmp_path, densities, result):
     """With a large learning rate every update was sent in full, and the part passed."""
-    lines = [json.dumps({"weights/density": density}) + "\n" for density in densities]
+    steps = ({"step": n, "weights/density": one} for n, one in enumerate(densities, start=1))
+    lines = [json.dumps(step) + "\n" for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     part = tool.parts.Part(name="delta", limit_s=1, command=(), run=tmp_path)
     outcome = tool.parts.Outcome(part=part)
     tool.runner.check_deltas(outcome)
     assert outcome.result == result and outcome.reason
+
+
+@pytest.mark.parametrize("change", ["nan", "unpublished", "torn"])
+def test_odd_metrics_of_a_part_do_not_end_the_script(tool, tmp_path, monkeypatch, change):
+    """A NaN, an update that was never sent or a torn line ended it, and all later parts."""
+    values = {
+        "nan": {"parity/logprob_abs_max": float("nan")},
+        "unpublished": {"weights/bytes": None, "time/train_s": None},
+        "torn": {},
+    }[change]
+    with MetricsLog(tmp_path / "run") as log:
+        log.record({**dict.fromkeys(METRIC_NAMES, 0.5), "step": 1, **values})
+    if change == "torn":
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 2, "po')
+    parts = [
+        tool.parts.Part(name=name, limit_s=9, command=(sys.executable, "-c", "pass"), **more)
+        for name, more in (("odd", {"run": tmp_path / "run"}), ("next", {}))
+    ]
+    monkeypatch.setattr(tool.runner, "all_parts", lambda setting: parts)
+    monkeypatch.setattr(sys, "argv", ["first_gpu.sh", "--rehearse", str(tmp_path / "all")])
+    assert tool.runner.main() == 0
+    report = (tmp_path / "all" / "results" / "report.md").read_text()
+    assert report.count("| passed |") == 2 and "No details" not in report
+    record = json.loads((tmp_path / "all" / "results" / "first-gpu.json").read_text())
+    assert [step["step"] for step in record["parts"][0]["steps"]] == [1]
 
 
 def test_part_that_takes_too_long_is_ended_with_its_processes(tool, tmp_path, monkeypatch):
