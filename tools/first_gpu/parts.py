@@ -58,8 +58,8 @@ class Part:
     command: tuple[str, ...]
     skipped: str | None = None
     """Reason not to run it."""
-    unless: str | None = None
-    """First word of the parts that make this one unnecessary: one of them has passed."""
+    unless: tuple[str, ...] = ()
+    """Parts that make this one unnecessary: one of them has passed."""
     run: Path | None = None
     """Folder of the run that the part starts."""
     overrides: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ def _heads(setting: Setting) -> list[Part]:
     # a baseline's fault cannot be caught: at least ours is timed
     words = ("--only=megadapo", f"--json={results}/head-alone.json")
     alone = _command("head alone", 60, "bench", "head", "--shape", shapes[first], *options, *words)
-    return [*parts, replace(alone, unless="head")]
+    return [*parts, replace(alone, unless=(f"head {first}",))]
 
 
 def _bf16(model: Path, setting: Setting) -> list[str]:
@@ -322,7 +322,7 @@ def _largest(setting: Setting) -> list[Part]:
         name = f"{LARGEST} {size}" + (" optimizer in main memory" if options else "")
         reason = misfit(overrides, setting)
         part = _train(setting, name, 420, overrides, skipped=reason)
-        parts.append(replace(part, unless=LARGEST))
+        parts.append(replace(part, unless=tuple(one.name for one in parts)))
     return parts
 
 
@@ -334,7 +334,11 @@ def misfit(overrides: Iterable[str], setting: Setting) -> str | None:
         return found[0].partition(";")[0]
     itemsize = itemsize_of(config)
     engine = engine_bytes(models.policy, config.rollout, setting.card, itemsize=itemsize)
-    needed = sum(host_items(config, models, engine, 1).values()) / GIB
+    items = host_items(config, models, engine, 1)
+    needed = sum(items.values()) / GIB
     if needed > MAIN_MEMORY_SHARE * setting.machine.memory_gib:
         return f"needs {needed:.0f} GiB of main memory, and the machine has too little"
+    save, free = items["snapshot of a save"], shutil.disk_usage(setting.folder).free
+    if save > free:
+        return f"needs {save / GIB:.0f} GiB of disk for its save, and {free / GIB:.0f} are free"
     return None

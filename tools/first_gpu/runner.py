@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from megadapo.errors import DataError
 from megadapo.lab.record import write_record
 from megadapo.observe.machine import GIB, inspect_machine
 from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.run.state.status import Status, read_status
 
 BUDGET_S = 25 * 60.0
@@ -78,6 +80,9 @@ def main() -> int:
         except FAULTS as error:
             outcome = Outcome(part=part, result="failed", reason=described(error))
         outcomes.append(outcome)
+        # no part needs another's saves, and together they would fill the disk
+        for saves in setting.folder.glob(f"*/{CHECKPOINTS}"):
+            shutil.rmtree(saves, ignore_errors=True)
         note = f": {outcome.reason}" if outcome.reason else ""
         print(f"{part.name}: {outcome.result} in {outcome.seconds:.0f} s{note}", flush=True)
         # after each part: what is known stays known if the machine is taken away
@@ -94,7 +99,7 @@ def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: fl
     """Run a part unless there is a reason not to."""
     passed = [one.part.name for one in done if one.result == "passed"]
     reason = part.skipped
-    if part.unless and (enough := [name for name in passed if name.split()[0] == part.unless]):
+    if enough := [name for name in passed if name in part.unless]:
         reason = f"{enough[0]} has passed"
     if left_s < SHORTEST_S:
         reason = f"the {BUDGET_S / 60:.0f} minutes are used up"

@@ -61,9 +61,13 @@ def test_machine_without_gpu_is_refused_at_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_largest_model_depends_on_main_memory(tool, tmp_path):
+def test_largest_model_depends_on_main_memory_and_disk(tool, tmp_path, monkeypatch):
     in_main_memory = "largest 7B optimizer in main memory"
+    disk = SimpleNamespace(free=2**40, total=2**40)
+    monkeypatch.setattr(tool.parts.shutil, "disk_usage", lambda folder: disk)
     small, large = (parts_on_gpu(tool, tmp_path, memory) for memory in (128, 512))
+    disk.free = 2**30
+    assert "GiB of disk" in parts_on_gpu(tool, tmp_path, 512)["largest 3B"].skipped
     assert small[in_main_memory].skipped.startswith("needs ")
     assert large[in_main_memory].skipped is small["largest 3B"].skipped is None
     assert "exceed" in large["largest 7B"].skipped
@@ -147,6 +151,28 @@ def test_odd_metrics_of_a_part_do_not_end_the_script(tool, tmp_path, monkeypatch
     assert report.count("| passed |") == 2 and "No details" not in report
     record = json.loads((tmp_path / "all" / "results" / "first-gpu.json").read_text())
     assert [step["step"] for step in record["parts"][0]["steps"]] == [1]
+
+
+def test_saves_are_removed_after_their_part(tool, tmp_path, monkeypatch):
+    """The saves of all parts together filled the disk."""
+    folder = tmp_path / "all"
+    code = f"import os; os.makedirs({str(folder / 'bf16' / 'checkpoints' / 'step-1')!r})"
+    part = tool.parts.Part(name="bf16", limit_s=9, command=(sys.executable, "-c", code))
+    monkeypatch.setattr(tool.runner, "all_parts", lambda setting: [part])
+    monkeypatch.setattr(sys, "argv", ["first_gpu.sh", "--rehearse", str(folder)])
+    assert tool.runner.main() == 0
+    assert (folder / "bf16").is_dir() and not list((folder / "bf16").iterdir())
+
+
+def test_head_alone_is_skipped_only_after_its_own_shape(tool, tmp_path):
+    """A small shape that passed would leave the largest one without any time of ours."""
+    part = parts_on_gpu(tool, tmp_path, 512)["head alone"]
+    part = replace(part, command=(sys.executable, "-c", "pass"))
+    (tmp_path / "logs").mkdir()
+    setting = tool.parts.Setting(folder=tmp_path, machine=inspect_machine(), rehearses=True)
+    for name, result in (("head 1.5B", "passed"), ("head 32B", "skipped")):
+        other = tool.parts.Outcome(part=replace(part, name=name))
+        assert tool.runner.run_or_skip(part, setting, [other], left_s=99.0).result == result
 
 
 def test_part_that_takes_too_long_is_ended_with_its_processes(tool, tmp_path, monkeypatch):
