@@ -70,9 +70,14 @@ def main() -> int:
     results = setting.folder / "results"
     for folder in (results, setting.folder / "logs"):
         folder.mkdir(parents=True)
+    parts = all_parts(setting)
+    names = [part.name for part in parts]
+    if unknown := [name for name in arguments.only or () if name not in names]:
+        shutil.rmtree(setting.folder)
+        parser.error(f"--only {unknown[0]!r}: no such part; there are {', '.join(names)}")
     outcomes: list[Outcome] = []
     until = time.monotonic() + BUDGET_S
-    for part in all_parts(setting):
+    for part in parts:
         if arguments.only and part.name not in arguments.only:
             continue
         try:
