@@ -91,8 +91,9 @@ def _measures(result: AblationResult) -> TextTable:
         f"each, on {ablation.config}. Entropy (nats) and length (tokens) are means of the last "
         f"{END_STEPS} steps, shares and bounds of all steps, seconds without start and evaluation. "
         f"Steps, tokens and seconds to accuracy: to {ablation.rows.accuracy:g} held-out, as "
-        "evaluations see it; (k/n): k of n runs reached it. No signal: groups all correct or all "
-        "incorrect, of those sampled and of those trained on."
+        "evaluations see it; (k/n): k of n runs reached it. Tokens include those of stopped "
+        "groups. No signal: groups all correct or all incorrect, of those sampled and of those "
+        "trained on."
     )
     short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
     if short:
