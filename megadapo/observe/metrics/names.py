@@ -81,7 +81,8 @@ METRICS = {
     "response's start.",
     "rollout/engine_busy_share": "Share of the sampling time in which engines had work. The time "
     "of an update counts if engines sample beside it.",
-    "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
+    "rollout/slot_use": "Mean share of rollout.max_num_seqs in use, over the same time as "
+    "rollout/engine_busy_share.",
     "rollout/engines_lost": "Engines that were dead or starting at the end of the rollout.",
     "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
     "rollout/kv_use_max": "Largest share of the key-value cache in use.",
