@@ -12,6 +12,7 @@ import pytest
 from megadapo.cli import main
 from megadapo.lab.diff.compare import compare_runs
 from megadapo.lab.diff.difference import Difference
+from megadapo.lab.diff.metrics import compare_metrics
 from megadapo.lab.diff.show import text_of_comparison
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
@@ -383,6 +384,13 @@ def test_run_without_rollouts_is_compared_by_metrics_and_weights(run, tmp_path):
     weight(runs[1])
     found = first_difference(*runs)
     assert (found.phase, found.tensor) == ("weights", QKV)
+
+
+def test_metric_of_an_environment_is_of_the_rollout_or_the_score():
+    """Turns that differ were blamed on the update."""
+    names = ("environment/sum/return", "environment/sum/turns", "tokens/recomputed")
+    phases = [compare_metrics(1, {name: 1.0}, {name: 2.0}).keys() for name in names]
+    assert phases == [{"score"}, {"rollout"}, {"rollout"}]
 
 
 @pytest.mark.parametrize(("differing", "group", "number"), [((1,), 5, 2), ((1, 2), 6, 1)])
