@@ -214,10 +214,19 @@ class Noise:
         return cls(deviation=math.sqrt(squares / num_free), num_free=int(num_free))
 
     def interval(self, difference: Spread) -> tuple[float, float]:
-        """Return the 95 % interval of a mean difference by Student's t."""
-        quantile = _T_QUANTILES[min(self.num_free, len(_T_QUANTILES)) - 1]
-        half = quantile * self.deviation / math.sqrt(difference.num)
+        """Return the 95 % interval of a mean difference by Student's t.
+
+        It is the wider of the pooled one and the difference's own: a row that scatters more than
+        the others would look certain by their agreement.
+        """
+        half = _quantile(self.num_free) * self.deviation / math.sqrt(difference.num)
+        if difference.standard_error is not None:
+            half = max(half, _quantile(difference.num - 1) * difference.standard_error)
         return difference.mean - half, difference.mean + half
+
+
+def _quantile(num_free: int) -> float:
+    return _T_QUANTILES[min(num_free, len(_T_QUANTILES)) - 1]
 
 
 def difference(

@@ -138,8 +138,8 @@ def _measured(result: AblationResult) -> list[Measure]:
 def _effects(result: AblationResult) -> TextTable:
     note = (
         "Expected changes of a row, and the measured ones. A difference counts as shown if its "
-        "95 % interval excludes 0 (Student's t; the standard deviation is pooled over all rows' "
-        "differences)."
+        "95 % interval excludes 0 (Student's t; the wider of two: with the standard deviation "
+        "pooled over all rows' differences, and with the row's own)."
     )
     measures = {one.name: one for one in MEASURES}
     rows = []

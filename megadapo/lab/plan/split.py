@@ -204,8 +204,8 @@ def describe_split(config: RunConfig, models: Models, card: Card) -> list[str]:
             f"trainer.pipeline_parallel = {trainer.pipeline_parallel}"
         )
     lines.append(
-        f"  {describe_responses(config)}, by the engines' speed of megadapo simulate, which runs the "
-        "sampler instead"
+        f"  {describe_responses(config)}, by the engines' speed of megadapo simulate, which runs "
+        "the sampler instead"
     )
     return lines
 

@@ -87,6 +87,17 @@ def test_noise_is_pooled_over_comparisons():
     assert Noise.of([Spread.of([0.0, 0.0]), Spread.of([1.0])]) is None
 
 
+def test_row_that_scatters_more_has_its_own_interval():
+    """Rows that agree made 0.035 of three seeds look certain, whose own error was 0.019."""
+    wide, calm = Spread.of([0.0, 0.04, 0.07]), Spread.of([0.0, 0.001, 0.002])
+    assert wide is not None and wide.standard_error is not None and calm is not None
+    noise = Noise.of([wide, *[calm] * 9])
+    assert noise is not None
+    low, high = noise.interval(wide)
+    assert high - low == pytest.approx(2 * 4.303 * wide.standard_error)
+    assert noise.interval(calm)[1] - calm.mean > 4.303 * (calm.standard_error or 0.0)
+
+
 def test_differences_are_paired_by_seed():
     first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
     second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
