@@ -114,6 +114,20 @@ def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite():
     assert (curve.num_measured, curve.num_not_finite) == (5000, 1)
 
 
+def test_phases_of_a_long_run_are_known_at_the_same_steps():
+    """Each phase was thinned to its own steps, and drawn as 0 s at those of the others."""
+    names = ("time/rollout_s", "time/train_s", "time/sync_s", "time/step_s")
+    records: list[MetricRecord] = [
+        {"step": step, **{name: float((step * (n + 7)) % 13) for n, name in enumerate(names)}}
+        for step in range(1, 2002)
+    ]
+    records[1500]["time/sync_s"] = 500.0
+    curves = read_series(records)
+    steps = {tuple(curves[name].steps) for name in names}
+    assert len(steps) == 1 and len(curves["time/sync_s"].steps) <= 2000
+    assert 500.0 in curves["time/sync_s"].values
+
+
 def test_metrics_are_optional_and_unknown_ones_are_kept():
     records: list[MetricRecord] = [
         {"step": 1, "accuracy/mean": None, "reward/shaped_mean": 0.5},
