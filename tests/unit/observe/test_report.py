@@ -233,6 +233,15 @@ def test_too_many_groups_leave_some_of_every_step(tmp_path):
     assert part.runs[0].length == whole.runs[0].length
 
 
+def test_too_many_steps_leave_some_of_the_whole_run(tmp_path):
+    """The oldest steps were left out, so the page showed only the end of a long run."""
+    for step in range(1, 33):
+        save(tmp_path, saved_group(step=step, prompt_index=step))
+    size = max(len(chunk) for chunk in read_responses([tmp_path]).chunks)
+    kept = [one.step for one in read_responses([tmp_path], max_bytes=10 * size).entries]
+    assert kept == list(range(1, 33, 4))
+
+
 def test_damaged_file_is_named(tmp_path):
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text("{")
