@@ -165,6 +165,13 @@ def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out():
     )
 
 
+def test_oracle_that_ended_the_run_by_a_missing_value_is_broken():
+    """It was shown as held, over the last step of a run that it had ended."""
+    records = [gap(1, 1e-9), gap(2, None)]
+    found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
+    assert (found.status, found.cells) == ("broken", [1, 0])
+
+
 def test_skipped_updates_break_their_bound_only_in_a_row():
     def skips(*counts: int) -> list[MetricRecord]:
         return [{"step": i, "policy/skipped_updates": n} for i, n in enumerate(counts, start=1)]

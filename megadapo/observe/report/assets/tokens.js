@@ -52,7 +52,7 @@ const versionKeys = (group) =>
     key(version === NO_VERSION ? "not sampled" : `version ${version}`, versionVariable(group, version)),
   );
 
-/** The bounds of the ratio in a run's configuration, or DAPO's, and whether they cut single tokens. */
+/** The bounds of the ratio in a run's configuration, or DAPO's; whether they cut single tokens. */
 function clipBounds(run) {
   const find = (name, fallback) => {
     const found = Object.keys(run.config).find((path) => path.endsWith(`objective.${name}`));
