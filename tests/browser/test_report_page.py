@@ -251,6 +251,21 @@ def test_colours_say_ratio_clip_and_version(page):
     assert set(colours(page, 0)) != set(colours(page, 1))
 
 
+@pytest.mark.parametrize("changed", [{"ratio": "sequence"}, {"gate": "none"}])
+def test_an_objective_without_a_clip_of_tokens_has_no_colours_for_it(show, tmp_path, changed):
+    """GSPO's bounds of a sequence's ratio would mark nearly all tokens as clipped."""
+    folder = demo_run(tmp_path / "run")
+    objective = {"ratio": "token", "gate": "clip", **changed}
+    (folder / "config.json").write_text(json.dumps({"algorithm": {"objective": objective}}))
+    page = show(folder)
+    page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")
+    assert len(page.texts("[data-mode]")) == 4
+    page.move(f"{BODIES} .token")
+    page.wait("!document.getElementById('token-card').hidden")
+    lines = page.text("#token-card").split("\n")
+    assert "ratio" in lines and "clip" not in lines
+
+
 def test_a_token_explains_itself(page):
     page.click("[data-mode=ratio]")
     page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")

@@ -42,6 +42,11 @@ def test_image_sets_only_variables_that_build_files_read():
     assert {"NVTE_WITH_NCCL_EP", "NVTE_PYTORCH_FORCE_BUILD"} <= used
 
 
+def test_image_has_the_baselines_that_are_goals():
+    """Without a network the goals against verl and Liger would not be measured."""
+    assert "-r requirements/bench.txt" in DOCKERFILE
+
+
 def test_image_has_one_cudnn():
     """A second one, of the base image, would be loaded by Transformer Engine beside torch's."""
     assert "cudnn" not in re.findall(r"^FROM .*", DOCKERFILE, re.M)[0]

@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 from parts import Outcome, Part, Setting, config_of
 
+from megadapo.errors import MegadapoError
 from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
 from megadapo.lab.plan import step_time
 from megadapo.lab.plan.phases import gpu_kinds, models_of
-from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
 
 MIB = 2**20
@@ -29,6 +30,8 @@ SHOWN = ("plan", "profile", "tests", "real", "real beside TRL")
 """Parts whose last lines are in the report."""
 LOG_LINES = 40
 """Lines of a failed part's log in the report."""
+FAULTS = (MegadapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError)
+"""Errors of odd measurements or of a full disk: they may not end the parts that follow."""
 
 
 def as_record(outcomes: list[Outcome], setting: Setting) -> dict[str, Any]:
@@ -42,13 +45,25 @@ def as_record(outcomes: list[Outcome], setting: Setting) -> dict[str, Any]:
                 "reason": one.reason,
                 "seconds": round(one.seconds, 1),
                 "command": shlex.join(one.part.command),
-                "steps": steps_of(one.part),
-                "memory": memory_by_phase(one, setting),
+                **_measured(one, setting),
                 "memory_curve": [(round(s, 1), at, round(mib)) for s, at, mib in one.memory],
             }
             for one in outcomes
         ],
     }
+
+
+def _measured(one: Outcome, setting: Setting) -> dict[str, Any]:
+    try:
+        steps = [plain_numbers(step) for step in steps_of(one.part)]
+        return {"steps": steps, "memory": memory_by_phase(one, setting)}
+    except FAULTS as error:
+        return {"fault": described(error)}
+
+
+def described(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def memory_by_phase(outcome: Outcome, setting: Setting) -> dict[str, dict[str, float | None]]:
@@ -83,7 +98,11 @@ def write_report(path: Path, outcomes: list[Outcome], setting: Setting, day: dat
         note = one.reason.replace("|", "\\|")
         lines.append(f"| {one.part.name} | {one.result} | {one.seconds:.0f} | {note} |")
     for one in outcomes:
-        if found := list(_details(one, setting)):
+        try:
+            found = list(_details(one, setting))
+        except FAULTS as error:
+            found = [f"No details: {described(error)}"]
+        if found:
             lines += ["", f"## {one.part.name}", "", *found]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -158,11 +177,9 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "not met"
 
 
-def steps_of(part: Part) -> list[dict[str, Any]]:
+def steps_of(part: Part) -> list[MetricRecord]:
     """Return the metrics of a run's steps."""
-    if part.run is None or not (file := part.run / METRICS_FILE).exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [] if part.run is None else read_metrics(part.run)
 
 
 def _run(one: Outcome, setting: Setting) -> Iterator[str]:
@@ -170,13 +187,16 @@ def _run(one: Outcome, setting: Setting) -> Iterator[str]:
     steps = steps_of(one.part)
     if steps:
         head = ["step", *MEASURED]
-        rows = [[str(step["step"]), *(_cell(step[name]) for name in MEASURED)] for step in steps]
+        rows = [[str(s["step"]), *(_cell(s.get(name)) for name in MEASURED)] for s in steps]
         title = f"{one.part.name}: steps"
         yield from (TextTable(title=title, head=head, rows=rows).markdown(), "")
-        last = steps[-1]
-        sampled, trained = last["tokens/generated"], last["tokens/trained"]
-        yield f"- rollout: {sampled / last['time/rollout_s']:,.0f} tokens/s in the last step"
-        yield f"- update: {trained / last['time/train_s']:,.0f} tokens/s in the last step"
+        for name, *metrics in (
+            ("rollout", "tokens/generated", "time/rollout_s"),
+            ("update", "tokens/trained", "time/train_s"),
+        ):
+            tokens, seconds = (steps[-1].get(metric) for metric in metrics)
+            if tokens and seconds:
+                yield f"- {name}: {tokens / seconds:,.0f} tokens/s in the last step"
         for line in _forecast(one.part, steps, setting):
             yield f"- plan: {line.strip()}"
     if memory := memory_by_phase(one, setting):
@@ -194,12 +214,15 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _forecast(part: Part, steps: list[dict[str, Any]], setting: Setting) -> list[str]:
-    """Return the plan's times for responses as long as the run's were."""
+def _forecast(part: Part, steps: list[MetricRecord], setting: Setting) -> list[str]:
+    """Return the plan's times for responses as long as the run's; [] if no weights were sent."""
     config = config_of(part.overrides)
-    mean = sum(step["response_length/mean"] for step in steps) / len(steps)
-    share = mean / config.rollout.max_response_tokens
-    traffic = step_time.UpdateTraffic(inside=steps[0]["weights/bytes"], between=0)
+    lengths = [mean for step in steps if (mean := step.get("response_length/mean")) is not None]
+    sent = steps[0].get("weights/bytes")
+    if not lengths or sent is None:
+        return []
+    share = sum(lengths) / len(lengths) / config.rollout.max_response_tokens
+    traffic = step_time.UpdateTraffic(inside=sent, between=0)
     model = models_of(config).policy
     prompt = config.data.max_prompt_tokens
     with patch.multiple(step_time, MEAN_SHARE=share, PROMPT_TOKENS=prompt):

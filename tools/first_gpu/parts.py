@@ -58,8 +58,8 @@ class Part:
     command: tuple[str, ...]
     skipped: str | None = None
     """Reason not to run it."""
-    unless: str | None = None
-    """First word of the parts that make this one unnecessary: one of them has passed."""
+    unless: tuple[str, ...] = ()
+    """Parts that make this one unnecessary: one of them has passed."""
     run: Path | None = None
     """Folder of the run that the part starts."""
     overrides: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def all_parts(setting: Setting) -> list[Part]:
         _command("kernels", 120, "profile", "--arch", "90"),
         Part(name="tests", limit_s=240, command=_tests(setting)),
         *_heads(setting),
-        _train(setting, "quickstart", 180, _short(setting)),
+        _train(setting, "quickstart", 180, [*_short(setting), *_fp32(setting)]),
         _command("plan", 60, "plan", RECIPE, *bf16, "--cluster.device=cuda"),
         # log-probs, ratio, memory, and updates that are compared to the bit
         _train(setting, "bf16", 180, [*bf16, verified]),
@@ -187,7 +187,7 @@ def _heads(setting: Setting) -> list[Part]:
     # a baseline's fault cannot be caught: at least ours is timed
     words = ("--only=megadapo", f"--json={results}/head-alone.json")
     alone = _command("head alone", 60, "bench", "head", "--shape", shapes[first], *options, *words)
-    return [*parts, replace(alone, unless="head")]
+    return [*parts, replace(alone, unless=(f"head {first}",))]
 
 
 def _bf16(model: Path, setting: Setting) -> list[str]:
@@ -200,9 +200,17 @@ def _bf16(model: Path, setting: Setting) -> list[str]:
         f"--model.path={model}",
         "--model.init=random",
         "--sampling.selection=all",
+        "--oracles.logprob_abs_mean=0.1",
         "--oracles.logprob_abs_max=1.0",
         *own,
     ]
+
+
+def _fp32(setting: Setting) -> list[str]:
+    """Return bounds for an fp32 recipe: its own ones are those of a CPU's rounding."""
+    if setting.rehearses:
+        return []
+    return ["--oracles.logprob_abs_mean=1e-3", "--oracles.logprob_abs_max=0.1"]
 
 
 def _short(setting: Setting) -> list[str]:
@@ -253,7 +261,7 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
 
 def _real(setting: Setting) -> list[Part]:
     """Return the recipe of make real, and a comparison of its steps with TRL's."""
-    words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3"]
+    words = ["--rollout.num_engines=1", "--rollout.gpu_memory_utilization=0.3", *_fp32(setting)]
     model, skipped, short = str(cached_model()), None, []
     if setting.rehearses:
         model = "configs/quickstart-base"
@@ -314,7 +322,7 @@ def _largest(setting: Setting) -> list[Part]:
         name = f"{LARGEST} {size}" + (" optimizer in main memory" if options else "")
         reason = misfit(overrides, setting)
         part = _train(setting, name, 420, overrides, skipped=reason)
-        parts.append(replace(part, unless=LARGEST))
+        parts.append(replace(part, unless=tuple(one.name for one in parts)))
     return parts
 
 
@@ -326,7 +334,11 @@ def misfit(overrides: Iterable[str], setting: Setting) -> str | None:
         return found[0].partition(";")[0]
     itemsize = itemsize_of(config)
     engine = engine_bytes(models.policy, config.rollout, setting.card, itemsize=itemsize)
-    needed = sum(host_items(config, models, engine, 1).values()) / GIB
+    items = host_items(config, models, engine, 1)
+    needed = sum(items.values()) / GIB
     if needed > MAIN_MEMORY_SHARE * setting.machine.memory_gib:
         return f"needs {needed:.0f} GiB of main memory, and the machine has too little"
+    save, free = items["snapshot of a save"], shutil.disk_usage(setting.folder).free
+    if save > free:
+        return f"needs {save / GIB:.0f} GiB of disk for its save, and {free / GIB:.0f} are free"
     return None

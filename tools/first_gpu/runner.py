@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from datetime import date
 from pathlib import Path
 
 import psutil
-from gpu_report import as_record, optimizer_mib, steps_of, write_report
+from gpu_report import FAULTS, as_record, described, optimizer_mib, steps_of, write_report
 from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts
 
 from megadapo.errors import DataError
 from megadapo.lab.record import write_record
 from megadapo.observe.machine import GIB, inspect_machine
 from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.run.state.status import Status, read_status
 
 BUDGET_S = 25 * 60.0
@@ -68,18 +70,32 @@ def main() -> int:
     results = setting.folder / "results"
     for folder in (results, setting.folder / "logs"):
         folder.mkdir(parents=True)
+    parts = all_parts(setting)
+    names = [part.name for part in parts]
+    if unknown := [name for name in arguments.only or () if name not in names]:
+        shutil.rmtree(setting.folder)
+        parser.error(f"--only {unknown[0]!r}: no such part; there are {', '.join(names)}")
     outcomes: list[Outcome] = []
     until = time.monotonic() + BUDGET_S
-    for part in all_parts(setting):
+    for part in parts:
         if arguments.only and part.name not in arguments.only:
             continue
-        outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
+        try:
+            outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
+        except FAULTS as error:
+            outcome = Outcome(part=part, result="failed", reason=described(error))
         outcomes.append(outcome)
+        # no part needs another's saves, and together they would fill the disk
+        for saves in setting.folder.glob(f"*/{CHECKPOINTS}"):
+            shutil.rmtree(saves, ignore_errors=True)
         note = f": {outcome.reason}" if outcome.reason else ""
         print(f"{part.name}: {outcome.result} in {outcome.seconds:.0f} s{note}", flush=True)
         # after each part: what is known stays known if the machine is taken away
-        write_record(results / "first-gpu.json", as_record(outcomes, setting))
-        write_report(results / "report.md", outcomes, setting, date.today())
+        try:
+            write_record(results / "first-gpu.json", as_record(outcomes, setting))
+            write_report(results / "report.md", outcomes, setting, date.today())
+        except FAULTS as error:
+            print(f"no record or report after {part.name}: {described(error)}", flush=True)
     print(results / "report.md")
     return int(any(outcome.result == "failed" for outcome in outcomes))
 
@@ -88,7 +104,7 @@ def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: fl
     """Run a part unless there is a reason not to."""
     passed = [one.part.name for one in done if one.result == "passed"]
     reason = part.skipped
-    if part.unless and (enough := [name for name in passed if name.split()[0] == part.unless]):
+    if enough := [name for name in passed if name in part.unless]:
         reason = f"{enough[0]} has passed"
     if left_s < SHORTEST_S:
         reason = f"the {BUDGET_S / 60:.0f} minutes are used up"
@@ -117,7 +133,7 @@ def check_pressure(outcome: Outcome, setting: Setting) -> None:
 
 def check_deltas(outcome: Outcome) -> None:
     """Fail a part whose updates were all sent in full, as they are if many elements change."""
-    found = [step["weights/density"] for step in steps_of(outcome.part)]
+    found = [step.get("weights/density") for step in steps_of(outcome.part)]
     densities = [density for density in found if density is not None]
     if not densities or min(densities) > MOST_CHANGED:
         outcome.result, outcome.reason = "failed", "all weight updates were sent in full"

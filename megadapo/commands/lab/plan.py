@@ -65,9 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
     traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
     lines = _summary(config, models, card, traffic, gpus_per_node)
-    lines += describe_times(config, models.policy, card, traffic)
     if config.sampling.overlaps:
         lines += describe_split(config, models, card)
+    else:
+        lines += describe_times(config, models.policy, card, traffic)
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))

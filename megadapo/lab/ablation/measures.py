@@ -60,8 +60,12 @@ def _over_run(name: str) -> Callable[[RunRecords, float], float | None]:
     return lambda run, _: _mean(run.values(name))
 
 
-def _total(name: str) -> Callable[[RunRecords, float], float | None]:
-    return lambda run, _: sum(run.values(name)) if run.values(name) else None
+def _total(*names: str) -> Callable[[RunRecords, float], float | None]:
+    def total(run: RunRecords, _: float) -> float | None:
+        values = [value for name in names for value in run.values(name)]
+        return sum(values) if values else None
+
+    return total
 
 
 def _held_out(which: int) -> Callable[[RunRecords, float], float | None]:
@@ -72,12 +76,13 @@ def _steps_to_accuracy(run: RunRecords, accuracy: float) -> float | None:
     return next((float(e.step) for e in run.evaluations if e.accuracy >= accuracy), None)
 
 
-def _total_to_accuracy(name: str) -> Callable[[RunRecords, float], float | None]:
+def _total_to_accuracy(*names: str) -> Callable[[RunRecords, float], float | None]:
     def total(run: RunRecords, accuracy: float) -> float | None:
         last = _steps_to_accuracy(run, accuracy)
         if last is None:
             return None
-        return sum(record.get(name) or 0.0 for record in run.steps if (record["step"] or 0) <= last)
+        steps = [record for record in run.steps if (record["step"] or 0) <= last]
+        return sum(record.get(name) or 0.0 for record in steps for name in names)
 
     return total
 
@@ -107,6 +112,9 @@ def trained_not_mixed_share(record: MetricRecord) -> float | None:
     return max(0.0, kept - reserved - (1.0 - share) * sampled) / kept
 
 
+# a stopped group has cost its tokens: without them dynamic sampling would look cheaper than it is
+_TOKENS = ("tokens/generated", "tokens/stopped")
+
 MEASURES = (
     Measure("held_out_before", "held-out before", "{:.3f}", _held_out(0)),
     Measure("held_out_after", "held-out after", "{:.3f}", _held_out(-1)),
@@ -115,7 +123,7 @@ MEASURES = (
         "tokens_to_accuracy",
         "tokens to accuracy",
         "{:,.0f}",
-        _total_to_accuracy("tokens/generated"),
+        _total_to_accuracy(*_TOKENS),
     ),
     Measure(
         "seconds_to_accuracy", "seconds to accuracy", "{:.1f}", _total_to_accuracy("time/step_s")
@@ -140,7 +148,7 @@ MEASURES = (
     ),
     Measure("bapo_low", "BAPO's low", "{:.3f}", _over_run("bapo/clip_low")),
     Measure("bapo_high", "BAPO's high", "{:.3f}", _over_run("bapo/clip_high")),
-    Measure("tokens", "tokens generated", "{:,.0f}", _total("tokens/generated")),
+    Measure("tokens", "tokens generated", "{:,.0f}", _total(*_TOKENS)),
     Measure("seconds", "seconds", "{:.1f}", _total("time/step_s")),
 )
 """Measures of every run, in the order of the table's columns."""
@@ -206,10 +214,19 @@ class Noise:
         return cls(deviation=math.sqrt(squares / num_free), num_free=int(num_free))
 
     def interval(self, difference: Spread) -> tuple[float, float]:
-        """Return the 95 % interval of a mean difference by Student's t."""
-        quantile = _T_QUANTILES[min(self.num_free, len(_T_QUANTILES)) - 1]
-        half = quantile * self.deviation / math.sqrt(difference.num)
+        """Return the 95 % interval of a mean difference by Student's t.
+
+        It is the wider of the pooled one and the difference's own: a row that scatters more than
+        the others would look certain by their agreement.
+        """
+        half = _quantile(self.num_free) * self.deviation / math.sqrt(difference.num)
+        if difference.standard_error is not None:
+            half = max(half, _quantile(difference.num - 1) * difference.standard_error)
         return difference.mean - half, difference.mean + half
+
+
+def _quantile(num_free: int) -> float:
+    return _T_QUANTILES[min(num_free, len(_T_QUANTILES)) - 1]
 
 
 def difference(

@@ -91,8 +91,9 @@ def _measures(result: AblationResult) -> TextTable:
         f"each, on {ablation.config}. Entropy (nats) and length (tokens) are means of the last "
         f"{END_STEPS} steps, shares and bounds of all steps, seconds without start and evaluation. "
         f"Steps, tokens and seconds to accuracy: to {ablation.rows.accuracy:g} held-out, as "
-        "evaluations see it; (k/n): k of n runs reached it. No signal: groups all correct or all "
-        "incorrect, of those sampled and of those trained on."
+        "evaluations see it; (k/n): k of n runs reached it. Tokens include those of stopped "
+        "groups. No signal: groups all correct or all incorrect, of those sampled and of those "
+        "trained on."
     )
     short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
     if short:
@@ -137,8 +138,8 @@ def _measured(result: AblationResult) -> list[Measure]:
 def _effects(result: AblationResult) -> TextTable:
     note = (
         "Expected changes of a row, and the measured ones. A difference counts as shown if its "
-        "95 % interval excludes 0 (Student's t; the standard deviation is pooled over all rows' "
-        "differences)."
+        "95 % interval excludes 0 (Student's t; the wider of two: with the standard deviation "
+        "pooled over all rows' differences, and with the row's own)."
     )
     measures = {one.name: one for one in MEASURES}
     rows = []

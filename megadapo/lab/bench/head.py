@@ -214,14 +214,15 @@ def run(
         results = bench_head(shape, device, only=only, repeats=repeats, clock=clock)
         print(format_table(results), flush=True)
         every += results
-    if json_file is not None:
-        report = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-            "clock": clock,
-            "results": [asdict(result) for result in every],
-        }
-        write_record(json_file, report)
+        if json_file is not None:
+            report = {
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                "threads": torch.get_num_threads(),
+                "clock": clock,
+                "results": [asdict(result) for result in every],
+            }
+            # after each shape: a fault of the next one may end the process
+            write_record(json_file, report)
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megadapo.algorithm.mini_batches import mini_batch_sizes
+from megadapo.data.batch import in_training_order
 from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row, share
 from megadapo.lab.diff.responses import (
     about_tokens,
@@ -46,6 +48,11 @@ class StepGroups:
         if not found:
             return None
         first = min(found, key=lambda one: one.group or 0)
+        updates = self._mini_batches() if phase == "update" else {}
+        order = list(updates)
+        if trained := [one for one in found if one.group in updates]:
+            first = min(trained, key=lambda one: order.index(one.group))
+            first = first.with_evidence(_about_mini_batch(updates[first.group]))
         noun = "group" if self.is_complete else "saved group"
         total = len(self.a.keys() | self.b.keys())
         return first.with_evidence(share(len(found), total, noun, "in this phase"))
@@ -177,9 +184,7 @@ class StepGroups:
 
     def update(self, index: int) -> Iterator[Difference]:
         """Yield differences of the trainer's log-probs in the update."""
-        found = self._trained(index, "update", "log-prob in the update", "logprobs_update")
-        for one in found:
-            yield one.with_evidence(self._about_mini_batch(one))
+        yield from self._trained(index, "update", "log-prob in the update", "logprobs_update")
 
     def _trained(self, index: int, phase: Phase, field: str, name: str) -> Iterator[Difference]:
         pairs = self.pairs(index)
@@ -197,19 +202,25 @@ class StepGroups:
             args = {"response": number, "token": place}
             yield self._found(index, phase, field, rows, extent, **args)
 
-    def _about_mini_batch(self, found: Difference) -> str:
-        if not self.is_complete or self.mini_batch_size is None:
-            return ""
-        # a batch has the trained groups by prompt index
-        trained = [i for i in sorted(self.a) if self.a[i].disposition == "trained"]
-        before = sum(len(self.a[i].responses) for i in trained if i < (found.group or 0))
-        number = (before + (found.response or 1) - 1) // self.mini_batch_size + 1
-        if number == 1:
-            return (
-                "It is in mini-batch 1, before any update of the step: the batch differs, or its "
-                "order."
-            )
-        return f"It is in mini-batch {number}; log-probs of the mini-batches before it are equal."
+    def _mini_batches(self) -> dict[int | None, int]:
+        """Return the mini-batch of each trained group, in training order; {} if not known."""
+        trained = [one.group for one in self.a.values() if one.disposition == "trained"]
+        if not trained or not self.is_complete or self.mini_batch_size is None:
+            return {}
+        num_groups = max(1, self.mini_batch_size // max(len(one.responses) for one in trained))
+        ordered = in_training_order(trained, self.step - 1, num_groups)
+        sizes = mini_batch_sizes(len(ordered), num_groups)
+        numbers = [number for number, size in enumerate(sizes, start=1) for _ in range(size)]
+        indices = (group.prompt_index for group in ordered)
+        return dict(zip(indices, numbers, strict=True))
+
+
+def _about_mini_batch(number: int) -> str:
+    if number == 1:
+        return (
+            "It is in mini-batch 1, before any update of the step: the batch differs, or its order."
+        )
+    return f"It is in mini-batch {number}; log-probs of the mini-batches before it are equal."
 
 
 _FINDERS: dict[Phase, Callable[[StepGroups, int], Iterator[Difference]]] = {

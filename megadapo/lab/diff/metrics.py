@@ -13,7 +13,8 @@ from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 _PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
     # a probe of a few sequences of the batch, by its order
     ("update", ("parity/batch_shape_", "parity/engine_")),
-    ("rollout", ("response_length/", "tokens/generated", "tools/")),
+    ("rollout", ("response_length/", "tokens/generated", "tokens/recomputed", "tools/")),
+    ("rollout", ("environment/",)),
     ("rollout", ("staleness/token_share", "staleness/mean", "staleness/max")),
     ("score", ("reward/", "accuracy/")),
     ("selection", ("groups/", "tokens/trained", "reflection/")),
@@ -88,6 +89,8 @@ def _key(name: str) -> str:
 def _phase(name: str) -> Phase:
     if name.startswith(("eval/", "held_out/")):
         return "evaluation"
+    if name.startswith("environment/") and name.endswith("/return"):
+        return "score"
     return next((phase for phase, names in _PHASES if name.startswith(names)), "update")
 
 

@@ -16,6 +16,7 @@ from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import Models
 from megadapo.lab.plan.step_time import (
     PROMPT_TOKENS,
+    describe_responses,
     mean_response,
     num_responses,
     train_seconds,
@@ -202,7 +203,10 @@ def describe_split(config: RunConfig, models: Models, card: Card) -> list[str]:
             f"{best.num_engines}, trainer.data_parallel = {trainer.data_parallel}, "
             f"trainer.pipeline_parallel = {trainer.pipeline_parallel}"
         )
-    lines.append("  by the engines' speed of megadapo simulate, which runs the sampler instead")
+    lines.append(
+        f"  {describe_responses(config)}, by the engines' speed of megadapo simulate, which runs "
+        "the sampler instead"
+    )
     return lines
 
 

@@ -44,6 +44,7 @@ def describe_times(
     """Describe the seconds of a step and their assumptions, one line each.
 
     Engines are limited by bandwidth, the trainer by FLOP/s. Waits between processes are left out.
+    `split.describe_split` has the steps of modes that sample beside the trainer.
     """
     generation, longest = _rollout_seconds(config, model, card)
     limit = "by throughput"
@@ -52,22 +53,22 @@ def describe_times(
     rollout, train = max(generation, longest), train_seconds(config, model, card)
     sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
     sync /= LINK_SHARE
-    kept = ""
-    if config.sampling.selection == "signal":
-        kept = f", {KEPT_SHARE:.0%} of the groups mixed"
-    total, both = rollout + train, "+"
-    if config.sampling.overlaps:
-        total, both = max(rollout, train), "beside"
     return [
-        f"a step at this roofline: {total + sync:,.0f} s = rollout "
-        f"{rollout:,.0f} ({limit}) {both} train {train:,.0f} + sync {sync:.2f}",
+        f"a step at this roofline: {rollout + train + sync:,.0f} s = rollout "
+        f"{rollout:,.0f} ({limit}) + train {train:,.0f} + sync {sync:.2f}",
         f"  {READ_SHARE:.0%} of {card.memory_bandwidth / 1e12:.2f} TB/s while engines sample, "
         f"{TRAIN_SHARE:.0%} of {card.flops / 1e12:.0f} TFLOP/s while the trainer works, "
         f"{LINK_SHARE:.0%} of {card.link_bandwidth / 1e9:.0f} and "
         f"{card.network_bandwidth / 1e9:.0f} GB/s per link;",
-        f"  responses of {mean_response(config):,.0f} tokens on average{kept}; waits between "
-        "processes are not counted",
+        f"  {describe_responses(config)}; waits between processes are not counted",
     ]
+
+
+def describe_responses(config: RunConfig) -> str:
+    """Describe the assumed responses of a step."""
+    mixed = f", {KEPT_SHARE:.0%} of the groups mixed"
+    kept = mixed if config.sampling.selection == "signal" else ""
+    return f"responses of {mean_response(config):,.0f} tokens on average{kept}"
 
 
 def mean_response(config: RunConfig) -> float:

@@ -48,7 +48,12 @@ def fit_run(folder: Path) -> RunFit:
         DataError: the folder has no metrics, or too few steps.
     """
     config = load_config(str(folder), [])
-    records = [record for record in read_metrics(folder) if record["tokens/generated"]]
+    # a resumed step may have all of its groups from the journal, and then engines had no work
+    records = [
+        record
+        for record in read_metrics(folder)
+        if record["tokens/generated"] and record.get("rollout/engine_tokens_max")
+    ]
     if len(records) < MIN_STEPS:
         raise DataError(
             f"{folder}: {len(records)} steps with generated tokens are recorded; the fit of the "
@@ -78,7 +83,9 @@ def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpee
     The fit is in logarithms: twice too slow counts as much as twice too fast, so one delayed step
     has little weight. Similar steps determine the step time but hardly its parts.
     """
-    running = np.array([_value(one, "rollout/slot_use") for one in records])
+    # while busy: the slots' use is over all time
+    busy = np.array([_value(one, "rollout/engine_busy_share") for one in records])
+    running = np.array([_value(one, "rollout/slot_use") for one in records]) / busy
     running *= config.rollout.max_num_seqs
     context = running * [0.5 * _value(one, "response_length/mean") for one in records]
     measured = np.log([_token_s(one) for one in records]) + np.log(running)

@@ -30,7 +30,8 @@ METRICS = {
     "time/rank_logprobs_max_s": "Seconds of the slowest rank for the old log-probs; null if the "
     "update computes them.",
     "train/slowest_rank": "Trainer rank, counted from 0, that was slowest for the old log-probs.",
-    "tokens_per_s": "Tokens generated per second of the step.",
+    "tokens_per_s": "tokens/generated per second of the step, so without the tokens of stopped "
+    "groups.",
     "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
     "reward/excluded": "Responses left out of their groups because a reward function or an "
     "environment failed on them; no other metric but reward/NAME/failed and "
@@ -63,10 +64,11 @@ METRICS = {
     "groups/resting": "Prompts left out by sampling.rest_after.",
     "groups/from_journal": "Groups read from the journal of a killed process instead of being "
     "generated again.",
-    "tokens/generated": "Tokens sampled by engines. Tool output is not counted; a prefix that "
-    "branches share is counted once.",
-    "tokens/stopped": "Tokens of groups that were stopped. Depends on the engines' speed if "
-    "sampling.max_staleness is 0.",
+    "tokens/generated": "Tokens that engines sampled for the groups of groups/sampled; those of "
+    "stopped groups are in tokens/stopped. Tool output is not counted; a prefix that branches "
+    "share is counted once.",
+    "tokens/stopped": "Tokens of groups that were stopped, or completed too late to count in the "
+    "step. Depends on the engines' speed if sampling.max_staleness is 0.",
     "tokens/recomputed": "Tokens that engines read again after a publication had stopped them.",
     "tokens/trained": "Response tokens with a loss weight; a shared prefix counts once per branch.",
     "tools/calls_per_response": "Mean calls of a response: calls of tools, or turns that its "
@@ -79,7 +81,8 @@ METRICS = {
     "response's start.",
     "rollout/engine_busy_share": "Share of the sampling time in which engines had work. The time "
     "of an update counts if engines sample beside it.",
-    "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
+    "rollout/slot_use": "Mean share of rollout.max_num_seqs in use, over the same time as "
+    "rollout/engine_busy_share.",
     "rollout/engines_lost": "Engines that were dead or starting at the end of the rollout.",
     "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
     "rollout/kv_use_max": "Largest share of the key-value cache in use.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.panels.sections import NOT_CURVES
+from megadapo.observe.panels.sections import NOT_CURVES, PHASES
 
 MAX_COLUMNS = 240
 MAX_LENGTH_ROWS = 40
@@ -105,6 +105,9 @@ def read_series(
 ) -> dict[str, Series]:
     """Return every metric that was measured at least once, by name in the order of the records."""
     names = dict.fromkeys(name for record in records for name in record)
+    # drawn on top of each other: each curve needs a value at every step of the others
+    stacked = {"time/step_s", *(name for part in PHASES.values() for name in part)}
+    common = _steps_of_all(records, stacked, max_points)
     curves = {}
     for name in names:
         points = [
@@ -113,12 +116,22 @@ def read_series(
             if isinstance(value := record.get(name), int | float)
         ]
         if points and name not in NOT_CURVES:
-            curves[name] = _series(points, max_points)
+            at_common = [point for point in points if point[0] in common]
+            kept = at_common if name in stacked else _thin(points, max_points)
+            curves[name] = _series(points, kept)
     return curves
 
 
-def _series(points: list[tuple[int, float]], max_points: int) -> Series:
-    kept = _thin(points, max_points)
+def _steps_of_all(records: Sequence[MetricRecord], names: set[str], max_points: int) -> set[int]:
+    """Return the steps that the sum of some metrics keeps, so the same ones for all of them."""
+    sums = []
+    for record in records:
+        found = [value for name in names if (value := record.get(name)) is not None]
+        sums.append((int(record["step"] or 0), sum(filter(math.isfinite, found))))
+    return {step for step, _ in _thin(sums, max_points)}
+
+
+def _series(points: list[tuple[int, float]], kept: list[tuple[int, float]]) -> Series:
     return Series(
         steps=[step for step, _ in kept],
         values=[value if math.isfinite(value) else None for _, value in kept],

@@ -1,7 +1,8 @@
 """The saved responses of runs: an index of every group that is shown, and the groups compressed.
 
 The groups may be far more than a page can hold. They are read once, one at a time; when the page's
-share is full, the step with the most groups gives up its last one, so that every step stays.
+share is full, the step with the most groups gives up its last one, so that every step stays. If one
+group of each step is too much, only every second step keeps its own, then every fourth.
 """
 
 from __future__ import annotations
@@ -114,13 +115,28 @@ class _GroupsWithinBytes:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._steps: defaultdict[tuple[int, int], list[tuple[GroupEntry, str]]] = defaultdict(list)
+        self._places: dict[tuple[int, int], int] = {}
+        """Place of each step among all steps."""
+        self._stride = 1
+        """Steps at its multiples keep groups."""
 
     def add(self, entry: GroupEntry, chunk: str) -> None:
-        self._steps[entry.run, entry.step].append((entry, chunk))
+        step = entry.run, entry.step
+        if self._places.setdefault(step, len(self._places)) % self._stride:
+            return
+        self._steps[step].append((entry, chunk))
         self._num_bytes += len(chunk)
         while self._num_bytes > self._max_bytes:
             fullest = max(self._steps, key=lambda step: len(self._steps[step]))
-            self._num_bytes -= len(self._steps[fullest].pop()[1])
+            if len(self._steps[fullest]) > 1 or len(self._steps) == 1:
+                self._num_bytes -= len(self._steps[fullest].pop()[1])
+            else:
+                self._leave_out_every_second_step()
+
+    def _leave_out_every_second_step(self) -> None:
+        self._stride *= 2
+        for step in [step for step in self._steps if self._places[step] % self._stride]:
+            self._num_bytes -= sum(len(chunk) for _, chunk in self._steps.pop(step))
 
     def contents(self) -> tuple[list[GroupEntry], list[str]]:
         kept = [pair for step in sorted(self._steps) for pair in self._steps[step]]

@@ -207,8 +207,12 @@ def _judge_metric(
     measured = [r for r in records if r.get(metric) is not None]
     # a value that is not a number is worse than any
     worst = max(measured, key=lambda r: (math.isnan(r[metric] or 0.0), r[metric]), default=None)
+    # a metric that other steps have and that ended the run by missing has broken its bound; one
+    # that no step has is not checked
     states = [
-        -1 if bound is None or r.get(metric) is None else int(is_within(r, metric, bound))
+        -1
+        if bound is None or not measured or (r.get(metric) is None and is_within(r, metric, bound))
+        else int(is_within(r, metric, bound))
         for r in records
     ]
     return Verdict(

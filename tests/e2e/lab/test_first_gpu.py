@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from megadapo.observe.machine import Gpu, inspect_machine
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import MetricsLog
 from tests.support import REPOSITORY
 
 SCRIPT = REPOSITORY / "tools" / "first_gpu.sh"
@@ -59,9 +61,13 @@ def test_machine_without_gpu_is_refused_at_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_largest_model_depends_on_main_memory(tool, tmp_path):
+def test_largest_model_depends_on_main_memory_and_disk(tool, tmp_path, monkeypatch):
     in_main_memory = "largest 7B optimizer in main memory"
+    disk = SimpleNamespace(free=2**40, total=2**40)
+    monkeypatch.setattr(tool.parts.shutil, "disk_usage", lambda folder: disk)
     small, large = (parts_on_gpu(tool, tmp_path, memory) for memory in (128, 512))
+    disk.free = 2**30
+    assert "GiB of disk" in parts_on_gpu(tool, tmp_path, 512)["largest 3B"].skipped
     assert small[in_main_memory].skipped.startswith("needs ")
     assert large[in_main_memory].skipped is small["largest 3B"].skipped is None
     assert "exceed" in large["largest 7B"].skipped
@@ -98,17 +104,84 @@ def test_real_recipe_needs_its_model_and_trl_an_environment(tool, tmp_path, monk
     tool.parts.load_config(tool.parts.REAL_RECIPE, [word[2:] for word in words])
 
 
+def test_recipes_bounds_are_those_of_a_gpu(tool, tmp_path):
+    """A CPU's bound on the mean ended every run in bf16 after its first step."""
+    parts = parts_on_gpu(tool, tmp_path, 512)
+    for name, least in (("quickstart", 1e-3), ("bf16", 0.1), ("largest 3B", 0.1)):
+        bounds = tool.parts.config_of(parts[name].overrides).oracles
+        assert bounds.logprob_abs_mean >= least and bounds.logprob_abs_max >= 0.1
+    assert "--oracles.logprob_abs_mean=1e-3" in parts["real"].command
+
+
 @pytest.mark.parametrize(
     ("densities", "result"), [([None, None], "failed"), ([0.4], "failed"), ([None, 0.02], "passed")]
 )
 def test_delta_part_fails_if_all_updates_were_full(tool, tmp_path, densities, result):
     """With a large learning rate every update was sent in full, and the part passed."""
-    lines = [json.dumps({"weights/density": density}) + "\n" for density in densities]
+    steps = ({"step": n, "weights/density": one} for n, one in enumerate(densities, start=1))
+    lines = [json.dumps(step) + "\n" for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     part = tool.parts.Part(name="delta", limit_s=1, command=(), run=tmp_path)
     outcome = tool.parts.Outcome(part=part)
     tool.runner.check_deltas(outcome)
     assert outcome.result == result and outcome.reason
+
+
+@pytest.mark.parametrize("change", ["nan", "unpublished", "torn"])
+def test_odd_metrics_of_a_part_do_not_end_the_script(tool, tmp_path, monkeypatch, change):
+    """A NaN, an update that was never sent or a torn line ended it, and all later parts."""
+    values = {
+        "nan": {"parity/logprob_abs_max": float("nan")},
+        "unpublished": {"weights/bytes": None, "time/train_s": None},
+        "torn": {},
+    }[change]
+    with MetricsLog(tmp_path / "run") as log:
+        log.record({**dict.fromkeys(METRIC_NAMES, 0.5), "step": 1, **values})
+    if change == "torn":
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 2, "po')
+    parts = [
+        tool.parts.Part(name=name, limit_s=9, command=(sys.executable, "-c", "pass"), **more)
+        for name, more in (("odd", {"run": tmp_path / "run"}), ("next", {}))
+    ]
+    monkeypatch.setattr(tool.runner, "all_parts", lambda setting: parts)
+    monkeypatch.setattr(sys, "argv", ["first_gpu.sh", "--rehearse", str(tmp_path / "all")])
+    assert tool.runner.main() == 0
+    report = (tmp_path / "all" / "results" / "report.md").read_text()
+    assert report.count("| passed |") == 2 and "No details" not in report
+    record = json.loads((tmp_path / "all" / "results" / "first-gpu.json").read_text())
+    assert [step["step"] for step in record["parts"][0]["steps"]] == [1]
+
+
+def test_unknown_part_is_refused(tool, tmp_path, monkeypatch, capsys):
+    """A misspelt name ran nothing and ended with 0."""
+    folder = tmp_path / "all"
+    monkeypatch.setattr(sys, "argv", ["x", "--rehearse", "--only", "heads", str(folder)])
+    with pytest.raises(SystemExit, match="2"):
+        tool.runner.main()
+    assert "head tiny" in capsys.readouterr().err and not folder.exists()
+
+
+def test_saves_are_removed_after_their_part(tool, tmp_path, monkeypatch):
+    """The saves of all parts together filled the disk."""
+    folder = tmp_path / "all"
+    code = f"import os; os.makedirs({str(folder / 'bf16' / 'checkpoints' / 'step-1')!r})"
+    part = tool.parts.Part(name="bf16", limit_s=9, command=(sys.executable, "-c", code))
+    monkeypatch.setattr(tool.runner, "all_parts", lambda setting: [part])
+    monkeypatch.setattr(sys, "argv", ["first_gpu.sh", "--rehearse", str(folder)])
+    assert tool.runner.main() == 0
+    assert (folder / "bf16").is_dir() and not list((folder / "bf16").iterdir())
+
+
+def test_head_alone_is_skipped_only_after_its_own_shape(tool, tmp_path):
+    """A small shape that passed would leave the largest one without any time of ours."""
+    part = parts_on_gpu(tool, tmp_path, 512)["head alone"]
+    part = replace(part, command=(sys.executable, "-c", "pass"))
+    (tmp_path / "logs").mkdir()
+    setting = tool.parts.Setting(folder=tmp_path, machine=inspect_machine(), rehearses=True)
+    for name, result in (("head 1.5B", "passed"), ("head 32B", "skipped")):
+        other = tool.parts.Outcome(part=replace(part, name=name))
+        assert tool.runner.run_or_skip(part, setting, [other], left_s=99.0).result == result
 
 
 def test_part_that_takes_too_long_is_ended_with_its_processes(tool, tmp_path, monkeypatch):

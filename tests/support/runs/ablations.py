@@ -68,6 +68,7 @@ def finish(
                         "groups/all_wrong": 1,
                         "groups/from_reserve": 0,
                         "tokens/generated": 100,
+                        "tokens/stopped": 20,
                         "time/step_s": seconds,
                     }
                 )

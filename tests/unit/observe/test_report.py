@@ -114,6 +114,20 @@ def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite():
     assert (curve.num_measured, curve.num_not_finite) == (5000, 1)
 
 
+def test_phases_of_a_long_run_are_known_at_the_same_steps():
+    """Each phase was thinned to its own steps, and drawn as 0 s at those of the others."""
+    names = ("time/rollout_s", "time/train_s", "time/sync_s", "time/step_s")
+    records: list[MetricRecord] = [
+        {"step": step, **{name: float((step * (n + 7)) % 13) for n, name in enumerate(names)}}
+        for step in range(1, 2002)
+    ]
+    records[1500]["time/sync_s"] = 500.0
+    curves = read_series(records)
+    steps = {tuple(curves[name].steps) for name in names}
+    assert len(steps) == 1 and len(curves["time/sync_s"].steps) <= 2000
+    assert 500.0 in curves["time/sync_s"].values
+
+
 def test_metrics_are_optional_and_unknown_ones_are_kept():
     records: list[MetricRecord] = [
         {"step": 1, "accuracy/mean": None, "reward/shaped_mean": 0.5},
@@ -149,6 +163,13 @@ def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out():
     assert verdict([gap(1, None)], {"logprob_abs_max": 1.0}, "logprob_abs_max").status == (
         "not measured"
     )
+
+
+def test_oracle_that_ended_the_run_by_a_missing_value_is_broken():
+    """It was shown as held, over the last step of a run that it had ended."""
+    records = [gap(1, 1e-9), gap(2, None)]
+    found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
+    assert (found.status, found.cells) == ("broken", [1, 0])
 
 
 def test_skipped_updates_break_their_bound_only_in_a_row():
@@ -217,6 +238,15 @@ def test_too_many_groups_leave_some_of_every_step(tmp_path):
     assert min(Counter(entry.step for entry in part.entries).values()) >= 3
     assert part.runs[0].num_shown == len(part.entries) < part.runs[0].num_groups == 24
     assert part.runs[0].length == whole.runs[0].length
+
+
+def test_too_many_steps_leave_some_of_the_whole_run(tmp_path):
+    """The oldest steps were left out, so the page showed only the end of a long run."""
+    for step in range(1, 33):
+        save(tmp_path, saved_group(step=step, prompt_index=step))
+    size = max(len(chunk) for chunk in read_responses([tmp_path]).chunks)
+    kept = [one.step for one in read_responses([tmp_path], max_bytes=10 * size).entries]
+    assert kept == list(range(1, 33, 4))
 
 
 def test_damaged_file_is_named(tmp_path):

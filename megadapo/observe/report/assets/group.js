@@ -8,6 +8,8 @@ async function openGroup(index) {
   if (state.open !== index) return;
   const hits = state.listed.find(([listed]) => listed === index)?.[1] ?? [];
   tokenCard.hidden = true;
+  const { cutsTokens } = clipBounds(data.runs[data.groups[index].run]);
+  if (state.mode === "clip" && !cutsTokens) state.mode = "ratio";
   view.group.replaceChildren(
     groupHead(index, group),
     modeBar(index, group),
@@ -67,14 +69,15 @@ function groupHead(index, { prompt }) {
 
 function modeBar(index, group) {
   const entry = data.groups[index];
-  const choices = Object.entries(MODES).map(([mode, { label }]) =>
+  const clip = clipBounds(data.runs[entry.run]);
+  const modes = Object.entries(MODES).filter(([mode]) => mode !== "clip" || clip.cutsTokens);
+  const choices = modes.map(([mode, { label }]) =>
     button(label, "", () => ((state.mode = mode), openGroup(state.open)), {
       "data-mode": mode,
       "aria-pressed": String(mode === state.mode),
     }),
   );
   const { legend, title } = MODES[state.mode];
-  const clip = clipBounds(data.runs[entry.run]);
   const trained = group.responses.some((response) => response.logprobs_update);
   const needsUpdate = state.mode === "ratio" || state.mode === "clip";
   const note =

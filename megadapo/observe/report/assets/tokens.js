@@ -52,13 +52,14 @@ const versionKeys = (group) =>
     key(version === NO_VERSION ? "not sampled" : `version ${version}`, versionVariable(group, version)),
   );
 
-/** The bounds of the ratio in a run's configuration, or DAPO's. */
+/** The bounds of the ratio in a run's configuration, or DAPO's; whether they cut single tokens. */
 function clipBounds(run) {
   const find = (name, fallback) => {
     const found = Object.keys(run.config).find((path) => path.endsWith(`objective.${name}`));
     return found && run.config[found] !== null ? run.config[found] : fallback;
   };
-  return { low: find("clip_low", 0.2), high: find("clip_high", 0.28) };
+  const cutsTokens = find("ratio", "token") === "token" && find("gate", "clip") === "clip";
+  return { low: find("clip_low", 0.2), high: find("clip_high", 0.28), cutsTokens };
 }
 
 /** What is known of token `index`: log-probs, ratio, and whether the objective clipped it. */
@@ -70,9 +71,9 @@ function tokenFacts(response, index, clip) {
     response.logprobs_update,
   ].map(at);
   const ratio = old === null || updated === null ? null : Math.exp(updated - old);
-  let clipped = null;
+  let clipped = clip.cutsTokens ? null : undefined;
   const advantage = response.advantages ? at(response.advantages) : response.advantage;
-  if (ratio !== null && advantage !== null) {
+  if (clip.cutsTokens && ratio !== null && advantage !== null) {
     clipped = "inside";
     if (advantage < 0 && ratio < 1 - clip.low) clipped = "low";
     if (advantage > 0 && ratio > 1 + clip.high) clipped = "high";
@@ -205,7 +206,7 @@ function tokenLines(response, group, index, facts) {
     ["log-prob, updated", formatNumber(facts.updated)],
     ["probability", formatNumber(probability)],
     ["ratio", formatNumber(facts.ratio)],
-    ["clip", facts.clipped ?? "not trained"],
+    ...(facts.clipped === undefined ? [] : [["clip", facts.clipped ?? "not trained"]]),
     ["advantage", formatNumber(facts.advantage)],
   ];
   const step = response.steps?.findIndex(([end]) => index < end) ?? -1;

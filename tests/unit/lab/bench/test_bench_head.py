@@ -125,3 +125,27 @@ def test_command_writes_json(tmp_path, capsys):
     assert [result["name"] for result in written["results"]] == [PRODUCTS, OURS, "eager torch"]
     assert written["machine"]["versions"]["torch"] == torch.__version__
     assert "T=16 H=8 V=104" in capsys.readouterr().out
+
+
+def test_shape_that_ends_the_process_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    """One JSON at the end lost all shapes to a fault of the last one."""
+
+    def measured(shape: HeadShape, *_: object, **__: object) -> list[head.HeadResult]:
+        if shape.num_tokens == 8:
+            raise KeyboardInterrupt
+        return [head.HeadResult(name=OURS, shape=str(shape))]
+
+    monkeypatch.setattr(head, "bench_head", measured)
+    path = tmp_path / "head.json"
+    with pytest.raises(KeyboardInterrupt):
+        head.run(
+            ["16,8,104,float32", "8,8,104,float32"],
+            device_name="cpu",
+            num_threads=torch.get_num_threads(),
+            repeats=1,
+            clock="wall",
+            temperature=1.0,
+            only=[],
+            json_file=path,
+        )
+    assert [one["name"] for one in json.loads(path.read_text())["results"]] == [OURS]

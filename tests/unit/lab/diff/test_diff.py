@@ -12,6 +12,7 @@ import pytest
 from megadapo.cli import main
 from megadapo.lab.diff.compare import compare_runs
 from megadapo.lab.diff.difference import Difference
+from megadapo.lab.diff.metrics import compare_metrics
 from megadapo.lab.diff.show import text_of_comparison
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
@@ -383,6 +384,31 @@ def test_run_without_rollouts_is_compared_by_metrics_and_weights(run, tmp_path):
     weight(runs[1])
     found = first_difference(*runs)
     assert (found.phase, found.tensor) == ("weights", QKV)
+
+
+def test_metric_of_an_environment_is_of_the_rollout_or_the_score():
+    """Turns that differ were blamed on the update."""
+    names = ("environment/sum/return", "environment/sum/turns", "tokens/recomputed")
+    phases = [compare_metrics(1, {name: 1.0}, {name: 2.0}).keys() for name in names]
+    assert phases == [{"score"}, {"rollout"}, {"rollout"}]
+
+
+@pytest.mark.parametrize(("differing", "group", "number"), [((1,), 5, 2), ((1, 2), 6, 1)])
+def test_mini_batch_is_that_of_the_training_order(run, tmp_path, differing, group, number):
+    """Even sizes (2 + 2, not 3 + 1) and stale groups (4 and 5) that are spread over the updates."""
+    folders = [copy_of(run, tmp_path / name) for name in "ab"]
+    for folder in folders:
+        edit_config(folder, "algorithm", "responses_per_mini_batch", 12)
+        for place in (0, 1):
+            for response in range(4):
+                versions = np.zeros(NUM_TOKENS, dtype=np.int32)
+                edit_response(folder, 2, place, response, policy_versions=versions)
+    for place in differing:
+        old = response_of(folders[1], 2, place, 0).logprobs_update
+        edit_response(folders[1], 2, place, 0, logprobs_update=changed(old, 0))
+    found = first_difference(*folders)
+    assert (found.phase, found.group) == ("update", group)
+    assert f"in mini-batch {number}" in " ".join(found.evidence)
 
 
 def test_replay_has_no_generated_tokens(run, tmp_path):

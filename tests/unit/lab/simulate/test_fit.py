@@ -51,3 +51,28 @@ def test_slower_engines_scale_all_times(tmp_path):
     again = fit_of(tmp_path, slower)
     assert again.engines.speed.step_s == pytest.approx(3.0 * fit.engines.speed.step_s)
     assert replace(again.task, lengths=fit.task.lengths) == fit.task
+
+
+def test_idle_time_does_not_make_engines_slower(tmp_path):
+    """The use of slots is over all time: dividing by it alone counted the idle time twice."""
+    records = [json.loads(line) for line in RECORDED[:4]]
+    idle = [
+        {
+            **one,
+            "time/rollout_s": 2.0 * one["time/rollout_s"],
+            "rollout/engine_busy_share": 0.5 * one["rollout/engine_busy_share"],
+            "rollout/slot_use": 0.5 * one["rollout/slot_use"],
+        }
+        for one in records
+    ]
+    speeds = [fit_of(tmp_path, each).engines.speed for each in (records, idle)]
+    assert speeds[1].step_s == pytest.approx(speeds[0].step_s)
+
+
+@pytest.mark.parametrize("tokens", [0, None])
+def test_step_without_engine_tokens_is_skipped(tmp_path, tokens):
+    """A resumed step whose groups all came from the journal divided by 0."""
+    records = [json.loads(line) for line in RECORDED[:5]]
+    names = ("engine_tokens_min", "engine_tokens_max", "slot_use", "engine_busy_share")
+    records[1] |= {f"rollout/{name}": tokens for name in names}
+    assert fit_of(tmp_path, records).steps == (1, 3, 4, 5)
