@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Critic(TrainedModel):
 
         The list is empty except on the last pipeline stage.
         """
-        work = [(micro_batch, self.head.values) for micro_batch in micro_batches]
+        work = [(_without_experts(one), self.head.values) for one in micro_batches]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 
@@ -93,7 +93,8 @@ class Critic(TrainedModel):
             targets: of each micro-batch; empty except on the last pipeline stage.
         """
         heads: list[Callable[..., Any]] = [partial(self.head, targets=own) for own in targets]
-        work = list(zip(micro_batches, heads or [self.head] * len(micro_batches), strict=True))
+        own_experts = [_without_experts(micro_batch) for micro_batch in micro_batches]
+        work = list(zip(own_experts, heads or [self.head] * len(own_experts), strict=True))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, work, forward_only=False)
@@ -121,6 +122,11 @@ class Critic(TrainedModel):
                 "with, or start a run from its export"
             )
         load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
+
+
+def _without_experts(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch without the engines' experts, which are the policy's."""
+    return replace(micro_batch, experts=None)
 
 
 @dataclass(kw_only=True)
