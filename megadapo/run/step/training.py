@@ -18,7 +18,7 @@ from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.step.probe import ParityProbe, probed_sequences
+from megadapo.run.step.probe import ParityProbe, PendingProbe, probed_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
@@ -81,8 +81,9 @@ class TrainerState:
         Raises:
             InfraError: a rank failed.
         """
-        self.step = None
+        # engines that do not sleep leave the weights as they are
         self.gpus.start_update()
+        self.step = None
         result = self.ranks.update(request)
         self.step = request.step
         return result
@@ -127,6 +128,7 @@ class StepTrainer(TrainerState):
         """`probe`: compares the engines' weights with the trainer's; None without engines."""
         super().__init__(trainer, gpus)
         self._probe = probe
+        self._pending_probe: PendingProbe | None = None
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
         server = algorithm.reference.server
         self._teacher = None if server is None else TeacherServer(server)
@@ -134,7 +136,7 @@ class StepTrainer(TrainerState):
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch, and let the engines score some of its stale tokens.
+        """Train on one step's batch while engines score some of its stale tokens (`with_probe`).
 
         Raises:
             InfraError: a rank or an engine failed, or the teacher's server does not answer.
@@ -148,17 +150,26 @@ class StepTrainer(TrainerState):
             kl_reward_coef=self._kl_controller.coef,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
-        pending = None
         if self._probe is not None:
-            pending = self._probe.begin(batch, policy_version=step - 1)
+            self._pending_probe = self._probe.begin(batch, policy_version=step - 1)
         result = self.apply(request)
-        if pending is not None:
-            probed = pending.metrics(result.recorded)
-            result = replace(result, metrics=result.metrics | probed)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         return result
+
+    def with_probe(self, result: UpdateResult) -> UpdateResult:
+        """Return the update's result with the metrics of the engines' scores; wait for them.
+
+        It is called when an error saves the step: engines may fail after its update.
+
+        Raises:
+            InfraError: an engine failed.
+        """
+        pending, self._pending_probe = self._pending_probe, None
+        if pending is None:
+            return result
+        return replace(result, metrics=result.metrics | pending.metrics(result.recorded))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore the ranks, and what `state_dict` returned.
