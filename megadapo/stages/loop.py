@@ -84,7 +84,7 @@ def run_stage(
     config = with_num_steps(config, stage.num_rows)
     warnings = config.warnings()
     if allow_fewer:
-        config, changes = fit_to_cluster(config)
+        config, changes = fit_to_cluster(config, has_engines=False)
         warnings += changes
     with Run.open(config, accept_changes=accept_changes, command=stage.command) as run:
         run.log.show(*warnings)
