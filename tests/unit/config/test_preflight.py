@@ -37,7 +37,9 @@ trainer.router_aux_loss_coef=0.1 -> router_aux_loss_coef is for models with expe
 trainer.router_replay=true -> router_replay is for models with experts
 model.path=configs/experts-base trainer.data_parallel=4 trainer.expert_parallel=2
     trainer.expert_tensor_parallel=2
-    -> trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs
+    -> trainer.expert_tensor_parallel = 2 needs GPUs with trainer.expert_parallel
+model.path=configs/experts-base trainer.data_parallel=2 trainer.expert_tensor_parallel=2
+    -> trainer.expert_tensor_parallel = 2 needs GPUs .* = 1$
 rollout.tensor_parallel=3 trainer.tensor_parallel=3
     -> trainer.tensor_parallel = 3 .*\\n(.*\\n)*rollout.tensor_parallel = 3
 rollout.num_engines=2 cluster.device=cuda cluster.address=auto
