@@ -195,8 +195,7 @@ def _check_critic(config: RunConfig) -> list[str]:
     if folder is None or policy is None:
         return [f"critic.path = {path} is not compared with the policy: a model is on the Hub"]
     model = describe_critic(read_hf_config(folder))
-    validate_model_layout(model, config.trainer)
-    validate_critic(model, describe_model(read_hf_config(policy)))
+    validate_critic(model, describe_model(read_hf_config(policy)), config.trainer)
     return []
 
 

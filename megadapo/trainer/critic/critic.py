@@ -25,7 +25,7 @@ from megadapo.trainer.critic.value_model import (
     ValueTargets,
     WithValueHead,
 )
-from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
+from megadapo.trainer.model.model_layout import validate_critic
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
@@ -48,8 +48,7 @@ class Critic(TrainedModel):
             key="critic.path",
         )
         model = describe_critic(read_hf_config(folder))
-        validate_critic(model, policy)
-        validate_model_layout(model, settings.trainer)
+        validate_critic(model, policy, settings.trainer)
         self.optimizer_config = settings.critic.optimizer.completed_by(settings.trainer.optimizer)
         super().__init__(
             settings,

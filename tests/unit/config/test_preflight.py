@@ -94,6 +94,18 @@ def test_a_critic_that_cannot_read_the_policys_micro_batches(tmp_path, key, valu
         check_run(config)
 
 
+@pytest.mark.parametrize("key", ["router_aux_loss_coef=0.1", "router_replay=true"])
+def test_dense_critic_beside_a_policy_with_experts(tmp_path, key):
+    """Only the policy's routers are balanced and replayed."""
+    model = json.loads((REPOSITORY / "configs/quickstart-base/config.json").read_text())
+    experts = json.loads((REPOSITORY / "configs/experts-base/config.json").read_text())
+    shared = ("vocab_size", "head_dim", "max_position_embeddings", "rope_theta")
+    model |= {name: experts[name] for name in shared if name in experts}
+    (tmp_path / "config.json").write_text(json.dumps(critic_config(model)))
+    paths = ["--model.path=configs/experts-base", f"--critic.path={tmp_path}"]
+    check_run(load_config("configs/algorithms/ppo.toml", [*paths, f"--trainer.{key}"]))
+
+
 def test_a_critic_that_is_not_there():
     config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
     with pytest.raises(DataError, match="critic.path = '/no/such/folder': there is no"):
