@@ -39,6 +39,7 @@ def make_batch(
     """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
+    group_size = config.sampling.responses_per_prompt
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
     num_tokens = None
     if algorithm.importance.stale_logprobs == "none":
@@ -54,8 +55,9 @@ def make_batch(
     packed = pack(
         groups,
         values,
-        loss_weights(groups, algorithm, num_tokens),
+        loss_weights(groups, algorithm, num_tokens, group_size=group_size),
         mini_batch_size=algorithm.responses_per_mini_batch,
+        group_size=group_size,
         rewards=rewards,
     )
     saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
