@@ -30,7 +30,7 @@ from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
 from megadapo.trainer.update.step import run_schedule
-from megadapo.weights.disk.sources import TensorSource
+from megadapo.weights.disk.sources import TensorSource, open_source
 
 
 class Critic(TrainedModel):
@@ -42,9 +42,11 @@ class Critic(TrainedModel):
         """`policy`: the model whose micro-batches the critic reads."""
         assert settings.critic is not None, "a critic needs its section"
         self.device = device
+        self.is_random = settings.model.init == "random" and settings.critic.path is None
+        """Whether the critic starts with random weights, as the policy does."""
         folder = resolve_model_folder(
             settings.critic.path or settings.model.path,
-            with_weights=settings.model.init == "pretrained",
+            with_weights=not self.is_random,
             key="critic.path",
         )
         model = describe_critic(read_hf_config(folder))
@@ -69,7 +71,9 @@ class Critic(TrainedModel):
 
     def first_weights(self) -> TensorSource:
         """Return the tensors of a critic; its value head is 0 if the folder has none."""
-        source = super().first_weights()
+        if self.is_random:
+            return WithValueHead(super().first_weights(), self.layout)
+        source = open_source(self.model_folder)
         has_head = VALUE_HEAD.hf[0] in source.shapes
         return source if has_head else WithValueHead(source, self.layout)
 
