@@ -83,7 +83,7 @@ class TrainerState:
         Raises:
             InfraError: a rank failed.
         """
-        # engines that do not sleep leave the weights as they are
+        # fails, if an engine cannot sleep, while the weights are still those of a step
         self.gpus.start_update()
         self.step = None
         result = self.ranks.update(request)
@@ -163,7 +163,7 @@ class StepTrainer(TrainerState):
     def with_probe(self, result: UpdateResult) -> UpdateResult:
         """Return the update's result with the metrics of the engines' scores; wait for them.
 
-        It is called when an error saves the step: engines may fail after its update.
+        Engines may fail here, so the step must already count as complete.
 
         Raises:
             InfraError: an engine failed.

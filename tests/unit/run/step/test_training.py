@@ -66,10 +66,12 @@ def test_teachers_server_is_asked_before_an_update():
 
 def test_engine_that_does_not_sleep_keeps_the_step():
     """The weights have not changed, and a save must take them."""
-    ranks: Any = SimpleNamespace()
-    gpus = GpuSharing(ranks)
-    gpus.start_update = lambda: (_ for _ in ()).throw(InfraError("no engine is left"))
-    trainer = StepTrainer(ranks, gpus, AlgorithmConfig())
+
+    def start_update() -> None:
+        raise InfraError("no engine is left")
+
+    ranks, gpus = SimpleNamespace(), SimpleNamespace(start_update=start_update)
+    trainer = StepTrainer(ranks, gpus, AlgorithmConfig())  # type: ignore[arg-type]
     trainer.step = 2
     with pytest.raises(InfraError):
         trainer.update(random_batch([5]), 3)
