@@ -108,7 +108,8 @@ def training_steps(
                 # shaped rewards, advantages, loss weights, packing
                 batch, advantages = make_batch(sampled, config, policy_version=step - 1)
                 update = trainer.update(batch, step)
-            writer.update_done(step, sampled, batch, advantages, update)  # saved rollouts
+            # saved rollouts, parity probe
+            update = writer.update_done(step, sampled, batch, advantages, update)
             with run.phase("sync"):
                 published = rollouts.publish(policy_version=step)
             # evaluation, metrics, oracles, checkpoint

@@ -19,6 +19,8 @@ def loss_weights(
     groups: Sequence[ScoredGroup],
     config: AlgorithmConfig,
     num_tokens: Sequence[int] | None = None,
+    *,
+    group_size: int | None = None,
 ) -> np.ndarray:
     """Return the weight of each sampled token of every response of a step: [S] float64.
 
@@ -27,13 +29,14 @@ def loss_weights(
 
     Args:
         num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
+        group_size: planned responses per group; None: those of the largest group.
     """
     sizes = [len(group.lengths) for group in groups]
     lengths = np.array(num_sampled(groups) if num_tokens is None else num_tokens, dtype=np.int64)
     keep = kept_responses(groups, config)
     group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))
-    for indices in mini_batches(sizes, config.responses_per_mini_batch):
+    for indices in mini_batches(sizes, config.responses_per_mini_batch, planned=group_size):
         weights[indices] = sequence_weights(
             lengths[indices],
             group_of[indices],

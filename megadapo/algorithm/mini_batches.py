@@ -20,15 +20,20 @@ def mini_batch_sizes(num_groups: int, groups_per_mini_batch: int) -> list[int]:
     return [size + 1] * rest + [size] * (num_updates - rest)
 
 
-def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...]:
+def mini_batches(
+    group_sizes: Sequence[int], size: int, *, planned: int | None = None
+) -> tuple[np.ndarray, ...]:
     """Return the indices of the responses of each update, in order.
 
     Args:
         size: planned responses per update, a multiple of every group's size; if a group is larger,
             each group is an update of its own.
+        planned: planned responses per group, of which failures may have lost some; None: those of
+            the largest group.
     """
     ends = np.cumsum([0, *group_sizes])
-    groups_per_mini_batch = max(1, size // max(group_sizes, default=1))
+    largest = max(group_sizes, default=1)
+    groups_per_mini_batch = max(1, size // max(largest, planned or 1))
     sizes = mini_batch_sizes(len(group_sizes), groups_per_mini_batch)
     bounds = ends[np.cumsum([0, *sizes])]
     return tuple(np.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))

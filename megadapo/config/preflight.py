@@ -158,12 +158,15 @@ def _check_model(config: RunConfig, *, has_values: bool) -> list[str]:
         # on the CPU, vLLM's experts mistake every rank's expert numbers for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
     trainer = config.trainer
-    splits_experts = trainer.expert_tensor_parallel > 1 and trainer.expert_parallel > 1
-    if splits_experts and not config.cluster.uses_cuda:
+    split = trainer.expert_tensor_parallel
+    ranks_per_copy = trainer.tensor_parallel * trainer.context_parallel
+    is_uneven = split > 1 and (trainer.expert_parallel > 1 or ranks_per_copy % split > 0)
+    if is_uneven and not config.cluster.uses_cuda:
         # the ranks of one expert would gather different numbers of tokens, which Gloo cannot do
         raise ConfigError(
-            "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs: set one of "
-            "them to 1 on the CPU"
+            f"trainer.expert_tensor_parallel = {split} needs GPUs with trainer.expert_parallel or "
+            "over data-parallel ranks: on the CPU set trainer.expert_parallel = 1, and let it "
+            f"divide trainer.tensor_parallel x trainer.context_parallel = {ranks_per_copy}"
         )
     if trainer.optimizer.cpu_offload_fraction > 0.0 and not config.cluster.uses_cuda:
         raise ConfigError(
@@ -192,8 +195,7 @@ def _check_critic(config: RunConfig) -> list[str]:
     if folder is None or policy is None:
         return [f"critic.path = {path} is not compared with the policy: a model is on the Hub"]
     model = describe_critic(read_hf_config(folder))
-    validate_model_layout(model, config.trainer)
-    validate_critic(model, describe_model(read_hf_config(policy)))
+    validate_critic(model, describe_model(read_hf_config(policy)), config.trainer)
     return []
 
 

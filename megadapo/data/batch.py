@@ -65,6 +65,7 @@ def pack(
     *,
     mini_batch_size: int,
     rewards: np.ndarray,
+    group_size: int | None = None,
 ) -> PackedBatch:
     """Pack the S responses of one step's groups, in order.
 
@@ -73,6 +74,7 @@ def pack(
         loss_weights: [S] weight of each sampled token of a response.
         mini_batch_size: number of responses in one optimizer update.
         rewards: [S] shaped rewards, for trainers that compute advantages themselves.
+        group_size: planned responses per group; None: those of the largest group.
     """
     responses = [response for group in groups for response in group.responses]
     return _packed(
@@ -83,6 +85,7 @@ def pack(
         rewards=rewards,
         group_sizes=[len(group.responses) for group in groups],
         mini_batch_size=mini_batch_size,
+        planned=group_size,
     )
 
 
@@ -115,6 +118,7 @@ def _packed(
     rewards: np.ndarray,
     group_sizes: Sequence[int],
     mini_batch_size: int,
+    planned: int | None = None,
 ) -> PackedBatch:
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     lengths = np.array([len(one.token_ids) for one in responses], dtype=np.int64)
@@ -147,7 +151,7 @@ def _packed(
         advantages=on_responses(advantages, 0.0, np.float32),
         loss_weights=weights,
         policy_versions=versions,
-        mini_batches=mini_batches(group_sizes, mini_batch_size),
+        mini_batches=mini_batches(group_sizes, mini_batch_size, planned=planned),
         rewards=np.asarray(rewards, dtype=np.float64),
         group_sizes=np.array(group_sizes, dtype=np.int64),
         experts=experts if len(experts) == len(responses) else (),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from math import lcm
 
 from megadapo.cluster.health import nodes_to_leave_out
@@ -18,8 +19,11 @@ from megadapo.errors import ConfigError, InfraError
 POLL_S = 2.0
 
 
-def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def fit_to_cluster(config: RunConfig, *, has_engines: bool = True) -> tuple[RunConfig, list[str]]:
     """Join the cluster, wait for its nodes, and return the largest run that they have room for.
+
+    Args:
+        has_engines: whether the run starts engines; stages of training on rows of data do not.
 
     Returns:
         The configuration, and a warning if the run is smaller than the recipe's. It is for this
@@ -34,24 +38,29 @@ def fit_to_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
         raise ConfigError("--allow-fewer needs a cluster of several nodes: set cluster.address")
     connect_to_ray(config.cluster, 0)
     until = time.monotonic() + config.cluster.start_timeout_s
-    while largest_that_fits(config, _slots(config)) != config and time.monotonic() < until:
+    fit = partial(largest_that_fits, config, has_engines=has_engines)
+    while fit(_slots(config)) != config and time.monotonic() < until:
         time.sleep(POLL_S)
     slots = _slots(config, without=nodes_to_leave_out(config.cluster))
-    fitting = largest_that_fits(config, slots)
+    fitting = fit(slots)
     if fitting == config:
         return config, []
     found = f"{len(slots)} healthy nodes with {sum(slots)} {_resource(config)}s"
     if fitting is None:
         raise InfraError(
-            f"the cluster has {found}, too few for one data-parallel rank and one engine: "
-            "start Ray on more nodes"
+            f"the cluster has {found}, too few for one data-parallel rank"
+            f"{' and one engine' if has_engines else ''}: start Ray on more nodes"
         )
-    trainer, rollout = fitting.trainer, fitting.rollout
-    return fitting, [
-        f"--allow-fewer: the cluster has {found}. This start trains on {trainer.data_parallel} of "
-        f"trainer.data_parallel = {config.trainer.data_parallel} and generates on "
-        f"{rollout.num_engines} of rollout.num_engines = {config.rollout.num_engines}"
-    ]
+    warning = (
+        f"--allow-fewer: the cluster has {found}. This start trains on "
+        f"{fitting.trainer.data_parallel} of trainer.data_parallel = {config.trainer.data_parallel}"
+    )
+    if has_engines:
+        warning += (
+            f" and generates on {fitting.rollout.num_engines} of rollout.num_engines = "
+            f"{config.rollout.num_engines}"
+        )
+    return fitting, [warning]
 
 
 def _slots(config: RunConfig, *, without: Container[str] = ()) -> list[int]:
@@ -66,18 +75,21 @@ def _resource(config: RunConfig) -> str:
     return "GPU" if config.cluster.uses_cuda else "CPU"
 
 
-def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | None:
+def largest_that_fits(
+    config: RunConfig, slots: Sequence[int], *, has_engines: bool = True
+) -> RunConfig | None:
     """Return the run with most data-parallel ranks and engines; None if the smallest has no room.
 
     Args:
         slots: GPUs of each node, or cores without GPUs.
+        has_engines: whether the run starts engines; otherwise their number does not change.
     """
     trainer, rollout = config.trainer, config.rollout
     # neither a tensor-parallel group nor an engine may span nodes
-    unit = lcm(trainer.tensor_parallel, rollout.ranks_per_engine)
+    unit = lcm(trainer.tensor_parallel, rollout.ranks_per_engine if has_engines else 1)
     room = sum(count // unit * unit for count in slots)
     plain = to_dict(config)
-    for data_parallel, num_engines in _sizes(config, room):
+    for data_parallel, num_engines in _sizes(config, room, has_engines=has_engines):
         plain["trainer"]["data_parallel"] = data_parallel
         plain["rollout"]["num_engines"] = num_engines
         try:
@@ -87,10 +99,14 @@ def largest_that_fits(config: RunConfig, slots: Sequence[int]) -> RunConfig | No
     return None
 
 
-def _sizes(config: RunConfig, room: int) -> Iterator[tuple[int, int]]:
+def _sizes(config: RunConfig, room: int, *, has_engines: bool) -> Iterator[tuple[int, int]]:
     """Yield numbers of data-parallel ranks and engines with room, most of the recipe's first."""
     most_ranks, most_engines = config.trainer.data_parallel, config.rollout.num_engines
     ranks_per_copy = config.trainer.num_ranks // most_ranks
+    if not has_engines:
+        fitting = min(most_ranks, room // ranks_per_copy)
+        yield from ((ranks, most_engines) for ranks in range(fitting, 0, -1))
+        return
     per_engine, evaluating = config.rollout.ranks_per_engine, config.evaluation.num_engines
     shared = config.cluster.placement == "colocated"
     sizes = []

@@ -85,7 +85,7 @@ def run_stage(
     warnings = config.warnings()
     recipe = config
     if allow_fewer:
-        config, changes = fit_to_cluster(config)
+        config, changes = fit_to_cluster(config, has_engines=False)
         warnings += changes
     with Run.open(recipe, accept_changes=accept_changes, command=stage.command) as run:
         run.log.show(*warnings)

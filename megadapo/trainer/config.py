@@ -108,7 +108,7 @@ class TrainerConfig(Section, title="trainer"):
     """Ranks that share the matrices of each expert; 1: experts are not split."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of each router's load-balancing loss in an update; 0: none. It uses the routing of the
-    whole step, so it does not depend on the split."""
+    whole step, so it does not depend on the split. Critics and reward models have no such loss."""
     router_replay: bool = False
     """Send each token to the experts that the engine chose, in log-prob passes and updates; only
     models with experts. It costs layers x experts per token bytes for each token of a step."""

@@ -19,7 +19,7 @@ from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.step.probe import ParityProbe, probed_sequences
+from megadapo.run.step.probe import ParityProbe, PendingProbe, probed_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
@@ -40,6 +40,7 @@ def make_batch(
     """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
+    group_size = config.sampling.responses_per_prompt
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
     num_tokens = None
     if algorithm.importance.stale_logprobs == "none":
@@ -55,8 +56,9 @@ def make_batch(
     packed = pack(
         groups,
         values,
-        loss_weights(groups, algorithm, num_tokens),
+        loss_weights(groups, algorithm, num_tokens, group_size=group_size),
         mini_batch_size=algorithm.responses_per_mini_batch,
+        group_size=group_size,
         rewards=rewards,
     )
     saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
@@ -82,8 +84,9 @@ class TrainerState:
         Raises:
             InfraError: a rank failed.
         """
-        self.step = None
+        # fails, if an engine cannot sleep, while the weights are still those of a step
         self.gpus.start_update()
+        self.step = None
         result = self.ranks.update(request)
         self.step = request.step
         return result
@@ -134,6 +137,7 @@ class StepTrainer(TrainerState):
         """`probe`: compares the engines' weights with the trainer's; None without engines."""
         super().__init__(trainer, gpus)
         self._probe = probe
+        self._pending_probe: PendingProbe | None = None
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
         server = algorithm.reference.server
         self._teacher = None if server is None else TeacherServer(server)
@@ -141,7 +145,7 @@ class StepTrainer(TrainerState):
         self._pretraining_data = pretraining_data
 
     def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch, and let the engines score some of its stale tokens.
+        """Train on one step's batch while engines score some of its stale tokens (`with_probe`).
 
         Raises:
             InfraError: a rank or an engine failed, or the teacher's server does not answer.
@@ -155,17 +159,26 @@ class StepTrainer(TrainerState):
             kl_reward_coef=self._kl_controller.coef,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
-        pending = None
         if self._probe is not None:
-            pending = self._probe.begin(batch, policy_version=step - 1)
+            self._pending_probe = self._probe.begin(batch, policy_version=step - 1)
         result = self.apply(request)
-        if pending is not None:
-            probed = pending.metrics(result.recorded)
-            result = replace(result, metrics=result.metrics | probed)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         return result
+
+    def with_probe(self, result: UpdateResult) -> UpdateResult:
+        """Return the update's result with the metrics of the engines' scores; wait for them.
+
+        Engines may fail here, so the step must already count as complete.
+
+        Raises:
+            InfraError: an engine failed.
+        """
+        pending, self._pending_probe = self._pending_probe, None
+        if pending is None:
+            return result
+        return replace(result, metrics=result.metrics | pending.metrics(result.recorded))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore the ranks, and what `state_dict` returned.

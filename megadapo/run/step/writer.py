@@ -26,6 +26,7 @@ class StepWriter(RecordWriter):
 
     def __init__(self, config: RunConfig, run: Run, workers: Workers) -> None:
         super().__init__(config, run, workers.trainer)
+        self._with_probe = workers.trainer.with_probe
         self._rollouts = workers.rollouts
         self._tokenizer = workers.tokenizer
 
@@ -43,10 +44,13 @@ class StepWriter(RecordWriter):
         batch: PackedBatch,
         advantages: Advantages,
         update: UpdateResult,
-    ) -> None:
-        """Begin to save the step's rollouts, and finish sampling that runs beside the update.
+    ) -> UpdateResult:
+        """Begin to save the step's rollouts, and finish what engines do beside the update.
 
         From here on an early end of the run saves this step, whether or not it is published.
+
+        Returns:
+            The update with the metrics of the engines' scores.
         """
         saved = partial(
             saved_groups,
@@ -66,6 +70,8 @@ class StepWriter(RecordWriter):
         )
         with self._run.phase("rollout"):
             self._rollouts.wait()
+        with self._run.phase("train"):
+            return self._with_probe(update)
 
     def finish_step(
         self,

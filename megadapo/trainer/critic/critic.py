@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from megadapo.trainer.critic.value_model import (
     ValueTargets,
     WithValueHead,
 )
-from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
+from megadapo.trainer.model.model_layout import validate_critic
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
 from megadapo.trainer.update.step import run_schedule
-from megadapo.weights.disk.sources import TensorSource
+from megadapo.weights.disk.sources import TensorSource, open_source
 
 
 class Critic(TrainedModel):
@@ -42,14 +42,15 @@ class Critic(TrainedModel):
         """`policy`: the model whose micro-batches the critic reads."""
         assert settings.critic is not None, "a critic needs its section"
         self.device = device
+        self.is_random = settings.model.init == "random" and settings.critic.path is None
+        """Whether the critic starts with random weights, as the policy does."""
         folder = resolve_model_folder(
             settings.critic.path or settings.model.path,
-            with_weights=settings.model.init == "pretrained",
+            with_weights=not self.is_random,
             key="critic.path",
         )
         model = describe_critic(read_hf_config(folder))
-        validate_critic(model, policy)
-        validate_model_layout(model, settings.trainer)
+        validate_critic(model, policy, settings.trainer)
         self.optimizer_config = settings.critic.optimizer.completed_by(settings.trainer.optimizer)
         super().__init__(
             settings,
@@ -70,7 +71,9 @@ class Critic(TrainedModel):
 
     def first_weights(self) -> TensorSource:
         """Return the tensors of a critic; its value head is 0 if the folder has none."""
-        source = super().first_weights()
+        if self.is_random:
+            return WithValueHead(super().first_weights(), self.layout)
+        source = open_source(self.model_folder)
         has_head = VALUE_HEAD.hf[0] in source.shapes
         return source if has_head else WithValueHead(source, self.layout)
 
@@ -79,7 +82,7 @@ class Critic(TrainedModel):
 
         The list is empty except on the last pipeline stage.
         """
-        work = [(micro_batch, self.head.values) for micro_batch in micro_batches]
+        work = [(_without_experts(one), self.head.values) for one in micro_batches]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 
@@ -93,7 +96,8 @@ class Critic(TrainedModel):
             targets: of each micro-batch; empty except on the last pipeline stage.
         """
         heads: list[Callable[..., Any]] = [partial(self.head, targets=own) for own in targets]
-        work = list(zip(micro_batches, heads or [self.head] * len(micro_batches), strict=True))
+        own_experts = [_without_experts(micro_batch) for micro_batch in micro_batches]
+        work = list(zip(own_experts, heads or [self.head] * len(own_experts), strict=True))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, work, forward_only=False)
@@ -121,6 +125,11 @@ class Critic(TrainedModel):
                 "with, or start a run from its export"
             )
         load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
+
+
+def _without_experts(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch without the engines' experts, which are the policy's."""
+    return replace(micro_batch, experts=None)
 
 
 @dataclass(kw_only=True)

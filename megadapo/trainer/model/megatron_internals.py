@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -71,9 +72,6 @@ def optimizer_state_of(
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        if not part.optimizer.state:
-            # creates the moments, which Transformer Engine's optimizer does in the first step only
-            part.load_state_dict(part.state_dict())
         for buffer in part.gbuf_ranges:
             for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
                 for parameter, ranges in bucket["param_map"].items():
@@ -86,6 +84,24 @@ def optimizer_state_of(
                     yield parameter, ranges["param"].start, ranges["param"].end, state
 
 
+def allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """Create zero moments, which optimizers create in the first step, too late for a checkpoint.
+
+    megatron-core's own `load_state_dict` would leave them uninitialized. With the hybrid optimizer,
+    it would apply an update with random gradients.
+    """
+    for part in optimizer.chained_optimizers:
+        for inner in _inner_optimizers(part):
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                state = inner.state[param]
+                if isinstance(inner, torch.optim.AdamW):
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+        if hasattr(part.optimizer, "sub_optimizers"):
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
 def num_updates(optimizer: MegatronOptimizer) -> int:
     """Return the number of updates that this rank's optimizer has applied; 0 without parameters.
 
@@ -93,27 +109,29 @@ def num_updates(optimizer: MegatronOptimizer) -> int:
     """
     counts = [0]
     for part in optimizer.chained_optimizers:
-        counts += [int(state["step"]) for state in _torch_states(part)]
-        counts += [int(group["step"]) for group in param_groups(part) if "step" in group]
+        for inner in _inner_optimizers(part):
+            counts += [int(state["step"]) for state in inner.state.values() if "step" in state]
+            counts += [int(group["step"]) for group in inner.param_groups if "step" in group]
     return max(counts)
 
 
 def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
     """Set the number of updates, which Adam's bias correction uses."""
     for part in optimizer.chained_optimizers:
-        states = _torch_states(part)
-        for state in states:
-            state["step"].fill_(count)
-        for group in param_groups(part):
-            if "step" in group or not states:
-                group["step"] = count
+        for inner in _inner_optimizers(part):
+            states = [state for state in inner.state.values() if "step" in state]
+            for state in states:
+                state["step"].fill_(count)
+            if not states:
+                for group in inner.param_groups:
+                    group["step"] = count
 
 
-def _torch_states(part: Any) -> list[dict[str, Tensor]]:
-    """Return the states of parameters that have a count of updates."""
+def _inner_optimizers(part: Any) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers of a part: the hybrid optimizer has several, a stub has none."""
     if part.is_stub_optimizer:
         return []
-    return [state for state in part.optimizer.state.values() if "step" in state]
+    return list(getattr(part.optimizer, "sub_optimizers", [part.optimizer]))
 
 
 def param_groups(part: Any) -> list[dict[str, Any]]:

@@ -72,11 +72,13 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
         )
 
 
-def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
-    """Check that the critic can read the policy's micro-batches.
+def validate_critic(
+    critic: ModelDescription, policy: ModelDescription, trainer: TrainerConfig
+) -> None:
+    """Check that the critic can read the policy's micro-batches, and be split like the policy.
 
     Raises:
-        ConfigError: vocabulary, rotary embedding or length differ.
+        ConfigError: vocabulary, rotary embedding or length differ, or a size does not fit.
     """
     if critic.shape.vocab_size != policy.shape.vocab_size:
         raise ConfigError(
@@ -93,6 +95,7 @@ def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
             f"critic.path: max_position_embeddings = {critic.max_positions} is below the policy's "
             f"{policy.max_positions}"
         )
+    _validate_beside_policy(critic, trainer, key="critic.path")
 
 
 def validate_teacher(
@@ -109,10 +112,15 @@ def validate_teacher(
             f"{key}: vocab_size = {teacher.shape.vocab_size} is below the policy's "
             f"{policy.shape.vocab_size}: a teacher scores every token of the policy"
         )
-    # a teacher's routers are neither balanced nor replayed
+    _validate_beside_policy(teacher, trainer, key=key)
+
+
+def _validate_beside_policy(model: ModelDescription, trainer: TrainerConfig, *, key: str) -> None:
+    """Check another model that is split like the policy; `key`: its path in the configuration."""
+    # only the policy's routers are balanced and replayed
     plain = trainer.model_copy(update={"router_aux_loss_coef": 0.0, "router_replay": False})
     try:
-        validate_model_layout(teacher, plain)
+        validate_model_layout(model, plain)
     except ConfigError as error:
         lines = (line.removeprefix("model.path: ") for line in str(error).splitlines())
         raise ConfigError("\n".join(f"{key}: {line}" for line in lines)) from None

@@ -64,7 +64,7 @@ class MiniBatchSums(Sums):
     entropy: float = 0.0
     ratio: float = 0.0
     approx_kl: float = 0.0
-    """KL divergence of the old policy to this one."""
+    """KL divergence of the policy before the step's first update to this one."""
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     clipped_high_probability: float = 0.0
@@ -174,7 +174,8 @@ def _kl_from_old(micro_batch: MicroBatch, logprobs: Tensor) -> float:
     Its mean over samples of the old policy is KL(old policy to policy), and no term is negative.
     Schulman, "Approximating KL Divergence" (2020), k3.
     """
-    old = micro_batch.logprobs_old
+    # the loss may have the engine's log-probs of stale tokens, under weights of earlier steps
+    old = micro_batch.proximal
     assert old is not None, "computed before the first update"
     trained = micro_batch.rows[(micro_batch.loss_weights != 0)[micro_batch.rows]]
     log_ratios = (logprobs[trained] - old[trained]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

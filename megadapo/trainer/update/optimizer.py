@@ -23,7 +23,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.trainer.config import ADAM_EPS, OptimizerConfig, TrainerConfig
-from megadapo.trainer.model.megatron_internals import clip_and_step, param_groups
+from megadapo.trainer.model.megatron_internals import (
+    allocate_moments,
+    clip_and_step,
+    param_groups,
+)
 
 
 def wrap_for_gradients(
@@ -124,8 +128,8 @@ def build_optimizer(
         for group in param_groups(part):
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if isinstance(part.optimizer, torch.optim.AdamW):
-            _allocate_moments(part.optimizer)
             use_fused_adamw(part.optimizer)
+    allocate_moments(optimizer)
     return optimizer
 
 
@@ -141,17 +145,6 @@ def cpu_offload_options(config: OptimizerConfig) -> dict[str, Any]:
         # let the hybrid optimizer own the masters too; they would stay on the GPU otherwise
         "use_precision_aware_optimizer": True,
     }
-
-
-def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
-    """Create zero moments; torch creates them in the first step, too late to load a checkpoint."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
 
 
 def use_fused_adamw(optimizer: torch.optim.AdamW) -> None:

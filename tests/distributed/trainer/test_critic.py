@@ -160,3 +160,19 @@ def test_exported_critic_can_start_a_run(ranks, models, saved, tmp_path):
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     assert float(np.abs(ours["score.weight"]).max()) > 0.0
+
+
+def _first_weights(rendezvous, settings):
+    return probes.gathered(probes.build(rendezvous, settings).critic)
+
+
+def test_critic_of_a_random_policy_starts_at_its_path(ranks, models):
+    """With random weights of its own, and a random head, values would be noise."""
+    path = {"path": str(models / "deep-untied")}
+    (random,) = ranks.on("deep-tied", _first_weights, critic={}, init="random")
+    (own,), (expected,) = (
+        ranks.on("deep-tied", _first_weights, critic=path, init=init)
+        for init in ("random", "pretrained")
+    )
+    assert not random["score.weight"].any() and random["model.embed_tokens.weight"].any()
+    assert all((own[name] == expected[name]).all() for name in expected)

@@ -1,6 +1,7 @@
 """Several passes over a batch: old policies that move, wrong orders, limits without effect."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,14 @@ import pytest
 import torch
 
 from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.mini_batches import update_order
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import policy_loss
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import ADAM_EPS, OptimizerConfig
 from tests.support.trainer import critics
-from tests.support.trainer.batches import RAGGED, random_batch, random_texts
+from tests.support.trainer.batches import RAGGED, random_batch, random_texts, stale_batch
 from tests.support.trainer.definition import load_wide, one_thread, sequence_logprobs, sequences
 from tests.support.trainer.probes import train, updates_with_texts
 from tests.support.trainer.ranks import Ranks
@@ -155,6 +157,14 @@ def test_divergence_ends_the_updates_on_all_ranks(ranks: Ranks, layout):
         assert metrics["tokens/trained"] == num_tokens
     (((loose,), _),) = ranks.on("qwen2-tied", train, BATCH, 1, passes=3, max_kl=1e3)
     assert loose["policy/left_out_updates"] == 0
+
+
+def test_stale_tokens_are_no_divergence_of_the_updates(ranks: Ranks):
+    """Against the engine's log-probs, steps would be left out before the policy has moved."""
+    old, importance = stale_batch(RAGGED), ImportanceConfig(stale_logprobs="rollout")
+    function = partial(train, policy_version=old.policy_versions.max())
+    (((metrics,), _),) = ranks.on("qwen2-tied", function, old, 1, importance=importance)
+    assert metrics["policy/approx_kl"] == 0.0 and metrics["staleness/token_share"] > 0.0
 
 
 def test_critic_passes_over_fixed_targets_and_goes_on(ranks: Ranks):

@@ -12,6 +12,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
+from tests.support.trainer import critics
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_same, measure
 from tests.support.trainer.probes import Gradients, build, logprobs, update
@@ -119,6 +120,16 @@ def test_old_logprobs_and_updates_share_the_routing(ranks, told):
     assert update.metrics["policy/ratio_first_max_error"] == 0.0
     assert np.nanmax(np.abs(replayed - free)) > 1e-4
     assert update.metrics["kl/max"] > 0.0
+
+
+def test_critic_routes_for_itself(ranks, told):
+    """Catches values and gradients with the policy's experts, at any number of layers."""
+    free, replayed = (
+        ranks.on(MODEL, critics.observe, told, critic={}, router_replay=replays)[0]
+        for replays in (False, True)
+    )
+    for name in ("advantages", "loss", "norm"):
+        assert replayed[name] == free[name], name
 
 
 def test_experts_of_another_model_are_refused(models, told):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
+from torch.optim.adamw import adamw
 
 from tests.support.trainer.fused_gradients import Product, get_dummy_wgrad
 
@@ -258,6 +259,37 @@ def moe_sort_chunks_by_index(call: Any) -> Tensor:
 def moe_sort_chunks_by_index_with_probs(call: Any) -> tuple[Tensor, Tensor]:
     order = (call.split_sizes, call.sorted_index)
     return moe_sort_chunks_by_index(call.inp, *order), moe_sort_chunks_by_index(call.probs, *order)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW that counts updates by group, and makes moments in the first step if it has none."""
+
+    def __init__(self, params: Any, adam_w_mode: bool = True, **defaults: Any) -> None:
+        assert adam_w_mode, "weight decay is no part of the gradient"
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(weight))
+                adamw(
+                    [weight],
+                    [weight.grad],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [torch.tensor(group["step"] - 1.0)],
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+                )
 
 
 def _unused(*names: str) -> tuple[type, ...]:

@@ -35,6 +35,12 @@ def test_no_group_is_cut():
     assert mini_batches([], 4) == ()
 
 
+def test_groups_are_planned_by_their_full_size():
+    """Failures in every group would make larger updates, and fewer of them."""
+    assert [len(members) for members in mini_batches([2] * 8, 8, planned=4)] == [4] * 4
+    assert [len(members) for members in mini_batches([4, 4], 4, planned=2)] == [4, 4]
+
+
 def test_indices_of_uneven_groups():
     found = mini_batches([1, 3, 2], 6)
     assert np.concatenate(found).tolist() == list(range(6))

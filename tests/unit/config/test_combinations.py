@@ -121,6 +121,13 @@ def quickstart(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, overrides)
 
 
+def test_passes_over_one_mini_batch_have_lagged_bounds(recipe: Path) -> None:
+    """The second pass has the ratios of the first."""
+    bapo = ["algorithm.objective.gate=bapo", "algorithm.bapo.scope=lagged"]
+    size = "algorithm.responses_per_mini_batch=8192"
+    assert load_config(recipe, [*bapo, size, "algorithm.passes=2"]).algorithm.passes == 2
+
+
 @pytest.mark.parametrize("overrides,has_gpu,expected", [
     ([], False, 2),
     ([], True, 1),

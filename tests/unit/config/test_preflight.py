@@ -37,7 +37,9 @@ trainer.router_aux_loss_coef=0.1 -> router_aux_loss_coef is for models with expe
 trainer.router_replay=true -> router_replay is for models with experts
 model.path=configs/experts-base trainer.data_parallel=4 trainer.expert_parallel=2
     trainer.expert_tensor_parallel=2
-    -> trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs
+    -> trainer.expert_tensor_parallel = 2 needs GPUs with trainer.expert_parallel
+model.path=configs/experts-base trainer.data_parallel=2 trainer.expert_tensor_parallel=2
+    -> trainer.expert_tensor_parallel = 2 needs GPUs .* = 1$
 rollout.tensor_parallel=3 trainer.tensor_parallel=3
     -> trainer.tensor_parallel = 3 .*\\n(.*\\n)*rollout.tensor_parallel = 3
 rollout.num_engines=2 cluster.device=cuda cluster.address=auto
@@ -90,6 +92,18 @@ def test_a_critic_that_cannot_read_the_policys_micro_batches(tmp_path, key, valu
     config = load_config("configs/algorithms/ppo.toml", [f"--critic.path={tmp_path}"])
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         check_run(config)
+
+
+@pytest.mark.parametrize("key", ["router_aux_loss_coef=0.1", "router_replay=true"])
+def test_dense_critic_beside_a_policy_with_experts(tmp_path, key):
+    """Only the policy's routers are balanced and replayed."""
+    model = json.loads((REPOSITORY / "configs/quickstart-base/config.json").read_text())
+    experts = json.loads((REPOSITORY / "configs/experts-base/config.json").read_text())
+    shared = ("vocab_size", "head_dim", "max_position_embeddings", "rope_theta")
+    model |= {name: experts[name] for name in shared if name in experts}
+    (tmp_path / "config.json").write_text(json.dumps(critic_config(model)))
+    paths = ["--model.path=configs/experts-base", f"--critic.path={tmp_path}"]
+    check_run(load_config("configs/algorithms/ppo.toml", [*paths, f"--trainer.{key}"]))
 
 
 def test_a_critic_that_is_not_there():

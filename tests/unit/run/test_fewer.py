@@ -77,6 +77,15 @@ def test_folder_keeps_the_recipe(tmp_path, monkeypatch):
     assert load_config(str(tmp_path), []) == config
 
 
+@pytest.mark.parametrize("slots,expected", [([9], 4), ([3], 3), ([1], 1), ([], None)])
+def test_stage_without_engines_needs_no_room_for_them(slots, expected):
+    engines = ("--cluster.placement=separate", "--trainer.data_parallel=4")
+    config = load_config(QUICKSTART, (*engines, "--rollout.num_engines=4"))
+    fitting = largest_that_fits(config, slots, has_engines=False)
+    assert (fitting and fitting.trainer.data_parallel) == expected
+    assert fitting is None or fitting.rollout == config.rollout
+
+
 def test_experts_are_split_evenly():
     """Three ranks cannot share experts in groups of two."""
     experts = ("--trainer.data_parallel=4", "--trainer.expert_parallel=2")

@@ -53,3 +53,17 @@ def test_stale_tokens_without_a_loss_do_not_shrink_the_update(advantage):
             for r in group.responses
         ]
         assert np.average(np.asarray(values), weights=counts) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_responses_lost_in_every_group_make_no_larger_updates():
+    """The loss weights are over the same mini-batches, and sum to 1 in each."""
+    sampled = make_sampler(ScriptedEngines("last first", slots=200)).next_batch()
+    lossy = tuple(
+        replace(one, responses=one.responses[:2], scores=one.scores[:2]) for one in sampled.groups
+    )
+    keys = SIZES | {"algorithm": SIZES["algorithm"] | {"responses_per_mini_batch": 6}}
+    batch, _ = make_batch(replace(sampled, groups=lossy), config_of(changes=keys), policy_version=0)
+    assert [len(members) for members in batch.mini_batches] == [4] * 4
+    for members in batch.mini_batches:
+        first, last = batch.cu_seqlens[members[0]], batch.cu_seqlens[members[-1] + 1]
+        assert batch.loss_weights[first:last].sum() == pytest.approx(1.0, rel=1e-6)

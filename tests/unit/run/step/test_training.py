@@ -64,6 +64,20 @@ def test_teachers_server_is_asked_before_an_update():
     assert trainer.step == 1
 
 
+def test_engine_that_does_not_sleep_keeps_the_step():
+    """The weights have not changed, and a save must take them."""
+
+    def start_update() -> None:
+        raise InfraError("no engine is left")
+
+    ranks, gpus = SimpleNamespace(), SimpleNamespace(start_update=start_update)
+    trainer = StepTrainer(ranks, gpus, AlgorithmConfig())  # type: ignore[arg-type]
+    trainer.step = 2
+    with pytest.raises(InfraError):
+        trainer.update(random_batch([5]), 3)
+    assert trainer.step == 2
+
+
 def test_model_path_is_absolute(monkeypatch):
     """Ray starts in another folder on other nodes; names on the Hub must not become paths."""
     monkeypatch.chdir(REPOSITORY)

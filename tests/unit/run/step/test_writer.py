@@ -42,6 +42,7 @@ def workers_at(step: int) -> Any:
     trainer = SimpleNamespace(
         step=step, begin_save=lambda folder, **_: write_shard(folder), ranks=ranks, state_dict=dict
     )
+    trainer.with_probe = lambda update: update
     return SimpleNamespace(trainer=trainer, rollouts=FailingRollouts(), tokenizer=None)
 
 
@@ -111,7 +112,9 @@ def test_folder_that_fails_for_long_or_a_stop_ends_the_wait(tmp_path, monkeypatc
     ],
     ids=["infra", "stopped", "unforeseen"],
 )
-@pytest.mark.parametrize("where", ["saving rollouts", "waiting for engines", "publishing"])
+@pytest.mark.parametrize(
+    "where", ["saving rollouts", "waiting for engines", "probing", "publishing"]
+)
 def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
     """Half an hour of a step was lost with an answer that somebody waited for."""
     monkeypatch.setattr(writer_module, "saved_groups", lambda *_: [])
@@ -127,6 +130,7 @@ def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
         step=3, begin_save=begin_save, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
     )
     trainer.ranks.all_alive = lambda: True
+    trainer.with_probe = lambda update: fail(error) if where == "probing" else update
     workers: Any = SimpleNamespace(trainer=trainer, rollouts=rollouts, tokenizer=None)
     with pytest.raises(type(error)), Run.open(config_of(tmp_path)) as run:
         for step in (1, 2):

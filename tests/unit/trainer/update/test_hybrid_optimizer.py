@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megadapo.trainer.config import OptimizerConfig
+from megadapo.trainer.model.megatron_internals import (
+    allocate_moments,
+    num_updates,
+    set_num_updates,
+)
 from megadapo.trainer.update.optimizer import cpu_offload_options
+from tests.support.trainer.te_stand_in import FusedAdam
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -59,14 +65,18 @@ def test_hybrid_optimizer_updates_like_adam(gpu, fraction):
         [{"params": weights}],
         offload_fraction=options["optimizer_offload_fraction"],
         cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=FusedAdam,
         param_update_in_fp32=True,
         pin_cpu_grads=False,
         overlap_cpu_optimizer_d2h_h2d=options["overlap_cpu_optimizer_d2h_h2d"],
         fused=True,
         **ADAM,
     )
-    for _ in range(3):
+    part = SimpleNamespace(is_stub_optimizer=False, optimizer=hybrid)
+    whole = SimpleNamespace(chained_optimizers=[part])
+    allocate_moments(whole)
+    for count in range(3):
+        assert num_updates(whole) == count
         for weight, master in zip(weights, masters, strict=True):
             weight.decoupled_grad = torch.randn(weight.shape)
             master.grad = weight.decoupled_grad.clone()
@@ -79,3 +89,18 @@ def test_hybrid_optimizer_updates_like_adam(gpu, fraction):
     moved = [weight for weight in weights if isinstance(hybrid.state[weight]["exp_avg"], OnHost)]
     assert sum(map(len, moved)) >= fraction * sum(map(len, weights))
     assert len(moved) < len(weights) or fraction == 1.0
+    set_num_updates(whole, 7)
+    hybrid.step()
+    counts = [
+        state["step"]
+        for sub in hybrid.sub_optimizers
+        for state in sub.state.values()
+        if "step" in state
+    ]
+    counts += [
+        group["step"]
+        for sub in hybrid.sub_optimizers
+        for group in sub.param_groups
+        if "step" in group
+    ]
+    assert set(map(int, counts)) == {8}
