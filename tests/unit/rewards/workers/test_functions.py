@@ -227,6 +227,8 @@ def test_format_and_length() -> None:
     scores = score(texts, pattern, keys)
     assert [one.reward for one in scores] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert dict(scores[2].parts)["json/json"] == 1.0
+    after_code = '```python\nx\n```\nprints\n```JSON\n{"answer": 3}\n```\n'
+    assert score([after_code], keys)[0].reward == 1.0
     options = {"min_tokens": 2, "max_tokens": 4, "buffer": 4}
     length = {"function": "length", "options": options}
     by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)

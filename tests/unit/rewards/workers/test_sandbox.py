@@ -313,6 +313,27 @@ def test_invalid_unit_tests_fail_at_load(gold: str, message: str) -> None:
         config.check_gold(gold, "code")
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "```text\n3\n```\n```python\na\n```",
+        "```python\na\n```\nIt prints:\n```\n1\n```\n",
+        "```Python3\na\n```",
+        '```py title="a.py"\r\na\r\n```\r\n',
+        "1. So:\n   ```python\n   a\n   ```\n",
+    ],
+)
+def test_program_is_found_among_other_blocks(response: str) -> None:
+    """Otherwise a right program is scored as none, or as the text between two blocks."""
+    assert program_of(response) == "a\n"
+
+
+def test_fences_inside_a_program_do_not_end_it() -> None:
+    """Otherwise a program that prints a fence, or has one in a docstring, is cut off."""
+    program = "print('```')\ndef f():\n    '''\n    ```\n    '''\n"
+    assert program_of(f"```python\n{program}```") == program
+
+
 def test_programs_tests_and_outputs_are_read() -> None:
     assert program_of("```python\na\n```\n```py\nb\n```") == "b\n"
     assert program_of("```\na\n```") == "a\n" and program_of("a") is None
