@@ -100,6 +100,11 @@ def _read_json(gold: str) -> UnitTests:
         inputs, outputs = entry["inputs"], entry["outputs"]
     except (ValueError, KeyError, RecursionError) as error:
         raise DataError(f"the unit tests {gold!r:.80} cannot be read: {error!r:.80}") from None
+    if unknown := entry.keys() - {"inputs", "outputs"}:
+        raise DataError(
+            f"the unit tests {gold!r:.80} have {', '.join(sorted(unknown))}; only programs that "
+            "read stdin are tested with inputs and outputs. Write calls of a function as assertions"
+        )
     both = (inputs, outputs)
     if not all(isinstance(one, list) and all(isinstance(t, str) for t in one) for one in both):
         raise DataError(f"the unit tests {gold!r:.80}: inputs and outputs must be lists of texts")

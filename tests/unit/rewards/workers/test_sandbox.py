@@ -303,6 +303,7 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
         ('{"inputs": []}', "cannot be read"),
         ('{"inputs": [1], "outputs": ["1"]}', "lists of texts"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs for 1 outputs"),
+        ('{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', "have fn_name"),
         ('{"inputs": [], "outputs": []}', "0 inputs for 0"),
     ],
 )
