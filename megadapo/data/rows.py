@@ -28,6 +28,10 @@ EXTRA_INFO = "extra_info"
 DATA_SOURCE = "data_source"
 TEXT = "text"
 """The only column that pretraining data needs."""
+_OF_ANSWERS = ("assistant", "tool")
+"""Roles of a message that begins an answer and no prompt."""
+_UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning")
+"""Keys of a chat message that hold a part of its text for some chat templates."""
 _MISSING = object()
 
 Messages = tuple[tuple[str, str], ...]
@@ -115,8 +119,15 @@ class Row:
     def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
         """Return the messages of a preference pair's prompt and of one of its answers, checked.
 
-        The prompt may be one text, or be part of both answers.
+        The prompt may be one text, or be part of both answers. Such answers are whole: a `prompt`
+        beside them must be their beginning, and `messages` is ignored.
         """
+        if isinstance(self.columns.get(answer), list):
+            chat = self._chat(answer)
+            if chat[0][0] not in _OF_ANSWERS:
+                if self.columns.get("prompt") is not None:
+                    self._check_beginning(answer, chat, self._prompt("prompt"))
+                return chat
         prompt: Messages = ()
         for column in ("prompt", "messages"):
             if self.columns.get(column) is not None:
@@ -127,6 +138,14 @@ class Row:
         if not prompt:
             raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
         return (*prompt, ("assistant", self._text(answer)))
+
+    def _check_beginning(self, answer: str, chat: Messages, prompt: Messages) -> None:
+        has_system = chat[0][0] == "system" and prompt[0][0] != "system"
+        if chat[has_system:][: len(prompt)] != prompt:
+            raise DataError(
+                f"{self.place}: {answer} is a whole chat, and does not begin with the row's "
+                "prompt; leave out prompt, or the messages before the answer"
+            )
 
     @property
     def conversation(self) -> Messages:
