@@ -271,6 +271,8 @@ class Row:
             shown = None if chat is _MISSING else chat
             raise DataError(f"{self.place}: {column} is {problem}: {shown!r:.80}")
         for message in chat:
+            if isinstance(message, dict):
+                self._check_read(column, message)
             if not isinstance(message, dict) or not all(
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
@@ -281,6 +283,19 @@ class Row:
             if not _is_unicode(message["content"]):
                 raise DataError(f"{self.place}: a chat message is not valid Unicode")
         return tuple((message["role"], message["content"]) for message in chat)
+
+    def _check_read(self, column: str, message: Mapping[str, object]) -> None:
+        """Raise DataError if a message has more than its role and content says."""
+        if unread := [key for key in _UNREAD if message.get(key)]:
+            raise DataError(
+                f"{self.place}: a chat message of {column} has {unread[0]}, and only role and "
+                "content are read: write it into the content, as the model's template does"
+            )
+        if message.get("weight") not in (None, 1):
+            raise DataError(
+                f"{self.place}: a chat message of {column} has weight {message['weight']!r:.20}, "
+                "and every answer counts with weight 1: end the chat before it, or leave it out"
+            )
 
     def _text(self, column: str) -> str:
         text = self._value(column)
