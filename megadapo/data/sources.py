@@ -40,7 +40,13 @@ SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSONL file that is read; a damaged file may be one line of any length."""
-SPLIT_WORDS = ("train", "test", "validation")
+SPLIT_WORDS = {
+    "train": "train",
+    "test": "test",
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("eval", "evaluation"), "eval"),
+}
+"""Splits by the words that stand for them in names of files and folders."""
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
 GSM8K_MARK = "#### "
 """Beginning of the line with the answer in a gold text of GSM8K."""
@@ -224,10 +230,13 @@ def _data_files(path: Path, source: str, suffixes: tuple[str, ...]) -> list[Path
     files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not files:
         raise DataError(f"{source} has no {', '.join(others)} or {last} file")
-    splits = [word for word in SPLIT_WORDS if any(word in file.stem for file in files)]
+    names = [str(file.relative_to(path).with_suffix("")).lower() for file in files]
+    words = {word for name in names for word in re.findall("[a-z]+", name)}
+    splits = list(dict.fromkeys(split for word, split in SPLIT_WORDS.items() if word in words))
     if len(splits) > 1:
         # training on a test split would only show in results that look too good
-        raise DataError(f"{source} has the splits {', '.join(splits)}; name the file to use")
+        found = ", ".join(splits)
+        raise DataError(f"{source} has the splits {found}; name the file or folder to use")
     return files
 
 
