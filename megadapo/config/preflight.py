@@ -291,7 +291,7 @@ def _check_data(
     problems, notes = [], []
     for key, (source, read) in readers.items():
         if not is_built_in(source) and is_hub_dataset(source):
-            notes.append(f"{key} = {source} is on the Hub and not checked")
+            notes.append(f"{key} = {source}: no such file here; on the Hub it is not checked")
             continue
         try:
             if not sum(1 for _ in islice(read(source), NUM_CHECKED)):

@@ -69,6 +69,7 @@ def test_folder_with_several_splits_is_rejected(
     [
         ("missing.parquet", "there is no file or folder missing.parquet"),
         ("data/missing.jsonl", "there is no file or folder data/missing.jsonl"),
+        ("here/gsm8k/missing.jsonl", "there is no file or folder here/gsm8k/missing.jsonl"),
         ("./org/name", "there is no file or folder ./org/name"),
         ("/nowhere/at/all", "there is no file or folder /nowhere/at/all"),
         ("not a source", "there is no file or folder not a source"),
@@ -76,6 +77,8 @@ def test_folder_with_several_splits_is_rejected(
     ],
 )
 def test_missing_source(tmp_path, monkeypatch, source: str, message: str) -> None:
+    """A file in a folder of this machine is never looked for on the Hub, which would wait."""
+    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         num_rows(source)
