@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from megadapo.data.config import PROMPT_MARK, DataColumns
@@ -196,8 +197,8 @@ class Row:
         if gold is _MISSING:
             raise DataError(f"{self.place}: {name} is missing")
         if type(gold) is float and math.isfinite(gold):
-            gold = int(gold) if gold.is_integer() else gold
-            return str(gold)
+            # repr writes 1e-05, which no response does
+            return str(int(gold)) if gold.is_integer() else format(Decimal(repr(gold)), "f")
         # JSON written by hand often has bare integers, which have only one spelling
         gold = str(gold) if type(gold) is int else gold
         if not pattern or not isinstance(gold, str):

@@ -285,9 +285,18 @@ def _parquet_rows(
         if missing := [name for name in needed if name not in names]:
             raise DataError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
         wanted = [name for name in names if name in needed or name in optional]
+        short = [
+            (name, kind.to_pandas_dtype())
+            for name, kind in zip(names, parquet.schema_arrow.types, strict=True)
+            if name in wanted and kind in (pa.float16(), pa.float32())
+        ]
         number = 0
         for batch in parquet.iter_batches(batch_size=8192, columns=wanted):
             for columns in batch.to_pylist():
+                for name, float_kind in short:
+                    # 0.1 in fp32 is 0.10000000149011612 as a Python float
+                    if columns[name] is not None:
+                        columns[name] = float(str(float_kind(columns[name])))
                 yield Row(f"{file}, row {number}", columns)
                 number += 1
     except (pa.ArrowException, OSError) as error:
