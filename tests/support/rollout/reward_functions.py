@@ -47,6 +47,16 @@ def too_few(messages, responses, tokens, ground_truths, extra_infos):
     return [1.0]
 
 
+class Unreadable(Exception):
+    """As an array of several values is: no text and no truth."""
+
+    def __str__(self) -> str:
+        raise ValueError("unreadable")
+
+    def __bool__(self) -> bool:
+        raise ValueError("unreadable")
+
+
 def hostile(messages, response, tokens, ground_truth, extra_info):
     """Does what the response says."""
     match response:
@@ -86,6 +96,16 @@ def hostile(messages, response, tokens, ground_truth, extra_info):
             sys.exit(3)
         case "die":
             os._exit(3)
+        case "die slowly":
+            os.closerange(3, 64)
+            time.sleep(0.2)
+            os._exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "no text":
+            raise Unreadable
+        case "no truth":
+            return {"score": 1.0, "correct": Unreadable()}
         case "segfault":
             os.kill(os.getpid(), 11)
     return 1.0

@@ -124,6 +124,10 @@ def test_batched_and_async_functions() -> None:
         ("socket", "opens a socket, and reward.functions.network is false"),
         ("exit", "SystemExit: 3"),
         ("die", "its process ended: exit code 3"),
+        ("die slowly", "its process ended: exit code 3"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("no text", "Unreadable: its message raises ValueError"),
+        ("no truth", "returned a value that cannot be read: ValueError: unreadable"),
         ("segfault", "its process ended: signal SIGSEGV"),
     ],
 )
