@@ -203,7 +203,7 @@ class ResultReader:
         else:
             scores = [score for _, score in result["steps"]]
             result["score"] = _number(COMBINE[self.step_score](scores), "the score of its steps")
-        if "correct" in value:
+        if value.get("correct") is not None:
             result["correct"] = bool(value["correct"])
         return result
 
@@ -262,7 +262,8 @@ def _parts(value: Mapping[Any, Any]) -> dict[str, float]:
 
 def _number(value: Any, part: str = "") -> float:
     of_part = f" as {part}" if part else ""
-    if not isinstance(value, numbers.Real):
+    # NumPy's bool is no number, unlike Python's
+    if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
         raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
     try:
         number = float(value)

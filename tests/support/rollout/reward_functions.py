@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 
 def digits(messages, response, tokens, ground_truth, extra_info):
     """Everything that a function is given comes back as a part."""
@@ -41,6 +43,10 @@ async def later(messages, response, tokens, ground_truth, extra_info):
 async def batches_later(messages, responses, tokens, ground_truths, extra_infos):
     await asyncio.sleep(0)
     return [2.0] * len(responses)
+
+
+def numpy_bool(messages, response, tokens, ground_truth, extra_info):
+    return np.bool_(True) if response == "bool" else {"score": 1.0, "correct": None}
 
 
 def too_few(messages, responses, tokens, ground_truths, extra_infos):

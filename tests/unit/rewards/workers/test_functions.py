@@ -59,6 +59,12 @@ def test_function_gets_all_arguments_and_returns_parts() -> None:
     }
 
 
+def test_numpy_bool_is_a_score_and_none_is_no_verdict() -> None:
+    """Otherwise every response scores 0, or is wrong with the best score."""
+    scores = score(["bool", "none"], f"{MODULE}:numpy_bool")
+    assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (1.0, True)]
+
+
 def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     functions = (
         "rule",
