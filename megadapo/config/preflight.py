@@ -324,7 +324,12 @@ def _check_resume(config: RunConfig) -> list[str]:
 def _check_rewards(config: RunConfig) -> list[str]:
     """Import every reward function in its worker process."""
     check_functions(config.reward.functions, config.reward.isolation)
-    return []
+    return [
+        f"reward.functions.environment: {name} is not set here, so {one.label} does not get it"
+        for one in config.reward.functions
+        for name in one.environment
+        if name not in os.environ
+    ]
 
 
 def _check_environments(config: RunConfig) -> list[str]:

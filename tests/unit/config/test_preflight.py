@@ -207,3 +207,14 @@ def test_deterministic_run_on_an_h100_needs_flash_attn(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="trainer.deterministic = true, but NVIDIA H100.*flash-"):
         check_run(load_config("configs/quickstart.toml", overrides))
     check_run(load_config("configs/quickstart.toml", overrides[:1]))
+
+
+def test_variable_that_is_not_set_is_reported(monkeypatch):
+    """Catches a judge without its key, which refuses every request of a run."""
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    entry = 'function = "format", environment = ["JUDGE_KEY", "PATH"]'
+    config = load_config("configs/quickstart.toml", [f"reward.functions=[{{{entry}}}]"])
+    found = [note for note in check_run(config) if "environment" in note]
+    assert found == [
+        "reward.functions.environment: JUDGE_KEY is not set here, so format does not get it"
+    ]
