@@ -324,6 +324,9 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
         ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
         ([{"function": "hierarchical", "options": {"pattern": "("}}], "no regular expression"),
+        ([{"function": "hierarchical", "options": {"tools": ["a"], "rule": "box"}}], "rule = 'box'"),
+        ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
+        ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> None:
