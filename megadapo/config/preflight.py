@@ -289,10 +289,8 @@ def _check_answers(rows: ColumnReader, are_pairs: bool, config: RunConfig) -> li
 
     def read(source: str) -> Iterator[Row]:
         for row in rows(source, config.data.columns):
-            answers = (
-                map(row.preference, ("chosen", "rejected")) if are_pairs else [row.conversation]
-            )
-            for messages in answers:
+            pair = (row.preference("chosen"), row.preference("rejected")) if are_pairs else ()
+            for messages in pair or (row.conversation,):
                 row.names.check_texts(messages, row.place)
             yield row
 
