@@ -20,8 +20,15 @@ from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.config.teacher import check_teacher_folder, check_teacher_server
+from megadapo.data.config import DataColumns
 from megadapo.data.rows import Row
-from megadapo.data.sources import TEXT_SUFFIXES, is_built_in, read_rows, read_text_rows
+from megadapo.data.sources import (
+    EXAMPLES_KEY,
+    TEXT_SUFFIXES,
+    is_built_in,
+    read_rows,
+    read_text_rows,
+)
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
@@ -41,10 +48,12 @@ NUM_CHECKED = 64
 
 Reader = Callable[[str], Iterator[Row]]
 """A reader of the rows of a source."""
+ColumnReader = Callable[[str, DataColumns], Iterator[Row]]
+"""A reader of the rows of a source with these columns."""
 
 
 def check_run(
-    config: RunConfig, *, rows: Reader | None = None, has_values: bool = False
+    config: RunConfig, *, rows: ColumnReader | None = None, has_values: bool = False
 ) -> list[str]:
     """Check the files, devices and models that the configuration names.
 
@@ -69,7 +78,7 @@ def check_run(
     )
     checks = (
         *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
-        *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
+        *(of_rollouts if rows is None else (partial(_check_answers, rows, has_values),)),
         *((_check_scored_template,) if has_values else ()),
         *(_check_resume, _check_writers, _check_on_event),
     )
@@ -283,6 +292,19 @@ def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
         yield row
 
 
+def _check_answers(rows: ColumnReader, are_pairs: bool, config: RunConfig) -> list[str]:
+    """Check the rows of a run without rollouts, and the conversations in them."""
+
+    def read(source: str) -> Iterator[Row]:
+        for row in rows(source, config.data.columns):
+            pair = (row.preference("chosen"), row.preference("rejected")) if are_pairs else ()
+            for messages in pair or (row.conversation,):
+                row.names.check_texts(messages, row.place)
+            yield row
+
+    return _check_data(config, read)
+
+
 def _check_data(
     config: RunConfig, reader: Reader, others: Mapping[str, tuple[str, Reader]] | None = None
 ) -> list[str]:
@@ -293,15 +315,17 @@ def _check_data(
     problems, notes = [], []
     for key, (source, read) in readers.items():
         if not is_built_in(source) and is_hub_dataset(source):
-            notes.append(f"{key} = {source} is on the Hub and not checked")
+            notes.append(f"{key} = {source}: no such file here; on the Hub it is not checked")
             continue
         try:
             if not sum(1 for _ in islice(read(source), NUM_CHECKED)):
                 problems.append(f"{key} = {source} holds no rows")
         except DataError as error:
-            problems.append(f"{key}: {error}")
+            # the examples are read with each source, and their errors name their own key
+            of_examples = str(error).startswith(EXAMPLES_KEY)
+            problems.append(str(error) if of_examples else f"{key}: {error}")
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(dict.fromkeys(problems)))
     return notes
 
 
@@ -326,7 +350,12 @@ def _check_resume(config: RunConfig) -> list[str]:
 def _check_rewards(config: RunConfig) -> list[str]:
     """Import every reward function in its worker process."""
     check_functions(config.reward.functions, config.reward.isolation)
-    return []
+    return [
+        f"reward.functions.environment: {name} is not set here, so {one.label} does not get it"
+        for one in config.reward.functions
+        for name in one.environment
+        if name not in os.environ
+    ]
 
 
 def _check_environments(config: RunConfig) -> list[str]:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from megadapo.data.config import PROMPT_MARK, DataColumns
@@ -28,6 +29,10 @@ EXTRA_INFO = "extra_info"
 DATA_SOURCE = "data_source"
 TEXT = "text"
 """The only column that pretraining data needs."""
+_OF_ANSWERS = ("assistant", "tool")
+"""Roles of a message that begins an answer and no prompt."""
+_UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning")
+"""Keys of a chat message that hold a part of its text for some chat templates."""
 _MISSING = object()
 
 Messages = tuple[tuple[str, str], ...]
@@ -115,8 +120,15 @@ class Row:
     def preference(self, answer: Literal["chosen", "rejected"]) -> Messages:
         """Return the messages of a preference pair's prompt and of one of its answers, checked.
 
-        The prompt may be one text, or be part of both answers.
+        The prompt may be one text, or be part of both answers. Such answers are whole: a `prompt`
+        beside them must be their beginning, and `messages` is ignored.
         """
+        if isinstance(self.columns.get(answer), list):
+            chat = self._chat(answer)
+            if chat[0][0] not in _OF_ANSWERS:
+                if self.columns.get("prompt") is not None:
+                    self._check_beginning(answer, chat, self._prompt("prompt"))
+                return chat
         prompt: Messages = ()
         for column in ("prompt", "messages"):
             if self.columns.get(column) is not None:
@@ -127,6 +139,14 @@ class Row:
         if not prompt:
             raise DataError(f"{self.place}: a pair needs a prompt, or answers that are chats")
         return (*prompt, ("assistant", self._text(answer)))
+
+    def _check_beginning(self, answer: str, chat: Messages, prompt: Messages) -> None:
+        has_system = chat[0][0] == "system" and prompt[0][0] != "system"
+        if chat[has_system:][: len(prompt)] != prompt:
+            raise DataError(
+                f"{self.place}: {answer} is a whole chat, and does not begin with the row's "
+                "prompt; leave out prompt, or the messages before the answer"
+            )
 
     @property
     def conversation(self) -> Messages:
@@ -177,8 +197,8 @@ class Row:
         if gold is _MISSING:
             raise DataError(f"{self.place}: {name} is missing")
         if type(gold) is float and math.isfinite(gold):
-            gold = int(gold) if gold.is_integer() else gold
-            return str(gold)
+            # repr writes 1e-05, which no response does
+            return str(int(gold)) if gold.is_integer() else format(Decimal(repr(gold)), "f")
         # JSON written by hand often has bare integers, which have only one spelling
         gold = str(gold) if type(gold) is int else gold
         if not pattern or not isinstance(gold, str):
@@ -252,6 +272,8 @@ class Row:
             shown = None if chat is _MISSING else chat
             raise DataError(f"{self.place}: {column} is {problem}: {shown!r:.80}")
         for message in chat:
+            if isinstance(message, dict):
+                self._check_read(column, message)
             if not isinstance(message, dict) or not all(
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
@@ -262,6 +284,19 @@ class Row:
             if not _is_unicode(message["content"]):
                 raise DataError(f"{self.place}: a chat message is not valid Unicode")
         return tuple((message["role"], message["content"]) for message in chat)
+
+    def _check_read(self, column: str, message: Mapping[str, object]) -> None:
+        """Raise DataError if a message has more than its role and content says."""
+        if unread := [key for key in _UNREAD if message.get(key)]:
+            raise DataError(
+                f"{self.place}: a chat message of {column} has {unread[0]}, and only role and "
+                "content are read: write it into the content, as the model's template does"
+            )
+        if message.get("weight") not in (None, 1):
+            raise DataError(
+                f"{self.place}: a chat message of {column} has weight {message['weight']!r:.20}, "
+                "and every answer counts with weight 1: end the chat before it, or leave it out"
+            )
 
     def _text(self, column: str) -> str:
         text = self._value(column)

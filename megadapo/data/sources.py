@@ -36,11 +36,19 @@ logger = logging.getLogger(__name__)
 
 PAIR_COLUMNS = ("chosen", "rejected")
 """The columns of preference pairs besides the prompt."""
+EXAMPLES_KEY = "data.columns.examples"
+"""Key of the file of few-shot examples, which its errors name."""
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 MAX_LINE_BYTES = 1 << 28
 """Longest line of a JSONL file that is read; a damaged file may be one line of any length."""
-SPLIT_WORDS = ("train", "test", "validation")
+SPLIT_WORDS = {
+    "train": "train",
+    "test": "test",
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("eval", "evaluation"), "eval"),
+}
+"""Splits by the words that stand for them in names of files and folders."""
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
 GSM8K_MARK = "#### "
 """Beginning of the line with the answer in a gold text of GSM8K."""
@@ -148,7 +156,10 @@ def _names(source: str, columns: DataColumns) -> Names:
     if columns.examples is not None:
         around = DataColumns(template=columns.template)
         rows = read_answered_rows(columns.examples, around)
-        examples = tuple(message for row in rows for message in row.conversation)
+        try:
+            examples = tuple(message for row in rows for message in row.conversation)
+        except DataError as error:
+            raise DataError(f"{EXAMPLES_KEY}: {error}") from error
     path = Path(source).expanduser()
     hub = None if path.exists() else HUB_NAME.fullmatch(source)
     return Names(
@@ -210,7 +221,9 @@ def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     if path.exists():
         return _data_files(path, source, suffixes)
     match = HUB_NAME.fullmatch(source)
-    if match is None or source.startswith((".", "~")) or match["name"].endswith(suffixes):
+    # a folder here with the name of an organisation is meant, and the file in it is missing
+    is_local = source.startswith((".", "~")) or Path(source.split("/")[0]).is_dir()
+    if match is None or is_local or match["name"].endswith(suffixes):
         raise DataError(f"there is no file or folder {source} (looked in {Path.cwd()})")
     return _data_files(_download(source, match, suffixes), source, suffixes)
 
@@ -224,10 +237,13 @@ def _data_files(path: Path, source: str, suffixes: tuple[str, ...]) -> list[Path
     files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not files:
         raise DataError(f"{source} has no {', '.join(others)} or {last} file")
-    splits = [word for word in SPLIT_WORDS if any(word in file.stem for file in files)]
+    names = [str(file.relative_to(path).with_suffix("")).lower() for file in files]
+    words = {word for name in names for word in re.findall("[a-z]+", name)}
+    splits = list(dict.fromkeys(split for word, split in SPLIT_WORDS.items() if word in words))
     if len(splits) > 1:
         # training on a test split would only show in results that look too good
-        raise DataError(f"{source} has the splits {', '.join(splits)}; name the file to use")
+        found = ", ".join(splits)
+        raise DataError(f"{source} has the splits {found}; name the file or folder to use")
     return files
 
 
@@ -274,9 +290,18 @@ def _parquet_rows(
         if missing := [name for name in needed if name not in names]:
             raise DataError(f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}")
         wanted = [name for name in names if name in needed or name in optional]
+        short = [
+            (name, kind.to_pandas_dtype())
+            for name, kind in zip(names, parquet.schema_arrow.types, strict=True)
+            if name in wanted and kind in (pa.float16(), pa.float32())
+        ]
         number = 0
         for batch in parquet.iter_batches(batch_size=8192, columns=wanted):
             for columns in batch.to_pylist():
+                for name, float_kind in short:
+                    # 0.1 in fp32 is 0.10000000149011612 as a Python float
+                    if columns[name] is not None:
+                        columns[name] = float(str(float_kind(columns[name])))
                 yield Row(f"{file}, row {number}", columns)
                 number += 1
     except (pa.ArrowException, OSError) as error:

@@ -9,13 +9,13 @@ from typing import Any
 
 from megadapo.rewards.dapo_math import Rule, score
 from megadapo.rewards.steps import split_steps
+from megadapo.rewards.unit_tests import last_block
 
 Messages = Sequence[Mapping[str, str]]
 """The prompt's chat messages, each with its role and content."""
 
 STEP_SEPARATORS = (";", "\n")
 """Ends of a step in a worked sum."""
-_FENCED = re.compile(r"```(?:json)?+[^\S\n]*+\n(.*?)```", re.S)
 _SUM = re.compile(r"\s*([0-9]{1,9})\+([0-9]{1,9})=([0-9]{1,9})[;\s]*")
 _ANSWER = re.compile(r"\s*Answer:.*", re.S)
 
@@ -35,8 +35,8 @@ def format_reward(
     Args:
         pattern: a regular expression that must match the whole response, line breaks included. If
             matching takes too long, the function fails.
-        json_keys: keys that the JSON object in the response, or in its last fenced block, must
-            have.
+        json_keys: keys that the JSON object in the response, or in its last fenced block of JSON,
+            must have.
     """
     parts = {}
     if pattern is not None:
@@ -47,9 +47,9 @@ def format_reward(
 
 
 def _has_keys(response: str, keys: Sequence[str]) -> bool:
-    fenced = _FENCED.findall(response)
+    fenced = last_block(response, ("json",))
     try:
-        value = json.loads(fenced[-1] if fenced else response)
+        value = json.loads(response if fenced is None else fenced)
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and all(key in value for key in keys)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import (
     Field,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
     model_serializer,
     model_validator,
 )
@@ -195,10 +198,15 @@ class RewardFunction(Section, title="reward.functions"):
 
     def _wrong_options(self) -> Iterator[str]:
         pattern = self.options.get("pattern", "")
-        if self.function in IN_PROCESS and self.options:
+        if self.function in IN_WORKERS and (problems := [*self._wrong_types()]):
+            yield from problems
+        elif self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
         elif self.function in WITH_NETWORK:
-            yield from self._wrong_server_options()
+            # it imports this module
+            from megadapo.rewards.served import wrong_options
+
+            yield from wrong_options(self.function, self.options, self.timeout_s)
         elif self.function == LOCAL_MODEL and self.timeout_s < LOADING_TIMEOUT_S:
             yield (
                 f"reward.functions.timeout_s = {self.timeout_s:g} ends the first call of "
@@ -220,14 +228,16 @@ class RewardFunction(Section, title="reward.functions"):
             elif type(value) not in kind or (key == "seconds_per_test" and value <= 0):
                 yield f"reward.functions.options.{key} = {value!r} cannot be used"
 
-    def _wrong_server_options(self) -> Iterator[str]:
-        limit = self.options.get("request_timeout_s", REQUEST_TIMEOUT_S)
-        if not isinstance(limit, int | float) or self.timeout_s <= limit:
-            yield (
-                f"reward.functions.timeout_s = {self.timeout_s:g} ends the call of a group before "
-                f"options.request_timeout_s = {limit} ends one request: raise the first, with room "
-                "for retries, or lower the second"
-            )
+    def _wrong_types(self) -> Iterator[str]:
+        """Yield the options that the signature of a built-in function does not allow."""
+        module, _, name = self.path.partition(":")
+        kinds = get_type_hints(getattr(importlib.import_module(module), name))
+        for key, value in self.options.items():
+            try:
+                TypeAdapter(kinds.get(key, Any)).validate_python(value, strict=True)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"]
+                yield f"reward.functions.options.{key} = {value!r:.60}: {problem}"
 
 
 def _allow_name(schema: dict[str, Any]) -> None:

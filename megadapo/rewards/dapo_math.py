@@ -107,10 +107,11 @@ def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:
     return Score(1.0 if correct else -1.0, correct, answer)
 
 
-def extract_answer(response: str) -> str | None:
-    r"""Return the verbatim answer: the last `Answer:` line, else the last \boxed{...}."""
+def extract_answer(response: str, rule: Rule = "answer") -> str | None:
+    """Return the verbatim answer at the place where `score` looks for it."""
     tail = response[-ANSWER_WINDOW:]
-    return _answer_line(tail) or _last_boxed(tail)
+    answer = None if rule == "boxed" else _answer_line(tail)
+    return answer if answer or rule == "answer" else _last_boxed(tail[-BOXED_WINDOW:])
 
 
 def normalize(answer: str) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -14,8 +15,15 @@ import numpy as np
 from megadapo.data.prompts import Prompt
 from megadapo.data.reasoning_gym import Item
 from megadapo.errors import ConfigError, DataError, InfraError, RewardError
+from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.config import PYTHON_TESTS, REASONING_GYM, Isolation, RewardFunction
+from megadapo.rewards.config import (
+    LOCAL_MODEL,
+    PYTHON_TESTS,
+    REASONING_GYM,
+    Isolation,
+    RewardFunction,
+)
 from megadapo.rewards.rules import marked_answer
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
@@ -143,6 +151,15 @@ class FunctionRunner(Runner):
 
 
 def _program(config: RewardFunction) -> Program:
+    options = dict(config.options)
+    if config.function == LOCAL_MODEL and isinstance(path := options.get("path"), str):
+        if not Path(path, "config.json").is_file():
+            raise ConfigError(
+                f"reward.functions.options.path = {path}: no folder of a Hugging Face model here "
+                "(it has no config.json)"
+            )
+        # a worker's working directory is another one
+        options["path"] = path_from_anywhere(path)
     return Program(
         module="megadapo.rewards.workers.function_worker",
         what=f'reward.functions.function = "{config.function}"',
@@ -150,7 +167,7 @@ def _program(config: RewardFunction) -> Program:
         output_bytes=config.output_kib << 10,
         arguments={
             "path": config.path,
-            "options": config.options,
+            "options": options,
             "network": config.may_use_network,
             "processes": config.processes,
             "timeout_s": config.timeout_s,

@@ -27,12 +27,17 @@ MATHEMATICAL: tuple[str, ...] = get_args(dapo_math.Rule)
 MAX_ANSWER = 300
 """Characters of an answer that a score keeps."""
 
+_SIGNS = "-\u2212\u2013"
+"""Minus, also as MINUS SIGN and EN DASH."""
 _NUMBER = re.compile(
-    r"(?:(?<![\w)\]])[-\u2212])?"  # a sign, unless it subtracts
+    rf"(?:(?<![\w)\]])[{_SIGNS}])?"  # a sign, unless it subtracts
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?"
 )
 # LaTeX has a backslash before the dollar
-_NEGATIVE_AMOUNT = re.compile(r"([-\u2212])\\?[$€£](?=\.?[0-9])")
+_NEGATIVE_AMOUNT = re.compile(rf"([{_SIGNS}])\\?[$€£](?=\.?[0-9])")
+# the blank in "x = - 5" and "$- 5$", where nothing is there to subtract from
+_SIGN_AND_BLANK = re.compile(rf"((?:\A|[=({{][ \t]?|[$])[{_SIGNS}])[ \t](?=\\?[$€£]?\.?[0-9])")
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3}(?![0-9]))")
 _ANSWER = re.compile(r"(?i)\bAnswer\s{0,8}:")
 
 
@@ -86,8 +91,8 @@ def as_number(text: str) -> str | None:
     text = text.strip()
     if _NUMBER.fullmatch(text) is None:
         return None
-    sign = "-" if text[0] in "-\u2212" else ""
-    whole, _, decimals = text.lstrip("-\u2212").replace(",", "").partition(".")
+    sign = "-" if text[0] in _SIGNS else ""
+    whole, _, decimals = text.lstrip(_SIGNS).replace(",", "").partition(".")
     whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
     spelling = f"{whole}.{decimals}" if decimals else whole
     return spelling if spelling == "0" else sign + spelling
@@ -116,8 +121,9 @@ def marked_answer(response: str, ground_truth: str) -> str:
 def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -> str | None:
     """Return the answer that a rule compares, None without one."""
     if rule == "last_number":
+        numbers = _SIGN_AND_BLANK.sub(r"\1", _LATEX_COMMA.sub("", response))
         # the sign of -$5 belongs to its number
-        amounts = _NEGATIVE_AMOUNT.sub(r"\1", response)
+        amounts = _NEGATIVE_AMOUNT.sub(r"\1", numbers)
         last = deque(_NUMBER.finditer(amounts), maxlen=1)
         return last[0][0] if last else None
     if rule == "exact_text":

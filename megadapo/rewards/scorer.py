@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -13,13 +15,15 @@ import numpy as np
 from megadapo.algorithm.groups import Steps
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
-from megadapo.errors import RewardError
+from megadapo.errors import ConfigError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
 from megadapo.rewards.failures import FailureCounts
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -53,6 +57,27 @@ class Scorer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def check_data_sources(self, prompts: Iterable[Prompt]) -> None:
+        """Check that each function with data_sources has prompts; warn of those without any.
+
+        Raises:
+            ConfigError: a function would never be called.
+        """
+        found = [*dict.fromkeys(prompt.data_source for prompt in prompts)]
+        listed, problems = ", ".join(map(json.dumps, found)), []
+        for number, one in enumerate(self._config.functions):
+            absent = [name for name in one.data_sources if name not in found]
+            entry = f"reward.functions[{number}] ({one.label})"
+            if absent and len(absent) == len(one.data_sources):
+                problems.append(
+                    f"{entry} has no prompts: none has its data_sources; prompts have {listed}"
+                )
+            elif absent:
+                names = ", ".join(map(json.dumps, absent))
+                logger.warning("%s: no prompt has %s; prompts have %s", entry, names, listed)
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def score_group(
         self,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megadapo.errors import DataError
 
-# possessive, so that a long run of spaces is read once and not from each of its spaces; this runs
-# in the driver, where a regular expression stops all threads
-_FENCED = re.compile(r"```[ \t]*+(?:python|py)?+[ \t]*+\n(.*?)```", re.S | re.I)
+# possessive, so that a long run of spaces or marks is read once; this runs in the driver, where a
+# regular expression stops all threads
+_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+(.*)\n?", re.M)
+_PYTHON = ("python", "py", "python3")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,33 @@ def read_tests(gold: object) -> UnitTests:
 
 def program_of(response: str) -> str | None:
     """Return the last fenced block of Python in a response; None without one."""
-    fenced = _FENCED.findall(response)
-    return fenced[-1] if fenced else None
+    return last_block(response, _PYTHON)
+
+
+def last_block(text: str, labels: Collection[str]) -> str | None:
+    """Return the last fenced block with one of these labels, else the last one without a label.
+
+    A block begins and ends at a line of its own, and the first word after its beginning is its
+    label. A block must end to count. The indentation of its beginning is removed.
+    """
+    text = text.replace("\r\n", "\n")
+    found: dict[bool, tuple[re.Match[str], int]] = {}
+    opening: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        indent, mark, info = fence.groups()
+        if opening is None:
+            # three backticks around words of a line are no fence
+            opening = None if mark[0] == "`" and "`" in info else fence
+        # one that is indented like code, as in a docstring, is part of the block
+        elif not info and mark.startswith(opening[2]) and len(indent) < len(opening[1]) + 4:
+            label = opening[3].lower().split()[:1]
+            if not label or label[0] in labels:
+                found[bool(label)] = opening, fence.start()
+            opening = None
+    if not found:
+        return None
+    opening, end = found[max(found)]
+    return re.sub(rf"(?m)^[ \t]{{0,{len(opening[1])}}}", "", text[opening.end() : end])
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -73,6 +100,11 @@ def _read_json(gold: str) -> UnitTests:
         inputs, outputs = entry["inputs"], entry["outputs"]
     except (ValueError, KeyError, RecursionError) as error:
         raise DataError(f"the unit tests {gold!r:.80} cannot be read: {error!r:.80}") from None
+    if unknown := entry.keys() - {"inputs", "outputs"}:
+        raise DataError(
+            f"the unit tests {gold!r:.80} have {', '.join(sorted(unknown))}; only programs that "
+            "read stdin are tested with inputs and outputs. Write calls of a function as assertions"
+        )
     both = (inputs, outputs)
     if not all(isinstance(one, list) and all(isinstance(t, str) for t in one) for one in both):
         raise DataError(f"the unit tests {gold!r:.80}: inputs and outputs must be lists of texts")

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from megadapo.data.group import NO_ANSWER, Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.cross_check import CrossCheck
-from megadapo.rewards.dapo_math import extract_answer
+from megadapo.rewards.dapo_math import Rule, extract_answer
 from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Verifier:
             self._config.score(response, gold)
             for response, gold in zip(responses, ground_truths, strict=True)
         ]
-        pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]
+        pairs = [self._pair(*both) for both in zip(responses, ground_truths, strict=True)]
         with self._lock:
             self._counts["num_scored"] += len(scores)
             self._counts["num_unanswered"] += sum(one.answer == NO_ANSWER for one in scores)
@@ -156,7 +157,7 @@ class Verifier:
             return
         with self._lock:
             scored, self._scored = self._scored, {}
-            order = [pair for pair in (_pair(*both) for both in first) if pair in scored]
+            order = [pair for pair in (self._pair(*both) for both in first) if pair in scored]
             rest = list(scored)
             random.Random(0).shuffle(rest)
             dropped = self._cross_check.ask(dict.fromkeys([*order, *rest]))
@@ -169,7 +170,7 @@ class Verifier:
 
     def cross_checks(self, responses: Sequence[str], gold: str) -> list[bool | None]:
         """Return the cross-check result of each response so far, None without one."""
-        pairs = [_pair(response, gold) for response in responses]
+        pairs = [self._pair(response, gold) for response in responses]
         if self._cross_check is None:
             return [None] * len(pairs)
         return [None if pair is None else self._cross_check.result(pair) for pair in pairs]
@@ -202,6 +203,11 @@ class Verifier:
             self._has_reported_failure = True
             warnings.append(NO_CROSS_CHECK + self._cross_check.failure)
         return warnings
+
+    def _pair(self, response: str, gold: str) -> Pair | None:
+        """Return the answer and gold to compare; None without an answer."""
+        answer = extract_answer(response, cast(Rule, self._config.rule))
+        return None if answer is None else (answer, gold)
 
     def _start_pool(self) -> SymbolicPool | None:
         decides = self._config.decide == "symbolic"
@@ -259,12 +265,6 @@ class Verifier:
         if symbolic is not None and symbolic != by_rule:
             with self._lock:
                 self._counts["num_only_rule" if by_rule else "num_only_symbolic"] += 1
-
-
-def _pair(response: str, gold: str) -> Pair | None:
-    """Return the answer and gold to compare; None without an answer."""
-    answer = extract_answer(response)
-    return None if answer is None else (answer, gold)
 
 
 def _num_lost(counts: SymbolicCounts) -> int:

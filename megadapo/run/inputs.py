@@ -116,6 +116,8 @@ class SamplingInputs(RunPrompts):
             loaded = RunPrompts.load(config)
         with phases.phase("start verifier"):
             scorer = stack.enter_context(Scorer(config.reward, decoder_of(loaded.tokenizer)))
+        problems = [problem for one in loaded.held_out.values() for problem in one]
+        scorer.check_data_sources([*loaded.prompts, *problems])
         environments = config.rollout.environments
         described = check_environments(environments) if environments else []
         episodes = EpisodeRequests(
@@ -123,7 +125,6 @@ class SamplingInputs(RunPrompts):
             tokenizer=loaded.tokenizer,
             seed=config.run.seed,
         )
-        problems = [problem for one in loaded.held_out.values() for problem in one]
         episodes.check([*loaded.prompts, *problems], config.data.max_prompt_tokens)
         return cls(**vars(loaded), scorer=scorer, episodes=episodes)
 

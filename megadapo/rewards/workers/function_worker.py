@@ -113,7 +113,15 @@ async def _run_coroutines(
     function: Callable[..., Any], batches: Sequence[Sequence[Any]], timeout_s: float
 ) -> list[Any]:
     """Run coroutines concurrently; return the value or exception of each."""
-    calls = (asyncio.wait_for(function(*batch), timeout_s) for batch in batches)
+
+    async def call(arguments: Sequence[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(function(*arguments), timeout_s)
+        except (KeyboardInterrupt, SystemExit) as error:
+            # the loop would raise it, and end the calls of the other responses
+            return error
+
+    calls = map(call, batches)
     return list(await asyncio.gather(*calls, return_exceptions=True))
 
 
@@ -122,8 +130,8 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     try:
         value = function(*arguments)
         sys.stdout.flush()
-    except (Exception, SystemExit) as error:
-        # a user's function may raise any exception
+    except BaseException as error:
+        # a user's function may raise any exception, and this is where its code ends
         return error
     return value
 
@@ -151,6 +159,9 @@ def _result(value: Any, text: str, num_tokens: int, reader: ResultReader) -> Map
         return reader.read(value, text=text, num_tokens=num_tokens)
     except WrongResult as error:
         return {"error": str(error)}
+    except Exception as error:
+        # a returned object may raise anything if it is read, as an array does if it is no truth
+        return {"error": f"returned a value that cannot be read: {_describe(error)}"}
 
 
 def _describe(error: BaseException) -> str:
@@ -192,7 +203,7 @@ class ResultReader:
         else:
             scores = [score for _, score in result["steps"]]
             result["score"] = _number(COMBINE[self.step_score](scores), "the score of its steps")
-        if "correct" in value:
+        if value.get("correct") is not None:
             result["correct"] = bool(value["correct"])
         return result
 
@@ -251,7 +262,8 @@ def _parts(value: Mapping[Any, Any]) -> dict[str, float]:
 
 def _number(value: Any, part: str = "") -> float:
     of_part = f" as {part}" if part else ""
-    if not isinstance(value, numbers.Real):
+    # NumPy's bool is no number, unlike Python's
+    if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
         raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
     try:
         number = float(value)

@@ -32,6 +32,8 @@ from megadapo.rewards.workers.worker import MAX_REPLY_BYTES, worker_environment
 START_TIMEOUT_S = 120.0
 """Limit on the start: imports take about a second, and much longer on a busy machine."""
 MAX_FAILED_STARTS = 3
+CRASH_GRACE_S = 1.0
+"""Time in which a worker that has closed its pipe may end."""
 IDLE_SLOWDOWN = 30.0
 """Factor by which an idle worker may exceed its CPU limit in wall-clock time."""
 
@@ -201,9 +203,12 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def kill(self) -> str:
-        """Kill the process and wait for it; return how it ended."""
+    def kill(self, grace_s: float = 0.0) -> str:
+        """Kill the process unless it ends by itself in time; return how it ended."""
         if self._process.returncode is None:
+            if grace_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(grace_s)
             self.stop()
             self._process.wait()
             self._stdin.close()
@@ -332,7 +337,9 @@ class ProcessPool:
         """Kill a worker and start another; return its lost request, if it had one."""
         if self._closing:
             return {}
-        number, detail = worker.number, worker.kill()
+        # one that crashes closes its pipe before it ends, and its own end tells the cause
+        detail = worker.kill(CRASH_GRACE_S if kind == "crash" else 0.0)
+        number = worker.number
         self._num_failed_starts += not worker.ready
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             raise InfraError(

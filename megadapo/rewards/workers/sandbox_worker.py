@@ -7,6 +7,7 @@ sandbox works on one response only.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -16,10 +17,12 @@ import secrets
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
 from megadapo.rewards.workers import isolation, landlock
@@ -144,14 +147,20 @@ def run_child(
 def _run(
     code: str, tests: str | None, text: str, seconds: float, *, user: int | None, output_bytes: int
 ) -> Mapping[str, Any]:
-    """Run a program with a text on stdin, followed by tests."""
+    """Run a program with a text on stdin, as Python runs a file, or import it and run tests."""
 
     def work() -> bytes:
-        names = {"__name__": "__main__"}
-        with contextlib.suppress(SystemExit) if tests is None else contextlib.nullcontext():
-            exec(compile(code, "<response>", "exec"), names)
+        # pickle and type hints look for a program's classes in its module
+        program = ModuleType("__main__" if tests is None else "response")
+        sys.modules[program.__name__] = program
+        with contextlib.suppress(SystemExit):
+            exec(compile(code, "<response>", "exec", dont_inherit=True), program.__dict__)
         if tests is not None:
-            exec(compile(tests, "<tests>", "exec"), names)
+            exec(compile(tests, "<tests>", "exec", dont_inherit=True), program.__dict__)
+        else:
+            # Python's own end of a program; both functions are private, and there are no others
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
         return b""
 
     run = run_child(
@@ -174,8 +183,14 @@ def _work(
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         isolation.drop_privileges(user, max_processes=max_processes)
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+        # those of this process are not the child's
+        atexit._clear()
         result = work()
-        sys.stdout.flush()
+        for output in (sys.stdout, sys.__stdout__):
+            # closed, detached, or replaced by something that is no file
+            with contextlib.suppress(ValueError, AttributeError):
+                output.flush()
         os.write(3, token + result)
         status = 0
     except BaseException:

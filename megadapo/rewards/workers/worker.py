@@ -119,7 +119,12 @@ def forbid(*, network: bool, processes: bool, section: str = "reward.functions")
 
 def describe_error(error: BaseException, limit: int) -> str:
     """Return type and message of an exception in at most `limit` characters."""
-    return f"{type(error).__name__}: {error}"[:limit].removesuffix(": ")
+    try:
+        text = str(error)
+    except Exception as failure:
+        # the exception's class may be a user's own, and its text may raise anything
+        text = f"its message raises {type(failure).__name__}"
+    return f"{type(error).__name__}: {text}"[:limit].removesuffix(": ")
 
 
 def take_stdout(printed: int) -> BinaryIO:

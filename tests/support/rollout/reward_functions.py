@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 
 def digits(messages, response, tokens, ground_truth, extra_info):
     """Everything that a function is given comes back as a part."""
@@ -43,8 +45,22 @@ async def batches_later(messages, responses, tokens, ground_truths, extra_infos)
     return [2.0] * len(responses)
 
 
+def numpy_bool(messages, response, tokens, ground_truth, extra_info):
+    return np.bool_(True) if response == "bool" else {"score": 1.0, "correct": None}
+
+
 def too_few(messages, responses, tokens, ground_truths, extra_infos):
     return [1.0]
+
+
+class Unreadable(Exception):
+    """An object without text and truth, as an array of several values has no truth."""
+
+    def __str__(self) -> str:
+        raise ValueError("unreadable")
+
+    def __bool__(self) -> bool:
+        raise ValueError("unreadable")
 
 
 def hostile(messages, response, tokens, ground_truth, extra_info):
@@ -86,6 +102,16 @@ def hostile(messages, response, tokens, ground_truth, extra_info):
             sys.exit(3)
         case "die":
             os._exit(3)
+        case "die slowly":
+            os.closerange(3, 64)
+            time.sleep(0.2)
+            os._exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "no text":
+            raise Unreadable
+        case "no truth":
+            return {"score": 1.0, "correct": Unreadable()}
         case "segfault":
             os.kill(os.getpid(), 11)
     return 1.0

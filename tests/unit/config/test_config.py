@@ -80,6 +80,12 @@ def test_resolved_configuration_round_trips_through_json_and_toml(recipe: Path) 
     assert load_config(again) == config
 
 
+def test_run_folder_may_be_below_home(recipe: Path, monkeypatch) -> None:
+    """A shell does not expand it in a TOML file, so it would be a folder called ~."""
+    monkeypatch.setenv("HOME", "/home/of-test")
+    assert load_config(recipe, ["run.folder=~/runs/x"]).run.folder == Path("/home/of-test/runs/x")
+
+
 def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, ["--run.seed=11"])
     folder = tmp_path / "run"
@@ -87,6 +93,32 @@ def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
     assert load_config(folder) == config
     assert load_config(folder, ["--run.num_steps=9"]).run.num_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            'data.train={math = {source = "a", wieght = 0.5}}',
+            "data.train.math.wieght: unknown key; known here: source, weight",
+        ),
+        (
+            'data.train={math = {source = "a", weight = "2"}}',
+            "data.train.math.weight: Input should be a valid number",
+        ),
+        ("data.train={math = 3}", "data.train.math: expected str or a table, found int"),
+        ("data.train=[]", "data.train: expected str or a table, found a list"),
+        (
+            'reward.functions=[{function = "m:f", wieght = 1}]',
+            "reward.functions.0.wieght: unknown key; did you mean reward.functions.0.weight?",
+        ),
+    ],
+)
+def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, problem: str) -> None:
+    """A table was taken as the name of a file, and a wrong entry made its list too short."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [override])
+    assert str(caught.value) == f"{recipe} with its overrides: {problem}"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"run": 3}', "[" * 100000])

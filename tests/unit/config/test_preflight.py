@@ -11,7 +11,7 @@ import pytest
 
 from megadapo.config import load_config, to_toml
 from megadapo.config.preflight import check_run
-from megadapo.data.sources import read_pair_rows
+from megadapo.data.sources import read_answered_rows, read_pair_rows
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.models.description import critic_config
 
@@ -131,6 +131,14 @@ def test_each_source_is_checked_under_its_key(tmp_path):
     assert load_config(written, []) == config
 
 
+def test_missing_examples_are_reported_once_under_their_key():
+    overrides = ["--data.columns.examples=/no/few.jsonl", "--data.held_out=arithmetic:held_out:8"]
+    with pytest.raises(DataError) as error:
+        check_run(load_config("configs/quickstart.toml", overrides))
+    assert str(error.value).startswith("data.columns.examples: there is no file or folder /no/few")
+    assert len(str(error.value).splitlines()) == 1
+
+
 TAUGHT = ["algorithm.objective.kl_coef=1.0"]
 
 
@@ -197,6 +205,22 @@ def test_reward_model_is_trained_on_the_template_that_scores(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("rows", "row", "problem"),
+    [
+        (read_answered_rows, '{"prompt": "1", "response": 2}', "line 1: response is not a string"),
+        (read_pair_rows, '{"prompt": "1", "chosen": "2"}', "line 1: rejected is not a string"),
+    ],
+)
+def test_rows_of_a_run_without_rollouts_are_read(tmp_path, rows, row, problem):
+    """Otherwise only the run itself finds them, after it has waited for its machines."""
+    (tmp_path / "rows.jsonl").write_text(row)
+    overrides = [f"--data.train={tmp_path}/rows.jsonl", f"--run.folder={tmp_path}/r"]
+    config = load_config("configs/quickstart.toml", overrides)
+    with pytest.raises(DataError, match=problem):
+        check_run(config, rows=rows, has_values=rows is read_pair_rows)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["--rollout.num_engines=2", "--cluster.device=cpu"],
@@ -221,3 +245,14 @@ def test_deterministic_run_on_an_h100_needs_flash_attn(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="trainer.deterministic = true, but NVIDIA H100.*flash-"):
         check_run(load_config("configs/quickstart.toml", overrides))
     check_run(load_config("configs/quickstart.toml", overrides[:1]))
+
+
+def test_variable_that_is_not_set_is_reported(monkeypatch):
+    """Catches a judge without its key, which refuses every request of a run."""
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    entry = 'function = "format", environment = ["JUDGE_KEY", "PATH"]'
+    config = load_config("configs/quickstart.toml", [f"reward.functions=[{{{entry}}}]"])
+    found = [note for note in check_run(config) if "environment" in note]
+    assert found == [
+        "reward.functions.environment: JUDGE_KEY is not set here, so format does not get it"
+    ]

@@ -32,6 +32,12 @@ SHAPES = {
         "rejected": [QUESTION, {"role": "assistant", "content": WRONG}],
     },
 }
+# the prompt must not be there twice
+SHAPES["prompt beside whole chats"] = {"prompt": "1+2=?", **SHAPES["prompt in the answers"]}
+SHAPES["messages beside whole chats"] = {
+    "messages": SHAPES["prompt in the answers"]["chosen"],
+    **SHAPES["prompt in the answers"],
+}
 
 
 @pytest.fixture(params=[None, CHATML], ids=["no-template", "template"])
@@ -73,6 +79,7 @@ BAD = {
     "no-prompt": ({"chosen": RIGHT, "rejected": WRONG}, "needs a prompt"),
     "no-answer": ({"prompt": "1", "chosen": RIGHT}, "rejected is not a string"),
     "role": ({**SHAPES["text"], "chosen": [{"content": "3"}]}, "a role and a content"),
+    "other-prompt": ({"prompt": "2+2=?", **SHAPES["prompt in the answers"]}, "does not begin with"),
     "long": ({**SHAPES["text"], "rejected": "9" * 90}, "at most 64"),
 }
 

@@ -139,9 +139,18 @@ def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
     assert "and 3 more" in text and "row 1:" not in text
 
 
+def test_gold_in_fp32_is_the_number_that_was_written(tmp_path) -> None:
+    """The Python float of an fp32 value has digits that no response writes."""
+    table = pa.table({"question": ["a", "b"], "answer": pa.array([0.1, -1.5e-6], pa.float32())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    prompts = read(str(tmp_path / "a.parquet"))
+    assert [one.ground_truth for one in prompts] == ["0.1", "-0.0000015"]
+
+
 def test_gold_that_is_a_number_is_accepted(tmp_path) -> None:
     assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 7.0)]))[0].ground_truth == "7"
     assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 0.5)]))[0].ground_truth == "0.5"
+    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 1e-5)]))[0].ground_truth == "0.00001"
     assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0].ground_truth == "-7"
     for gold in (math.nan, True, ["7"], {}):
         with pytest.raises(DataError, match="line 1: the gold answer is not a string"):

@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,12 +41,27 @@ def test_folder_gives_rows_of_all_files_in_order(tmp_path) -> None:
     assert rows[21].place == f"{tmp_path}/z.jsonl, line 3"
 
 
-def test_folder_with_several_splits_is_rejected(tmp_path) -> None:
-    for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
-        write_parquet(tmp_path / name, generate("train", 2, seed=0))
-    with pytest.raises(DataError, match="has the splits train, test; name the file"):
-        num_rows(tmp_path)
-    assert num_rows(tmp_path / "test-0.parquet") == 2
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train.jsonl", "test.jsonl"), "train, test"),
+        (("train.jsonl", "val.jsonl"), "train, validation"),
+        (("Train-00000-of-00001.jsonl", "dev-00000-of-00001.jsonl"), "train, validation"),
+        (("a_train.jsonl", "a_eval.jsonl"), "train, eval"),
+        (("train/a.jsonl", "test/b.jsonl"), "train, test"),
+        (("latest_train.jsonl", "train_contest.jsonl"), None),
+    ],
+)
+def test_folder_with_several_splits_is_rejected(
+    tmp_path, names: tuple[str, ...], splits: str | None
+) -> None:
+    """Otherwise a run trains on the data that it is evaluated on."""
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "data" / name).write_text('{"prompt": "q", "answer": "1"}\n')
+    problem = pytest.raises(DataError, match=f"has the splits {splits}; name the file or folder")
+    with problem if splits else nullcontext():
+        assert len(list(read_rows(str(tmp_path / "data")))) == 2
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,7 @@ def test_folder_with_several_splits_is_rejected(tmp_path) -> None:
     [
         ("missing.parquet", "there is no file or folder missing.parquet"),
         ("data/missing.jsonl", "there is no file or folder data/missing.jsonl"),
+        ("here/gsm8k/missing.jsonl", "there is no file or folder here/gsm8k/missing.jsonl"),
         ("./org/name", "there is no file or folder ./org/name"),
         ("/nowhere/at/all", "there is no file or folder /nowhere/at/all"),
         ("not a source", "there is no file or folder not a source"),
@@ -60,6 +77,8 @@ def test_folder_with_several_splits_is_rejected(tmp_path) -> None:
     ],
 )
 def test_missing_source(tmp_path, monkeypatch, source: str, message: str) -> None:
+    """A file in a folder of this machine is never looked for on the Hub, which would wait."""
+    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         num_rows(source)

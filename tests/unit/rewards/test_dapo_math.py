@@ -96,20 +96,24 @@ def test_answer_line_takes_precedence_over_box() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
+    ("response", "answer", "boxed"),
     [
-        ("Answer: 42.", "42."),
-        ("**Answer:** 42", "** 42"),
-        ("Answer: 7\nAnswer: $x = 42$", "$x = 42$"),
-        ("so \\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}"),
-        ("\\boxed{7}\nAnswer: 42", "42"),
-        ("Answer: 42" + "x" * 300, None),
-        ("\\boxed{42", None),
-        ("", None),
+        ("Answer: 42.", "42.", None),
+        ("**Answer:** 42", "** 42", None),
+        ("Answer: 7\nAnswer: $x = 42$", "$x = 42$", None),
+        ("so \\boxed{\\frac{1}{2}} it is", None, "\\frac{1}{2}"),
+        ("\\boxed{7}\nAnswer: 42", "42", "7"),
+        ("Answer: 42" + "x" * 300, None, None),
+        ("\\boxed{42}" + "x" * 100, None, None),
+        ("\\boxed{42", None, None),
+        ("", None, None),
     ],
 )
-def test_answer_is_extracted_verbatim(response: str, answer: str | None) -> None:
-    assert extract_answer(response) == answer
+def test_answer_is_extracted_verbatim(response: str, answer: str | None, boxed: str | None) -> None:
+    """A comparison of the text at another place than the rule's would reward that place."""
+    assert extract_answer(response, "answer") == answer
+    assert extract_answer(response, "boxed") == boxed
+    assert extract_answer(response, "answer_or_boxed") == (answer or boxed)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A reward model in a reward function's own process."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.function_runners import check_functions, start_runner
 
 BASE = "configs/quickstart-base"
 PROMPT = Prompt("id", (("user", "12+34+56=?"),), "102", "arithmetic")
@@ -27,12 +29,15 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def test_scores_are_those_of_the_last_token(folder):
+def test_scores_are_those_of_the_last_token(folder, monkeypatch):
+    """The path is relative, as in the docs; a worker that looked for it elsewhere scores 0."""
     texts = ["12+34=46;46+56=102\nAnswer: 102", "Answer: 7", ""]
     function = RewardFunction(
-        function="local_reward_model", options={"path": folder}, timeout_s=240.0
+        function="local_reward_model", options={"path": Path(folder).name}, timeout_s=240.0
     )
-    runner = start_runner(function)
+    with monkeypatch.context() as inside:
+        inside.chdir(Path(folder).parent)
+        runner = start_runner(function)
     try:
         scores = runner.score_group(PROMPT, texts, [np.arange(1)] * len(texts))
     finally:
@@ -51,3 +56,11 @@ def test_limit_that_loading_would_exceed_is_refused(folder):
     function = {"function": "local_reward_model", "options": {"path": folder}}
     with pytest.raises(ConfigError, match="which loads the model"):
         RewardConfig.model_validate({"functions": [function]})
+
+
+def test_missing_model_is_refused_before_a_run(tmp_path):
+    """The worker starts without it; then every response would score 0."""
+    options = {"path": str(tmp_path)}
+    function = RewardFunction(function="local_reward_model", options=options, timeout_s=120.0)
+    with pytest.raises(ConfigError, match="no config.json"):
+        check_functions([function])

@@ -26,7 +26,7 @@ HOSTILE = {
 READERS = {
     "program": program_of,
     "rule": lambda text: score(text, "42", "answer_or_boxed"),
-    "answer": extract_answer,
+    "answer": lambda text: extract_answer(text, "answer_or_boxed"),
     "symbolic": refusal,
     "json": lambda text: format_reward((), text, (), "", {}, json_keys=["x"]),
     "steps": lambda text: split_steps(text, ["\n\n", "\n"]),

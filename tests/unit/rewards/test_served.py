@@ -166,11 +166,17 @@ def test_failed_responses_are_left_out(server: Judge) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "u", "model": "m"}, "timeout_s = 10 ends the call of a group before"),
-        ({"url": "u", "request_timeout_s": 1.0}, "missing a required .*'model'"),
-        ({"url": "u", "model": "m", "request_timeout_s": 1.0, "modle": 1}, "unexpected .*'modle'"),
+        ({"request_timeout_s": 60}, "timeout_s = 10 ends the call of a group before"),
+        ({"model": 7}, "options.model = 7: Input should be a valid string"),
+        ({"modle": 1}, "unexpected .*'modle'"),
+        ({"url": "localhost:8000/v1"}, "must begin with http:// or https://"),
+        ({"pattern": "score: ([0-9"}, "options.pattern is no regular expression"),
+        ({"pattern": "score: [0-9]"}, "options.pattern has 0 groups"),
+        ({"scale": 0}, "options.scale = 0 must be above 0"),
     ],
 )
 def test_wrong_options_fail_at_start(options: dict, message: str) -> None:
+    """Later, every response would wait for a judge that cannot answer."""
+    usual = {"url": "http://127.0.0.1:9/v1", "model": "m", "request_timeout_s": 1.0}
     with pytest.raises(ConfigError, match=message):
-        start_runner(RewardFunction(function="judge", options=options))
+        start_runner(RewardFunction(function="judge", options=usual | options))

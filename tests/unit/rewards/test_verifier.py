@@ -43,7 +43,7 @@ def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
     ]
     assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
     compare(verifier)
-    assert verifier.cross_checks(RESPONSES, "42") == [True, True, True, False, None]
+    assert verifier.cross_checks(RESPONSES, "42") == [True, True, None, False, None]
 
 
 def test_disagreements_are_counted(monkeypatch) -> None:
@@ -63,15 +63,15 @@ def test_disagreements_are_counted(monkeypatch) -> None:
         counts = verifier.counts
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert verifier.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
-        assert counts.num_only_symbolic == 3
+        assert counts.num_only_symbolic == 2
         # of the scored pairs only, and once for both of its responses
         assert compared[0] == ("42.", "42") and len(compared) == len(set(compared)) == 4
-        # seven responses: two pairs of them are equal, and one has no answer
+        # seven responses: two of them are equal, and two have no answer at the rule's place
         assert counts.symbolic.num_checked == 4
         # a known answer is counted again, but not compared again
         verifier.score_batch(["Answer: 42."], ["42"])
         verifier.finish_cross_check(SOON_S)
-        assert verifier.counts.num_only_symbolic == 4
+        assert verifier.counts.num_only_symbolic == 3
         assert verifier.counts.symbolic.num_checked == 4
 
 
@@ -150,11 +150,12 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
+    """Only an answer at the place of reward.rule counts."""
     config = RewardConfig(decide="symbolic")
     with Verifier(config, symbolic_timeout_s=30.0) as verifier:
         scores = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
-    assert [v.correct for v in scores] == [True, True, True, False, False, True]
-    assert [v.reward for v in scores] == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
+    assert [v.correct for v in scores] == [True, True, False, False, False, True]
+    assert [v.reward for v in scores] == [1.0, 1.0, -1.0, -1.0, -1.0, 1.0]
     assert scores[-1].symbolic_correct is None
 
 

@@ -59,6 +59,12 @@ def test_function_gets_all_arguments_and_returns_parts() -> None:
     }
 
 
+def test_numpy_bool_is_a_score_and_none_is_no_verdict() -> None:
+    """Otherwise every response scores 0, or is wrong with the best score."""
+    scores = score(["bool", "none"], f"{MODULE}:numpy_bool")
+    assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (1.0, True)]
+
+
 def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     functions = (
         "rule",
@@ -124,6 +130,10 @@ def test_batched_and_async_functions() -> None:
         ("socket", "opens a socket, and reward.functions.network is false"),
         ("exit", "SystemExit: 3"),
         ("die", "its process ended: exit code 3"),
+        ("die slowly", "its process ended: exit code 3"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("no text", "Unreadable: its message raises ValueError"),
+        ("no truth", "returned a value that cannot be read: ValueError: unreadable"),
         ("segfault", "its process ended: signal SIGSEGV"),
     ],
 )
@@ -220,6 +230,25 @@ def test_function_in_working_folder_is_found(tmp_path: Path, monkeypatch) -> Non
     assert score(["a"], "my_rewards:half")[0].reward == 0.5
 
 
+def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
+    """Catches a misspelt data_source, whose function would never be called."""
+    prompts = [Prompt("id", (("user", "?"),), "2", name) for name in ("maths", "code")]
+
+    def check(*data_sources: str) -> None:
+        entry = {"function": "boxed", "data_sources": data_sources}
+        with Scorer(RewardConfig(functions=("rule", entry), symbolic=False)) as scorer:
+            scorer.check_data_sources(prompts)
+
+    with pytest.raises(
+        ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'
+    ):
+        check("math")
+    check("maths", "cod")
+    assert caplog.messages == [
+        'reward.functions[1] (boxed): no prompt has "cod"; prompts have "maths", "code"'
+    ]
+
+
 def test_format_and_length() -> None:
     pattern = {"function": "format", "options": {"pattern": "<think>.*</think>.*"}}
     keys = {"function": "format", "name": "json", "options": {"json_keys": ["answer"]}}
@@ -227,6 +256,8 @@ def test_format_and_length() -> None:
     scores = score(texts, pattern, keys)
     assert [one.reward for one in scores] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert dict(scores[2].parts)["json/json"] == 1.0
+    after_code = '```python\nx\n```\nprints\n```JSON\n{"answer": 3}\n```\n'
+    assert score([after_code], keys)[0].reward == 1.0
     options = {"min_tokens": 2, "max_tokens": 4, "buffer": 4}
     length = {"function": "length", "options": options}
     by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)
@@ -295,6 +326,12 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
         ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
         ([{"function": "hierarchical", "options": {"pattern": "("}}], "no regular expression"),
+        (
+            [{"function": "hierarchical", "options": {"tools": ["a"], "rule": "box"}}],
+            "rule = 'box'",
+        ),
+        ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
+        ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> None:

@@ -81,6 +81,36 @@ def test_assertions_run_after_the_program(sandbox: Runner) -> None:
     assert [one.correct for one in run(sandbox, programs, tests)] == [True, False, False]
 
 
+def test_module_with_a_main_program_is_imported(sandbox: Runner) -> None:
+    """Its demonstration is no part of the solution, and assertions see its own annotations."""
+    tests = "assert double(2) == 4 and double.__annotations__ == {'x': int}"
+    double = "import sys\ndef double(x: int): return 2 * x\n"
+    demo = f"{double}if __name__ == '__main__':\n    print(double(int(input())))"
+    assert [one.correct for one in run(sandbox, [demo, f"{double}sys.exit(0)"], tests)] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading, time\n"
+        "def main(): time.sleep(0.1); print(a + b)\nthreading.Thread(target=main).start()",
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(a + b)",
+        "import sys\nprint(a + b)\nsys.stdout.close()",
+        "import pickle\nclass A: pass\npickle.loads(pickle.dumps(A()))\nprint(a + b)",
+        "import typing\nclass A: pass\nclass B:\n    a: 'A'\n"
+        "typing.get_type_hints(B)\nprint(a + b)",
+    ],
+    ids=["thread", "atexit", "closed", "pickle", "hints"],
+)
+def test_program_runs_as_in_plain_python(sandbox: Runner, program: str) -> None:
+    """A right program that only the sandbox fails would teach the model to avoid it."""
+    (score,) = run(sandbox, [READS + program])
+    assert score.correct
+
+
 def test_input_may_exceed_the_output_limit(sandbox: Runner) -> None:
     """Applying the output limit to stdin would fail programs that read all of it."""
     numbers = "1\n" * 300_000
@@ -303,6 +333,7 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
         ('{"inputs": []}', "cannot be read"),
         ('{"inputs": [1], "outputs": ["1"]}', "lists of texts"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs for 1 outputs"),
+        ('{"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}', "have fn_name"),
         ('{"inputs": [], "outputs": []}', "0 inputs for 0"),
     ],
 )
@@ -311,6 +342,27 @@ def test_invalid_unit_tests_fail_at_load(gold: str, message: str) -> None:
     assert config.check_gold("assert f() == 1", "code") == "assert f() == 1"
     with pytest.raises(DataError, match=message):
         config.check_gold(gold, "code")
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "```text\n3\n```\n```python\na\n```",
+        "```python\na\n```\nIt prints:\n```\n1\n```\n",
+        "```Python3\na\n```",
+        '```py title="a.py"\r\na\r\n```\r\n',
+        "1. So:\n   ```python\n   a\n   ```\n",
+    ],
+)
+def test_program_is_found_among_other_blocks(response: str) -> None:
+    """Otherwise a right program is scored as none, or as the text between two blocks."""
+    assert program_of(response) == "a\n"
+
+
+def test_fences_inside_a_program_do_not_end_it() -> None:
+    """Otherwise a program that prints a fence, or has one in a docstring, is cut off."""
+    program = "print('```')\ndef f():\n    '''\n    ```\n    '''\n"
+    assert program_of(f"```python\n{program}```") == program
 
 
 def test_programs_tests_and_outputs_are_read() -> None:
