@@ -47,6 +47,13 @@ def test_image_has_the_baselines_that_are_goals():
     assert "-r requirements/bench.txt" in DOCKERFILE
 
 
+def test_image_has_no_environment_or_history_of_its_builder():
+    """A checkout's .venv would cover the image's packages, and its runs fill it."""
+    left_out = set((ROOT / ".dockerignore").read_text().splitlines())
+    assert {".git", ".venv", "runs", "**/*.so"} <= left_out
+    assert not left_out & {"megadapo", "tools", "configs", "requirements", "tests", "kernels"}
+
+
 def test_image_has_one_cudnn():
     """A second one, of the base image, would be loaded by Transformer Engine beside torch's."""
     assert "cudnn" not in re.findall(r"^FROM .*", DOCKERFILE, re.M)[0]

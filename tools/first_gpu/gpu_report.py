@@ -222,7 +222,7 @@ def _forecast(part: Part, steps: list[MetricRecord], setting: Setting) -> list[s
     if not lengths or sent is None:
         return []
     share = sum(lengths) / len(lengths) / config.rollout.max_response_tokens
-    traffic = step_time.UpdateTraffic(inside=sent, between=0)
+    traffic = step_time.UpdateTraffic(inside=int(sent), between=0)
     model = models_of(config).policy
     prompt = config.data.max_prompt_tokens
     with patch.multiple(step_time, MEAN_SHARE=share, PROMPT_TOKENS=prompt):

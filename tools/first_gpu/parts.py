@@ -309,7 +309,7 @@ def _largest(setting: Setting) -> list[Part]:
         model = write_model(setting, "tiny")
         small = [*_bf16(model, setting), *_short(setting)]
         return [_train(setting, f"{LARGEST} tiny", 150, small)]
-    parts = []
+    parts: list[Part] = []
     for size, *options in (
         ("7B",),
         ("7B", "--trainer.optimizer.cpu_offload_fraction=1.0"),

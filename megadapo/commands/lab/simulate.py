@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.commands.lab.plan import add_gpu, card_of
+from megadapo.commands.lab.plan import DEFAULT_GPU, add_gpu, card_of
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def add(commands: Commands) -> None:
         help="also write the ages of all tokens in the first --steps steps of async, for "
         "megadapo train --schedule FILE",
     )
-    parser.set_defaults(run=run)
+    # without --gpus a named GPU is refused
+    parser.set_defaults(run=run, gpu=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,7 +107,7 @@ def _compare_batches(arguments: argparse.Namespace, assumptions: Assumptions) ->
 
     from megadapo.lab.simulate.simulation import compare, results_table, write_json
 
-    for name in ("trainer_gpus", "staleness", "away", "schedule"):
+    for name in ("trainer_gpus", "staleness", "gpu", "away", "schedule"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
     with Console().status("simulating"):
@@ -136,12 +137,14 @@ def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskS
         raise ConfigError("--away has no effect on --schedule: leave one of them out")
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
+    if arguments.away is not None and arguments.steps < 2:
+        raise ConfigError("--away needs --steps 2 or more: engines leave after the first step")
     if arguments.staleness is not None and arguments.staleness < 2:
         raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
     assumptions = ClusterAssumptions.of(
         config,
         models_of(config).policy,
-        card_of(arguments.gpu),
+        card_of(arguments.gpu or DEFAULT_GPU),
         task,
         num_gpus=arguments.gpus,
         num_trainer_gpus=arguments.trainer_gpus,

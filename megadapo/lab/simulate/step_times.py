@@ -167,7 +167,7 @@ def compare_steps(
     With an absence, async appears a second time, with engines that leave and return.
 
     Raises:
-        ConfigError: the task is impossible.
+        ConfigError: the task is impossible, or no engine leaves, or all do.
         SamplingError: a batch cannot be filled.
     """
     task = Task(assumptions.task)
@@ -183,6 +183,11 @@ def compare_steps(
             split, best = assumptions.shared, simulated(assumptions.shared)
         found.append(best)
     if absence is not None:
+        if not 1 <= absence.num_engines < split.num_engines:
+            raise ConfigError(
+                f"--away {absence.num_engines}: at least 1 engine must leave, and at least 1 of "
+                f"async's {split.num_engines} must stay"
+            )
         found.append(
             simulate_steps(assumptions, sampling, split, task, num_steps=num_steps, absence=absence)
         )

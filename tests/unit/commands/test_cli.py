@@ -346,11 +346,16 @@ def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     assert all(name in shown for name in names)
 
 
+SMALL_CLUSTER = (
+    *("--sampling.prompts_per_step=32", "--algorithm.responses_per_mini_batch=32"),
+    *("--gpus", "24", "--trainer-gpus", "8", "--steps", "2"),
+)
+
+
 def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
     json_file = tmp_path / "steps.json"
-    sizes = ("--sampling.prompts_per_step=32", "--algorithm.responses_per_mini_batch=32")
-    options = ("--gpus", "24", "--trainer-gpus", "8", "--steps", "2", "--away", "2:500")
-    assert main(["simulate", LARGE, *sizes, *options, "--json", str(json_file)]) == 0
+    options = (*SMALL_CLUSTER, "--away", "2:500", "--json", str(json_file))
+    assert main(["simulate", LARGE, *options]) == 0
     document = json.loads(json_file.read_text())
     names = [(entry["name"], entry["gpus"]) for entry in document["modes"]]
     assert names[0] == ("sync", "24 shared") and names[-2] == ("async", "16 + 8")
@@ -364,6 +369,11 @@ def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
         (("--engines", "65"), "1 to 64"),
         (("--trainer-gpus", "8"), "--trainer-gpus needs --gpus"),
         (("--schedule", "a.json"), "--schedule needs --gpus"),
+        (("--gpu", "H200"), "--gpu needs --gpus"),
+        (("--gpus", "128", "--steps", "1", "--away", "1:9"), "--steps 2"),
+        # no engine would be left
+        ((*SMALL_CLUSTER, "--away", "4:9"), "--away 4"),
+        ((*SMALL_CLUSTER, "--away", "0:9"), "--away 0"),
         (("--gpus", "128", "--away", "1:9", "--schedule", "a.json"), "--away has no effect"),
         (("--gpus", "128", "--trainer-gpus", "12"), "--trainer-gpus 12"),
         (("--gpus", "128", "--engines", "4"), "--engines has no effect"),
