@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megadapo.config import RunConfig
-    from megadapo.data.rows import Row
+    from megadapo.config.preflight import ColumnReader
 
 OVERRIDES = (
     "--section.key=value sets any key of the configuration (a TOML value, or bare text); "
@@ -55,7 +55,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def load_checked(
     arguments: argparse.Namespace,
     *,
-    rows: Callable[[str], Iterator[Row]] | None = None,
+    rows: ColumnReader | None = None,
     has_values: bool = False,
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration and warnings about it.

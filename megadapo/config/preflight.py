@@ -20,6 +20,7 @@ from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.config.teacher import check_teacher_folder, check_teacher_server
+from megadapo.data.config import DataColumns
 from megadapo.data.rows import Row
 from megadapo.data.sources import TEXT_SUFFIXES, is_built_in, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
@@ -41,10 +42,12 @@ NUM_CHECKED = 64
 
 Reader = Callable[[str], Iterator[Row]]
 """A reader of the rows of a source."""
+ColumnReader = Callable[[str, DataColumns], Iterator[Row]]
+"""A reader of the rows of a source with these columns."""
 
 
 def check_run(
-    config: RunConfig, *, rows: Reader | None = None, has_values: bool = False
+    config: RunConfig, *, rows: ColumnReader | None = None, has_values: bool = False
 ) -> list[str]:
     """Check the files, devices and models that the configuration names.
 
@@ -69,7 +72,7 @@ def check_run(
     )
     checks = (
         *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
-        *(of_rollouts if rows is None else (partial(_check_data, reader=rows),)),
+        *(of_rollouts if rows is None else (partial(_check_answers, rows, has_values),)),
         *((_check_scored_template,) if has_values else ()),
         *(_check_resume, _check_writers, _check_on_event),
     )
@@ -279,6 +282,19 @@ def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         yield row
+
+
+def _check_answers(rows: ColumnReader, are_pairs: bool, config: RunConfig) -> list[str]:
+    """Check the rows of a run without rollouts, and the conversations in them."""
+
+    def read(source: str) -> Iterator[Row]:
+        for row in rows(source, config.data.columns):
+            pair = (row.preference("chosen"), row.preference("rejected")) if are_pairs else ()
+            for messages in pair or (row.conversation,):
+                row.names.check_texts(messages, row.place)
+            yield row
+
+    return _check_data(config, read)
 
 
 def _check_data(

@@ -42,9 +42,7 @@ FIRST_PAUSE_S = 0.2
 MAX_REPLY_BYTES = 4 << 20
 
 
-def wrong_options(
-    function: str, options: Mapping[str, Any], timeout_s: float
-) -> Iterator[str]:
+def wrong_options(function: str, options: Mapping[str, Any], timeout_s: float) -> Iterator[str]:
     """Yield the problems of a server function's options, whose types are right."""
     limit = options.get("request_timeout_s", REQUEST_TIMEOUT_S)
     if timeout_s <= limit:

@@ -11,7 +11,7 @@ import pytest
 
 from megadapo.config import load_config, to_toml
 from megadapo.config.preflight import check_run
-from megadapo.data.sources import read_pair_rows
+from megadapo.data.sources import read_answered_rows, read_pair_rows
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.models.description import critic_config
 
@@ -180,6 +180,22 @@ def test_reward_model_is_trained_on_the_template_that_scores(tmp_path):
     overrides += ["--data.chat_template_kwargs={a = true}"]
     with pytest.raises(ConfigError, match="data.chat_template_kwargs cannot be used by megadapo"):
         reads(load_config("configs/quickstart.toml", overrides))
+
+
+@pytest.mark.parametrize(
+    ("rows", "row", "problem"),
+    [
+        (read_answered_rows, '{"prompt": "1", "response": 2}', "line 1: response is not a string"),
+        (read_pair_rows, '{"prompt": "1", "chosen": "2"}', "line 1: rejected is not a string"),
+    ],
+)
+def test_rows_of_a_run_without_rollouts_are_read(tmp_path, rows, row, problem):
+    """Otherwise only the run itself finds them, after it has waited for its machines."""
+    (tmp_path / "rows.jsonl").write_text(row)
+    overrides = [f"--data.train={tmp_path}/rows.jsonl", f"--run.folder={tmp_path}/r"]
+    config = load_config("configs/quickstart.toml", overrides)
+    with pytest.raises(DataError, match=problem):
+        check_run(config, rows=rows, has_values=rows is read_pair_rows)
 
 
 @pytest.mark.parametrize(

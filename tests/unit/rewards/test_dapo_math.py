@@ -109,9 +109,7 @@ def test_answer_line_takes_precedence_over_box() -> None:
         ("", None, None),
     ],
 )
-def test_answer_is_extracted_verbatim(
-    response: str, answer: str | None, boxed: str | None
-) -> None:
+def test_answer_is_extracted_verbatim(response: str, answer: str | None, boxed: str | None) -> None:
     """A comparison of the text at another place than the rule's would reward that place."""
     assert extract_answer(response, "answer") == answer
     assert extract_answer(response, "boxed") == boxed

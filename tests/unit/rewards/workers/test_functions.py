@@ -239,7 +239,9 @@ def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
         with Scorer(RewardConfig(functions=("rule", entry), symbolic=False)) as scorer:
             scorer.check_data_sources(prompts)
 
-    with pytest.raises(ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'):
+    with pytest.raises(
+        ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'
+    ):
         check("math")
     check("maths", "cod")
     assert caplog.messages == [
@@ -324,7 +326,10 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
         ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
         ([{"function": "hierarchical", "options": {"pattern": "("}}], "no regular expression"),
-        ([{"function": "hierarchical", "options": {"tools": ["a"], "rule": "box"}}], "rule = 'box'"),
+        (
+            [{"function": "hierarchical", "options": {"tools": ["a"], "rule": "box"}}],
+            "rule = 'box'",
+        ),
         ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
         ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
     ],

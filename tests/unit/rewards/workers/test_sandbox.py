@@ -86,7 +86,9 @@ def test_module_with_a_main_program_is_imported(sandbox: Runner) -> None:
     tests = "assert double(2) == 4 and double.__annotations__ == {'x': int}"
     double = "import sys\ndef double(x: int): return 2 * x\n"
     demo = f"{double}if __name__ == '__main__':\n    print(double(int(input())))"
-    assert [one.correct for one in run(sandbox, [demo, f"{double}sys.exit(0)"], tests)] == [True] * 2
+    assert [one.correct for one in run(sandbox, [demo, f"{double}sys.exit(0)"], tests)] == [
+        True
+    ] * 2
 
 
 @pytest.mark.parametrize(
