@@ -22,7 +22,13 @@ from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.config.teacher import check_teacher_folder, check_teacher_server
 from megadapo.data.config import DataColumns
 from megadapo.data.rows import Row
-from megadapo.data.sources import TEXT_SUFFIXES, is_built_in, read_rows, read_text_rows
+from megadapo.data.sources import (
+    EXAMPLES_KEY,
+    TEXT_SUFFIXES,
+    is_built_in,
+    read_rows,
+    read_text_rows,
+)
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
@@ -313,9 +319,11 @@ def _check_data(
             if not sum(1 for _ in islice(read(source), NUM_CHECKED)):
                 problems.append(f"{key} = {source} holds no rows")
         except DataError as error:
-            problems.append(f"{key}: {error}")
+            # the examples are read with each source, and their errors name their own key
+            of_examples = str(error).startswith(EXAMPLES_KEY)
+            problems.append(str(error) if of_examples else f"{key}: {error}")
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(dict.fromkeys(problems)))
     return notes
 
 

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 PAIR_COLUMNS = ("chosen", "rejected")
 """The columns of preference pairs besides the prompt."""
+EXAMPLES_KEY = "data.columns.examples"
+"""Key of the file of few-shot examples, which its errors name."""
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 MAX_LINE_BYTES = 1 << 28
@@ -154,7 +156,10 @@ def _names(source: str, columns: DataColumns) -> Names:
     if columns.examples is not None:
         around = DataColumns(template=columns.template)
         rows = read_answered_rows(columns.examples, around)
-        examples = tuple(message for row in rows for message in row.conversation)
+        try:
+            examples = tuple(message for row in rows for message in row.conversation)
+        except DataError as error:
+            raise DataError(f"{EXAMPLES_KEY}: {error}") from error
     path = Path(source).expanduser()
     hub = None if path.exists() else HUB_NAME.fullmatch(source)
     return Names(

@@ -117,6 +117,14 @@ def test_each_source_is_checked_under_its_key(tmp_path):
     assert load_config(written, []) == config
 
 
+def test_missing_examples_are_reported_once_under_their_key():
+    overrides = ["--data.columns.examples=/no/few.jsonl", "--data.held_out=arithmetic:held_out:8"]
+    with pytest.raises(DataError) as error:
+        check_run(load_config("configs/quickstart.toml", overrides))
+    assert str(error.value).startswith("data.columns.examples: there is no file or folder /no/few")
+    assert len(str(error.value).splitlines()) == 1
+
+
 TAUGHT = ["algorithm.objective.kl_coef=1.0"]
 
 
