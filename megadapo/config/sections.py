@@ -5,13 +5,14 @@ They are here because `megadapo/run` imports the configuration and cannot be imp
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from megadapo.section import Section
 
@@ -21,10 +22,15 @@ def _time_text(value: object) -> object:
     return value.isoformat() if isinstance(value, date) else value
 
 
+def _expand_user(path: Path) -> Path:
+    """Return a path with a home folder in place of `~`, as data.train is read."""
+    return Path(os.path.expanduser(path))
+
+
 class RunSection(Section, title="run"):
     """The run's folder, length, seed and starting point."""
 
-    folder: Annotated[Path, Field(strict=False)]
+    folder: Annotated[Path, Field(strict=False), AfterValidator(_expand_user)]
     """Run folder for metrics, logs and checkpoints, relative to the current directory."""
     num_steps: PositiveInt
     """Number of rollout steps of the whole run, including those before a resume."""

@@ -80,6 +80,12 @@ def test_resolved_configuration_round_trips_through_json_and_toml(recipe: Path) 
     assert load_config(again) == config
 
 
+def test_run_folder_may_be_below_home(recipe: Path, monkeypatch) -> None:
+    """A shell does not expand it in a TOML file, so it would be a folder called ~."""
+    monkeypatch.setenv("HOME", "/home/of-test")
+    assert load_config(recipe, ["run.folder=~/runs/x"]).run.folder == Path("/home/of-test/runs/x")
+
+
 def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, ["--run.seed=11"])
     folder = tmp_path / "run"
