@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -52,7 +52,10 @@ _TYPES = {
 
 def describe(error: ValidationError, root: type[Section]) -> list[str]:
     """Return one line per problem of a table that `root` refused, without conflicts of `root`."""
-    problems = error.errors(include_url=False)
+    found = error.errors(include_url=False)
+    # entries with an error of their own are not counted, so their list may seem too short
+    inner = {problem["loc"][:end] for problem in found for end in range(len(problem["loc"]))}
+    problems = [one for one in found if one["type"] != "too_short" or one["loc"] not in inner]
     grouped = groupby(problems, key=lambda problem: _key_of(root, problem["loc"]))
     return [line for keys, alike in grouped for line in _lines(root, keys, list(alike)) if keys]
 
@@ -64,6 +67,13 @@ def refused_keys(root: type[Section], table: Mapping[str, Any]) -> set[tuple[str
     except ValidationError as error:
         return {_key_of(root, problem["loc"]) for problem in error.errors()}
     return set()
+
+
+def allows_table(root: type[Section], keys: tuple[str, ...]) -> bool:
+    """Return whether the value of a key may be a table of names."""
+    field = _field_at(root, keys)
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    return any(get_origin(kind) is dict for kind in kinds)
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config.conflicts import conflicts_between
-from megadapo.config.problems import describe, refused_keys, section_of
+from megadapo.config.problems import allows_table, describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection, SupervisedConfig
 from megadapo.data.config import DataConfig
@@ -141,7 +141,9 @@ def _valid_sections(table: Mapping[str, Any], error: ValidationError) -> dict[st
 def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
     """Read overrides as plain text if their TOML value is refused: a folder may be named 7."""
     for keys, text in texts.items():
-        if keys in refused_keys(RunConfig, table):
+        # a table where one is allowed is meant as one, and has a mistake
+        is_meant = text.startswith(("{", "[")) and allows_table(RunConfig, keys)
+        if not is_meant and keys in refused_keys(RunConfig, table):
             as_text = with_key(table, keys, text)
             if keys not in refused_keys(RunConfig, as_text):
                 table = as_text

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 
 from megadapo.data.order import Share
 from megadapo.data.patterns import check_pattern
+from megadapo.errors import ConfigError
 from megadapo.section import Section
 from megadapo.tokens.tokenizer import TemplateValue
 
@@ -95,6 +96,28 @@ class DataConfig(Section, title="data"):
     """Whether a prompt above max_prompt_tokens stops the run or is dropped and counted."""
     shuffle: bool = True
     """Take the prompts in a new random order in each epoch, drawn from run.seed."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _name_wrong_keys(cls, value: object) -> object:
+        """Check each source's table, as the error of a union would name no key in it."""
+        problems: list[str] = []
+        for name, one in value.items() if isinstance(value, dict) else ():
+            known = TrainingSource.model_fields
+            if isinstance(one, dict) and (unknown := one.keys() - known):
+                hint = f"unknown key; known here: {', '.join(known)}"
+                problems += [f"data.train.{name}.{key}: {hint}" for key in sorted(unknown)]
+            elif isinstance(one, dict):
+                try:
+                    TrainingSource.model_validate(one)
+                except ConfigError as error:
+                    problems.append(str(error).replace("data.train.NAME", f"data.train.{name}"))
+            elif not isinstance(one, str | TrainingSource):
+                kind = type(one).__name__
+                problems.append(f"data.train.{name}: expected str or a table, found {kind}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return value
 
     def conflicts(self) -> Iterator[str]:
         yield from _bad_names("data.train", self.train)

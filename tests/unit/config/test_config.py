@@ -95,6 +95,32 @@ def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path
     assert load_config(folder, ["--run.num_steps=9"]).run.num_steps == 9
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            'data.train={math = {source = "a", wieght = 0.5}}',
+            "data.train.math.wieght: unknown key; known here: source, weight",
+        ),
+        (
+            'data.train={math = {source = "a", weight = "2"}}',
+            "data.train.math.weight: Input should be a valid number",
+        ),
+        ("data.train={math = 3}", "data.train.math: expected str or a table, found int"),
+        ("data.train=[]", "data.train: expected str or a table, found a list"),
+        (
+            'reward.functions=[{function = "m:f", wieght = 1}]',
+            "reward.functions.0.wieght: unknown key; did you mean reward.functions.0.weight?",
+        ),
+    ],
+)
+def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, problem: str) -> None:
+    """A table was taken as the name of a file, and a wrong entry made its list too short."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [override])
+    assert str(caught.value) == f"{recipe} with its overrides: {problem}"
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"run": 3}', "[" * 100000])
 def test_damaged_resolved_configuration_is_one_message(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
