@@ -63,7 +63,7 @@ def last_block(text: str, labels: Collection[str]) -> str | None:
     """Return the last fenced block with one of these labels, else the last one without a label.
 
     A block begins and ends at a line of its own, and the first word after its beginning is its
-    label. A block that does not end is none. The indentation of its beginning is removed.
+    label. A block must end to count. The indentation of its beginning is removed.
     """
     text = text.replace("\r\n", "\n")
     found: dict[bool, tuple[re.Match[str], int]] = {}

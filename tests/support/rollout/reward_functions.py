@@ -54,7 +54,7 @@ def too_few(messages, responses, tokens, ground_truths, extra_infos):
 
 
 class Unreadable(Exception):
-    """As an array of several values is: no text and no truth."""
+    """An object without text and truth, as an array of several values has no truth."""
 
     def __str__(self) -> str:
         raise ValueError("unreadable")

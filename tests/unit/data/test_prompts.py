@@ -140,7 +140,7 @@ def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
 
 
 def test_gold_in_fp32_is_the_number_that_was_written(tmp_path) -> None:
-    """As a Python float it has digits that no response writes."""
+    """The Python float of an fp32 value has digits that no response writes."""
     table = pa.table({"question": ["a", "b"], "answer": pa.array([0.1, -1.5e-6], pa.float32())})
     pq.write_table(table, tmp_path / "a.parquet")
     prompts = read(str(tmp_path / "a.parquet"))
