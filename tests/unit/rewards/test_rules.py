@@ -5,6 +5,7 @@ import time
 import pytest
 
 from megadapo.data.patterns import last_match
+from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.rules import as_number, marked_answer, score, validate_ground_truth
@@ -136,3 +137,22 @@ def test_time_is_linear_in_the_response(text):
         score(response, "7", rule, r"(a|aa)+(1|1,)+$")
     marked_answer(response, "a")
     assert time.process_time() - start < 5.0
+
+
+def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
+    """Catches a misspelt data_source, whose function would never be called."""
+    prompts = [Prompt("id", (("user", "?"),), "2", name) for name in ("maths", "code")]
+
+    def check(*data_sources: str) -> None:
+        entry = {"function": "boxed", "data_sources": data_sources}
+        with Scorer(RewardConfig(functions=("rule", entry), symbolic=False)) as scorer:
+            scorer.check_data_sources(prompts)
+
+    with pytest.raises(
+        ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'
+    ):
+        check("math")
+    check("maths", "cod")
+    assert caplog.messages == [
+        'reward.functions[1] (boxed): no prompt has "cod"; prompts have "maths", "code"'
+    ]

@@ -230,25 +230,6 @@ def test_function_in_working_folder_is_found(tmp_path: Path, monkeypatch) -> Non
     assert score(["a"], "my_rewards:half")[0].reward == 0.5
 
 
-def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
-    """Catches a misspelt data_source, whose function would never be called."""
-    prompts = [Prompt("id", (("user", "?"),), "2", name) for name in ("maths", "code")]
-
-    def check(*data_sources: str) -> None:
-        entry = {"function": "boxed", "data_sources": data_sources}
-        with Scorer(RewardConfig(functions=("rule", entry), symbolic=False)) as scorer:
-            scorer.check_data_sources(prompts)
-
-    with pytest.raises(
-        ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'
-    ):
-        check("math")
-    check("maths", "cod")
-    assert caplog.messages == [
-        'reward.functions[1] (boxed): no prompt has "cod"; prompts have "maths", "code"'
-    ]
-
-
 def test_format_and_length() -> None:
     pattern = {"function": "format", "options": {"pattern": "<think>.*</think>.*"}}
     keys = {"function": "format", "name": "json", "options": {"json_keys": ["answer"]}}
