@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megadapo.config import RunConfig
-from megadapo.config.preflight import is_hub_dataset, model_folder
+from megadapo.config.data_checks import is_hub_dataset
+from megadapo.config.preflight import model_folder
 from megadapo.data.prompts import Prompt, render
 from megadapo.data.rows import Row
 from megadapo.data.sources import is_built_in, read_rows
