@@ -99,9 +99,6 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
         config = json.loads(path.read_text(encoding="utf-8"))
         placement = config["cluster"]["placement"]
         num_engines = int(config["rollout"]["num_engines"])
-        if is_running and status.engines is not None:
-            # fewer than the recipe's after a start with --allow-fewer
-            num_engines = int(status.engines["wanted"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if placement != "separate":
@@ -109,6 +106,9 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
             f'cluster.placement = "{placement}": the engines of this run share the slots of its '
             'trainer, so none can join or leave; only with "separate" they can'
         )
+    if is_running and status.engines is not None:
+        # fewer than the recipe's after a start with --allow-fewer
+        num_engines = status.engines["wanted"]
     found = read_request(folder) or EngineRequest(num_engines=num_engines)
     return found.for_driver(status.driver)
 

@@ -154,7 +154,7 @@ def test_engines_leave_a_node_without_trainer_ranks(tmp_path, node):
     with Run.open(config) as run:
         engine = {"number": 1, "node": "10.0.0.2", "state": "serving"}
         run.log.status.report_engines(
-            {"engines": [engine], "trainer_nodes": ["10.0.0.1"], "problem": None}
+            {"wanted": 2, "engines": [engine], "trainer_nodes": ["10.0.0.1"], "problem": None}
         )
         words = [sys.executable, SCRIPT, tmp_path, "--now", "spot", "--leave-node", node]
         subprocess.run(words, cwd=REPOSITORY, check=True, timeout=60)
