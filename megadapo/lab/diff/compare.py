@@ -181,7 +181,7 @@ class _Comparer:
         if a is None or b is None:
             return None
         complete = run_a.has_all_groups(step, a) and run_b.has_all_groups(step, b)
-        sizes = {run.mini_batch_size for run in (run_a, run_b)}
+        sizes = {run.groups_per_mini_batch for run in (run_a, run_b)}
         size = sizes.pop() if len(sizes) == 1 else None
         return StepGroups(step, a, b, complete, size)
 

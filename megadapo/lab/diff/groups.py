@@ -35,8 +35,8 @@ class StepGroups:
     b: Groups
     is_complete: bool
     """Whether both runs saved every group of the step."""
-    mini_batch_size: int | None = None
-    """Responses of an update, if both runs have as many."""
+    groups_per_mini_batch: int | None = None
+    """Planned groups of an update, if both runs have as many."""
 
     def first(self, phase: Phase) -> Difference | None:
         """Return the first difference of a phase, with the number of groups that have one."""
@@ -205,11 +205,10 @@ class StepGroups:
     def _mini_batches(self) -> dict[int | None, int]:
         """Return the mini-batch of each trained group, in training order; {} if not known."""
         trained = [one.group for one in self.a.values() if one.disposition == "trained"]
-        if not trained or not self.is_complete or self.mini_batch_size is None:
+        if not trained or not self.is_complete or not self.groups_per_mini_batch:
             return {}
-        num_groups = max(1, self.mini_batch_size // max(len(one.responses) for one in trained))
-        ordered = in_training_order(trained, self.step - 1, num_groups)
-        sizes = mini_batch_sizes(len(ordered), num_groups)
+        ordered = in_training_order(trained, self.step - 1, self.groups_per_mini_batch)
+        sizes = mini_batch_sizes(len(ordered), self.groups_per_mini_batch)
         numbers = [number for number, size in enumerate(sizes, start=1) for _ in range(size)]
         indices = (group.prompt_index for group in ordered)
         return dict(zip(indices, numbers, strict=True))

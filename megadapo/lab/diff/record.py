@@ -90,7 +90,9 @@ class RunRecord:
         return has_rollouts(self.metrics[step])
 
     @property
-    def mini_batch_size(self) -> int | None:
-        """Number of responses of an update, if each response is in one update of a step."""
-        algorithm = self.config.get("algorithm", {})
-        return algorithm.get("responses_per_mini_batch") if algorithm.get("passes") == 1 else None
+    def groups_per_mini_batch(self) -> int | None:
+        """Planned number of groups of an update, if each group is in one update of a step."""
+        algorithm, sampling = self.config.get("algorithm", {}), self.config.get("sampling", {})
+        if algorithm.get("passes") != 1 or "responses_per_prompt" not in sampling:
+            return None
+        return int(algorithm["responses_per_mini_batch"]) // int(sampling["responses_per_prompt"])

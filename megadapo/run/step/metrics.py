@@ -212,7 +212,7 @@ def skipped_updates(step: int, update: UpdateResult) -> Iterator[str]:
 
 def _smaller_batch(num_groups: int, config: RunConfig) -> str:
     """Return a phrase about the updates of a step with too few groups."""
-    planned = config.algorithm.responses_per_mini_batch // config.sampling.responses_per_prompt
+    planned = config.groups_per_mini_batch
     sizes = mini_batch_sizes(num_groups, planned)
     found = " or ".join(str(size) for size in sorted(set(sizes)))
     return f"the batch is smaller, with {len(sizes)} updates of {found} groups instead of {planned}"

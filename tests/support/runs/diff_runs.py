@@ -33,6 +33,7 @@ NUM_STEPS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 3, 4, 4, 6
 CONFIG: dict[str, Any] = {
     "run": {"seed": 1, "folder": "runs/x"},
     "observe": {"saved_groups": "all"},
+    "sampling": {"responses_per_prompt": NUM_RESPONSES},
     "algorithm": {"responses_per_mini_batch": 8, "passes": 1},
     "checkpoint": {"every": 1},
     "rollout": {"num_engines": 1},

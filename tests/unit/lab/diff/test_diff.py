@@ -395,10 +395,14 @@ def test_metric_of_an_environment_is_of_the_rollout_or_the_score():
 
 @pytest.mark.parametrize(("differing", "group", "number"), [((1,), 5, 2), ((1, 2), 6, 1)])
 def test_mini_batch_is_that_of_the_training_order(run, tmp_path, differing, group, number):
-    """Even sizes (2 + 2, not 3 + 1) and stale groups (4 and 5) that are spread over the updates."""
+    """Even sizes (2 + 2, not 3 + 1) and stale groups (4 and 5) that are spread over the updates.
+
+    The sizes are the planned ones: failures may have taken responses out of every group.
+    """
     folders = [copy_of(run, tmp_path / name) for name in "ab"]
     for folder in folders:
-        edit_config(folder, "algorithm", "responses_per_mini_batch", 12)
+        edit_config(folder, "algorithm", "responses_per_mini_batch", 24)
+        edit_config(folder, "sampling", "responses_per_prompt", 8)
         for place in (0, 1):
             for response in range(4):
                 versions = np.zeros(NUM_TOKENS, dtype=np.int32)
