@@ -20,10 +20,10 @@ from typing import Any
 
 from plain_accuracy import plain_accuracy
 
+from megadapo.cluster.machine import GIB
 from megadapo.cluster.processes import descendants
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError, InfraError, MegadapoError
-from megadapo.observe.machine import GIB
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 from megadapo.observe.summary import costs, read_steps
 from megadapo.observe.tables import TextTable

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from megadapo.cluster.machine import attention_problem, inspect_machine
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.data_checks import ColumnReader, check_answers, check_prompts
@@ -22,7 +23,6 @@ from megadapo.config.teacher import check_teacher_folder, check_teacher_server
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
-from megadapo.observe.machine import attention_problem, inspect_machine
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from megadapo import __version__
 from megadapo.cluster.health import node_problems
-from megadapo.observe.machine import Gpu, Machine, attention_problem, inspect_machine
+from megadapo.cluster.machine import Gpu, Machine, attention_problem, inspect_machine
 from megadapo.observe.tables import TextTable
 
 # The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megadapo
+from megadapo.cluster.machine import GIB, Machine, inspect_machine
 from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, is_answered, question_file
 from megadapo.cluster.ray_connection import accepts_without_token, join_cluster
 from megadapo.cluster.this_node import ClockOffset, ClockReading, clock_offset, read_clock
-from megadapo.observe.machine import GIB, Machine, inspect_machine
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megadapo import __version__
+from megadapo.cluster.machine import inspect_machine
 from megadapo.errors import DataError
-from megadapo.observe.machine import inspect_machine
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:

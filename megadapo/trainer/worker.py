@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from megadapo.cluster.machine import attention_problem
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.processes import (
     ONEDNN_WITHOUT_BF16,
@@ -28,7 +29,6 @@ from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.heartbeat import heartbeat_file, start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
-from megadapo.observe.machine import attention_problem
 from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megadapo.cluster.machine import GIB, Machine
 from megadapo.config import RunConfig, load_config
 from megadapo.lab.plan.cards import H100, Card, card_of
 from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import gpu_kinds, host_items, itemsize_of, models_of
 from megadapo.lab.plan.ranks import engine_bytes
-from megadapo.observe.machine import GIB, Machine
 
 RECIPE = "configs/quickstart.toml"
 REAL_RECIPE = "configs/smollm2-135m.toml"

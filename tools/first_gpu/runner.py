@@ -24,9 +24,9 @@ import psutil
 from gpu_report import FAULTS, as_record, described, optimizer_mib, steps_of, write_report
 from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts
 
+from megadapo.cluster.machine import GIB, inspect_machine
 from megadapo.errors import DataError
 from megadapo.lab.record import write_record
-from megadapo.observe.machine import GIB, inspect_machine
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.run.state.status import Status, read_status

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadapo.observe.machine import Gpu, inspect_machine
+from megadapo.cluster.machine import Gpu, inspect_machine
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricsLog
 from tests.support import REPOSITORY
