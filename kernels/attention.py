@@ -1,13 +1,15 @@
-"""Causal attention within packed sequences, fp32 on a CPU.
+"""Causal attention within packed sequences, without padding: by torch on a GPU, ours on a CPU.
 
-torch's own kernel needs sequences of one length, and takes tens of microseconds for each sequence
-and head. This one pads nothing, and a sequence has the same bits in every batch. As in Dao et al.,
+A GPU has torch's variable-length FlashAttention for low-precision tensors. On a CPU torch's kernel
+needs sequences of one length, and takes tens of microseconds for each sequence and head. Ours, in
+fp32, pads nothing, and a sequence has the same bits in every batch. As in Dao et al.,
 "FlashAttention" (arXiv 2205.14135), the backward pass needs only each row's log-sum-exp.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from megadapo.kernels.cpu.native import address, load_native
 from megadapo.kernels.launch import count_bytes, uses_triton
@@ -29,6 +32,12 @@ ATTENTION, ATTENTION_GRADS = "megadapo::packed_attention", "megadapo::packed_att
 LONGEST = 512
 """Longest sequence whose keys and values stay in a core's cache, in tokens. torch's kernel reads
 longer ones in blocks of keys and is faster there."""
+LARGEST_GPU_HEAD = 192
+"""Largest head of torch's kernel whose backward pass fits every GPU from compute capability 8.0."""
+
+_on_gpu: Callable[..., Any] = varlen_attn
+# torch 2.11 has no such argument, and accepts groups without it
+_GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention_definition(
@@ -46,9 +55,12 @@ def packed_attention_definition(
 
 
 def should_use_packed_attention(query: Tensor, key: Tensor, value: Tensor, longest: int) -> bool:
-    """Return whether `packed_attention` supports these tensors and is faster than torch."""
+    """Return whether `packed_attention` supports these tensors and is faster than padding."""
     is_fp32 = all(x.dtype == torch.float32 for x in (query, key, value))
-    fits = is_fp32 and not uses_triton(query) and query.device.type == "cpu" and longest <= LONGEST
+    if query.device.type != "cpu":
+        size = query.shape[-1]
+        return not is_fp32 and size % 8 == 0 and size <= LARGEST_GPU_HEAD
+    fits = is_fp32 and not uses_triton(query) and longest <= LONGEST
     return fits and load_native(SOURCE) is not None
 
 
@@ -146,7 +158,8 @@ def packed_attention(
         scale: positive factor of the scores; None: 1 / sqrt(D).
 
     Raises:
-        ValueError: shapes do not fit, or cu_seqlens does not cut T tokens into such sequences.
+        ValueError: shapes do not fit, or cu_seqlens, which is checked on a CPU only, does not cut T
+            tokens into such sequences.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_tokens, num_heads, size = query.shape
@@ -155,6 +168,12 @@ def packed_attention(
         raise ValueError(f"query, key and value do not fit each other: {shapes}")
     if cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous():
         raise ValueError(f"cu_seqlens must be contiguous int32, got {cu_seqlens.dtype}")
+    if query.device.type != "cpu":
+        bounds = (cu_seqlens, cu_seqlens, longest, longest)
+        # all earlier tokens and no later one
+        options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale, **_GROUPS}
+        out: Tensor = _on_gpu(query, key, value, *bounds, **options)
+        return out
     lengths = cu_seqlens.diff()
     begins, ends = cu_seqlens[:1].tolist(), cu_seqlens[-1:].tolist()
     if begins != [0] or ends != [num_tokens] or bool(((lengths < 0) | (lengths > longest)).any()):

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megadapo.cluster import machine
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.this_node import LOOPBACK, use_interface_towards
 
@@ -59,6 +60,8 @@ def node_problems(num_gpus: int | None = None) -> list[str]:
         fields = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
         rows = _nvidia_smi(f"--query-remapped-rows={fields}")
     problems = list(gpu_problems(gpus, rows, wanted))
+    if not problems:
+        problems += machine.cuda_problems(machine.inspect_machine())
     # a GPU that is lost or damaged already condemns the node, and could make the loopback hang
     if not problems:
         problem = loopback_problem(len(gpus), "cuda")

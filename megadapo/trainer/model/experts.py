@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.megatron_internals import uses_transformer_engine
 from megadapo.trainer.types import Metrics
 
 
@@ -31,7 +32,7 @@ def expert_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str,
     """Return megatron-core's options for a model with experts; empty for other models."""
     if model.routing is None:
         return {}
-    uses_te = torch.cuda.is_available()
+    uses_te = uses_transformer_engine()
     return {
         "num_moe_experts": model.shape.num_experts,
         "moe_ffn_hidden_size": model.shape.expert_ffn_size,

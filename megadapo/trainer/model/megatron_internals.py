@@ -2,6 +2,7 @@
 
 - `GPTModel.output_processor`: present since 0.18, emulated for 0.16.
 - Layer specs: later versions describe a part by a partial instead of a spec.
+- The product that adds a weight's gradient to fp32 sums, by torch where apex is missing.
 - The distributed optimizer: the runs of elements that a rank owns, its count of updates, and a step
   with a known gradient norm.
 
@@ -13,14 +14,45 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.tensor_parallel import layers as parallel_layers
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+
+from megadapo.kernels.policy_head.products import Fp32Sum
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16 reads this name also without Transformer Engine, and does not define it then
+    moe_utils.te_general_gemm = None
+
+
+def uses_transformer_engine() -> bool:
+    """Return whether layers come from Transformer Engine: on GPUs, where it is installed."""
+    return torch.cuda.is_available() and transformer_engine.HAVE_TE
+
+
+def sum_gradients_by_torch() -> None:
+    """Give megatron-core a product that adds to fp32 sums of weight gradients; apex's goes first.
+
+    Without it each micro-batch's gradient would be rounded to bf16 before it is added.
+    """
+    if not parallel_layers._grad_accum_fusion_available:
+        product = SimpleNamespace(wgrad_gemm_accum_fp32=_add_gradient)
+        parallel_layers.fused_weight_gradient_mlp_cuda = product
+        parallel_layers._grad_accum_fusion_available = True
+
+
+def _add_gradient(inputs: Tensor, d_outputs: Tensor, main_grad: Tensor) -> None:
+    """Add d_outputs [T, N]^T inputs [T, K] to main_grad [N, K] fp32."""
+    Fp32Sum(main_grad.shape, inputs, into=main_grad).add(d_outputs, inputs)
 
 
 class _GPTModelWithHook(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -92,10 +124,13 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
     """
     for part in optimizer.chained_optimizers:
         for inner in _inner_optimizers(part):
-            for param in (param for group in inner.param_groups for param in group["params"]):
+            pairs = ((group, param) for group in inner.param_groups for param in group["params"])
+            for group, param in pairs:
                 state = inner.state[param]
                 if isinstance(inner, torch.optim.AdamW):
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    # the fused AdamW reads the count where the parameter is
+                    place = param.device if group["fused"] else None
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=place)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
         if hasattr(part.optimizer, "sub_optimizers"):

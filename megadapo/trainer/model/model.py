@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -22,7 +21,12 @@ from megadapo.trainer.model.experts import (
     release_routing_graphs,
 )
 from megadapo.trainer.model.layers import local_block_spec
-from megadapo.trainer.model.megatron_internals import HookedGPTModel, submodules_of
+from megadapo.trainer.model.megatron_internals import (
+    HookedGPTModel,
+    submodules_of,
+    sum_gradients_by_torch,
+    uses_transformer_engine,
+)
 from megadapo.trainer.model.router_replay import replay_choices
 from megadapo.weights.layout.layout import padded_vocab_size
 
@@ -32,7 +36,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron-core's description of a model that passed `validate_model_layout`."""
     shape = model.shape
-    uses_te = uses_transformer_engine()
+    uses_te, uses_cuda = uses_transformer_engine(), torch.cuda.is_available()
+    if uses_cuda:
+        sum_gradients_by_torch()
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -63,15 +69,14 @@ def transformer_config(
         # the values are overwritten later, but initialization also marks sharded parameters: the
         # gradient norm counts unmarked ones on one rank only
         perform_initialization=True,
-        use_cpu_initialization=not uses_te,
-        # sums weight gradients in fp32 without rounding to bf16; megatron-core then needs apex's
-        # kernel
-        gradient_accumulation_fusion=uses_te and has_apex_gradient_kernel(),
+        use_cpu_initialization=not uses_cuda,
+        # sums weight gradients in fp32 without rounding each of them to bf16
+        gradient_accumulation_fusion=uses_cuda,
         apply_rope_fusion=uses_te,
         bias_activation_fusion=uses_te,
         # makes megatron-core use the layer spec's activation
         use_te_activation_func=not uses_te,
-        deterministic_mode=uses_te and trainer.deterministic,
+        deterministic_mode=uses_cuda and trainer.deterministic,
     )
 
 
@@ -142,17 +147,8 @@ def _build_chunk(
             replay_choices(gpt)
     if uses_te:
         gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
-    return gpt
-
-
-def has_apex_gradient_kernel() -> bool:
-    """Return whether apex has the kernel that adds into an fp32 weight gradient."""
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
-def uses_transformer_engine() -> bool:
-    """Return whether layers come from Transformer Engine, as on every GPU."""
-    return torch.cuda.is_available()
+    # megatron-core creates routers on the CPU
+    return gpt.cuda()
 
 
 def rotary_of_own_layers(model: ModelDescription) -> Tensor | None:

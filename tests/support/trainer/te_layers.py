@@ -81,6 +81,8 @@ def build(
     model = describe_model(read_hf_config(folder))
     with patch("torch.cuda.is_available", return_value=as_on_gpu):
         config = transformer_config(model, trainer, dtype=dtype)
+        # there are no buffers of gradients
+        config.gradient_accumulation_fusion = False
         if model.routing is not None and dtype == torch.float64:
             config.moe_router_dtype = "fp64"
         (chunk,) = build_chunks(config, model, trainer)

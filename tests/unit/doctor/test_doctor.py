@@ -53,9 +53,10 @@ def problems(machine: Machine) -> str:
 
 def test_choices_follow_the_machine():
     assert choices(GPU)["layers"] == "transformer-engine"
-    assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex FusedAdam"
+    assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex's fused Adam"
     bare = replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
-    assert choices(bare)["optimizer"] == "torch AdamW"
+    assert choices(bare)["optimizer"] == "torch's fused AdamW"
+    assert choices(bare)["layers"].startswith("our own (Triton")
     assert choices(CPU)["device"] == "cpu"
     assert "compiled by gcc" in choices(CPU)["policy head"]
     assert "torch row" in choices(replace(CPU, c_compiler=None))["policy head"]
@@ -65,6 +66,8 @@ def test_choices_follow_the_machine():
 
 def test_healthy_machines_have_no_problems():
     assert problems(CPU) == "" and problems(GPU) == ""
+    # our own layers need neither of them
+    assert problems(replace(without(GPU, "transformer-engine", "flash-attn"), gpus=(A100,))) == ""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_healthy_machines_have_no_problems():
         (replace(GPU, gpus=(V100,)), "compute capability 7.0"),
         (replace(GPU, gpus=(H200, A100)), "GPUs differ"),
         (replace(without(GPU, "flash-attn"), gpus=(A100,)), "install flash-attn"),
-        (without(GPU, "transformer-engine"), "without transformer-engine"),
+        (replace(GPU, c_compiler=None), "needs a C compiler"),
         (replace(GPU, torch_cuda="13.0"), "driver 570.1 is older than 580"),
     ],
 )

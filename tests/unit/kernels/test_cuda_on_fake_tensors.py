@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from megadapo.kernels import rmsnorm, rotary, swiglu
+from megadapo.kernels import attention, rmsnorm, rotary, swiglu
 from megadapo.kernels.policy_head import products as products
+from megadapo.trainer.model import megatron_internals
 
 TOKENS, HEADS, SIZE, VOCAB = 40, 2, 16, 256
 FP32 = torch.float32
@@ -64,3 +65,39 @@ def test_products_are_made_in_fp32(dtype):
     total.add(fake(TOKENS, VOCAB, dtype=dtype), hidden)
     assert total.result().dtype == FP32
     assert total.result().device.type == "cuda"
+
+
+@pytest.mark.usefixtures("launches")
+def test_gradient_is_added_without_rounding(monkeypatch):
+    """Catches a bf16 product that is rounded before it is added to the fp32 sum."""
+    hidden, d_logits = (fake(TOKENS, size, dtype=torch.bfloat16) for size in (SIZE, VOCAB))
+    main_grad = fake(VOCAB, SIZE)
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "addmm", lambda *args, **how: called.update(how, total=args[0]))
+    megatron_internals._add_gradient(hidden, d_logits, main_grad)
+    assert called == {"out_dtype": FP32, "out": main_grad, "total": main_grad}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "fits"),
+    [(torch.bfloat16, 64, True), (torch.bfloat16, 60, False), (torch.bfloat16, 256, False)]
+    + [(FP32, 64, False)],
+)
+@pytest.mark.usefixtures("launches")
+def test_attention_on_a_gpu_is_packed(monkeypatch, dtype, size, fits):
+    """Catches padding, groups that torch refuses, and attention to other sequences or later tokens.
+
+    torch's kernel takes fp16 and bf16 and heads of a multiple of 8; elsewhere sequences are padded.
+    """
+    query, key = (fake(TOKENS, heads, size, dtype=dtype) for heads in (2 * HEADS, HEADS))
+    bounds = fake(4, dtype=torch.int32)
+    assert attention.should_use_packed_attention(query, key, key, TOKENS) == fits
+    if not fits:
+        return
+    out = attention.packed_attention(query, key, key, bounds, longest=20, scale=0.5)
+    assert (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device)
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(attention, "_on_gpu", lambda *args, **how: called.update(how, args=args))
+    attention.packed_attention(query, key, key, bounds, longest=20, scale=0.5)
+    assert called["window_size"] == (-1, 0) and called["scale"] == 0.5
+    assert called["args"] == (query, key, key, bounds, bounds, 20, 20)

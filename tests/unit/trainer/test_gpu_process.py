@@ -3,50 +3,80 @@
 import importlib.util
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from megadapo.cluster.machine import PACKAGES, Gpu, Machine, inspect_machine
 from megadapo.errors import InfraError
+from megadapo.trainer import worker
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.trainer import rank_environment
-from megadapo.trainer.worker import require_cuda
 from tests.support.rollout.engine_specs import engine_spec
+
+GPU = replace(
+    inspect_machine(),
+    gpus=(Gpu(name="NVIDIA H100", memory_gib=80.0, compute_capability=(9, 0)),),
+    torch_cuda="13.0",
+    packages=dict.fromkeys(PACKAGES),
+)
+WITH_TE = replace(GPU, packages=GPU.packages | {"transformer-engine": "2.20.2"})
+A100 = Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0))
+B200 = Gpu(name="B200", memory_gib=180.0, compute_capability=(10, 0))
+V100 = Gpu(name="V100", memory_gib=32.0, compute_capability=(7, 0))
+
+
+@pytest.fixture
+def require(monkeypatch):
+    """Call require_cuda on a machine whose torch finds a GPU."""
+
+    def call(machine: Machine, *, deterministic: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(worker, "inspect_machine", lambda: machine)
+        worker.require_cuda(deterministic=deterministic)
+
+    yield call
+    torch.use_deterministic_algorithms(False)
 
 
 def test_missing_gpu_is_an_error():
     with pytest.raises(InfraError, match=r"finds no GPU .*cluster.device"):
-        require_cuda(deterministic=False)
+        worker.require_cuda(deterministic=False)
 
 
-def test_broken_transformer_engine_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_broken_transformer_engine_is_an_error(require, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(InfraError, match="transformer-engine cannot be imported"):
-        require_cuda(deterministic=False)
+        require(WITH_TE)
 
 
 @pytest.mark.parametrize(
-    ("capability", "deterministic", "problem"),
+    ("machine", "deterministic", "problem"),
     [
-        ((8, 0), False, "compute capability 8.0.*install flash-attn"),
-        ((9, 0), False, None),
-        ((9, 0), True, "no deterministic attention for long.*trainer.deterministic"),
-        ((10, 0), True, None),
+        (replace(WITH_TE, gpus=(A100,)), False, "compute capability 8.0.*install flash-attn"),
+        (WITH_TE, False, None),
+        (WITH_TE, True, "no deterministic attention for long.*trainer.deterministic.*uninstall"),
+        (replace(WITH_TE, gpus=(B200,)), True, None),
+        (replace(GPU, gpus=(A100,)), True, None),
+        (replace(GPU, gpus=(V100,)), False, "V100 has compute capability 7.0; bfloat16"),
+        (replace(GPU, c_compiler=None), False, "Triton needs a C compiler .* apt install gcc"),
+        (replace(GPU, python_headers=False), False, "Python's C headers .* apt install python3"),
+        (replace(GPU, torch_cuda=None), False, "torch is built for the CPU"),
     ],
 )
-def test_attention_that_holds_every_pair_of_tokens_is_refused(
-    monkeypatch, capability, deterministic, problem
+def test_machine_that_cannot_train_is_refused(
+    require, monkeypatch, machine, deterministic, problem
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    """Catches kernels that fail in the first update, and needs of Transformer Engine without it."""
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    refused = pytest.raises(InfraError, match=problem) if problem else nullcontext()
-    with refused:
-        require_cuda(deterministic=deterministic)
+    with pytest.raises(InfraError, match=problem) if problem else nullcontext():
+        require(machine, deterministic=deterministic)
+    repeats = torch.are_deterministic_algorithms_enabled()
+    assert repeats == (deterministic and problem is None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -30,14 +30,19 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3-moe", TENSORS | {"expert": 2}),
 }
 """Model and layout; a rank has several micro-batches of each of two mini-batches."""
-KERNEL = "megadapo.trainer.model.model.has_apex_gradient_kernel"
+CONFIG = "megadapo.trainer.model.model.TransformerConfig"
 
 
 def _build(place: "Place", settings: "TrainerSettings", *, is_fused: bool) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from megadapo.trainer.rank import TrainerRank
     from tests.support.trainer.te_layers import trainers_as_on_gpus
 
-    with trainers_as_on_gpus(), mock.patch(KERNEL, lambda: is_fused):
+    def configured(**options):
+        return TransformerConfig(**options | {"gradient_accumulation_fusion": is_fused})
+
+    with trainers_as_on_gpus(), mock.patch(CONFIG, configured):
         rank = TrainerRank(settings, *place)
     first = rank.chunks[0].module.decoder.layers[0].self_attention.linear_qkv
     assert first.fuse_wgrad_accumulation == is_fused

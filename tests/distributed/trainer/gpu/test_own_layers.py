@@ -1,0 +1,141 @@
+"""Our own layers on a GPU without Transformer Engine and apex, through stand-ins on the CPU."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megadapo.models.description import describe_model
+from megadapo.models.folder import read_hf_config
+from tests.support.trainer.batches import RAGGED, random_batch
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor, sequence, tied": ("deep-tied", {"tensor": 2, "sequence": True}),
+    "data, overlap": ("qwen2-untied", {"data": 2, "overlap": True, "bucket": 3000}),
+    "pipeline, recompute": ("deep-tied", {"pipeline": 2, "recompute": "full"}),
+    "context": ("llama3", {"context": 2}),
+    "experts": ("qwen3-moe", {"tensor": 2, "sequence": True, "expert": 2}),
+    "alone, deterministic": ("qwen3", {"deterministic": True}),
+}
+"""Model and layout; a rank has several micro-batches of each of two mini-batches."""
+
+
+@contextmanager
+def _cuda_is_there() -> Iterator[None]:
+    """Let layers be chosen as on a GPU; their kernels stay the CPU's."""
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        yield
+
+
+def _places(rendezvous, settings) -> dict[str, Any]:
+    """Build a model and its optimizer on the meta device in place of a GPU."""
+    import torch
+
+    from megadapo.trainer.model.experts import BalancedRouter
+    from megadapo.trainer.model.model import build_chunks, transformer_config
+    from megadapo.trainer.model.parallel import join_groups
+    from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    model = describe_model(read_hf_config(Path(settings.model.path)))
+    meta, type_of = torch.device("meta"), torch.Tensor.type
+
+    def named(self, *to):
+        return type_of(self, *to) if to else type_of(self).replace("meta.", "")
+
+    with (
+        _cuda_is_there(),
+        mock.patch("torch.cuda.current_device", lambda: meta),
+        mock.patch("torch.nn.Module.cuda", lambda self, device=None: self.to(meta)),
+        # the distributed optimizer knows CUDA's types only
+        mock.patch("torch.Tensor.type", named),
+    ):
+        config = transformer_config(model, settings.trainer, dtype=torch.bfloat16)
+        chunks = build_chunks(config, model, settings.trainer)
+        assert any(isinstance(module, BalancedRouter) for module in chunks[0].modules())
+        chunks = wrap_for_gradients(chunks, config, settings.trainer)
+        optimizer = build_optimizer(chunks, settings.trainer.optimizer)
+    (chunk,) = chunks
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    groups = [group for one in inner for group in one.param_groups]
+    states = [state for one in inner for state in one.state.values()]
+    return {
+        "tensors": {one.device for one in (*chunk.parameters(), *chunk.module.buffers())},
+        "gradients": {(one.main_grad.dtype, one.main_grad.device) for one in chunk.parameters()},
+        "fused": {group["fused"] for group in groups},
+        "state": {value.device for state in states for value in state.values()},
+        "imported": [name for name in sys.modules if name.startswith("transformer_engine")],
+    }
+
+
+def test_model_and_optimizer_are_on_the_gpu(ranks):
+    """Catches routers that megatron-core leaves on the CPU, sums in bf16, and slow updates."""
+    import torch
+
+    (found,) = ranks.on("qwen3-moe", _places)
+    assert found["tensors"] == {torch.device("meta")}
+    assert found["gradients"] == {(torch.float32, torch.device("meta"))}
+    assert found["fused"] == {True}
+    assert found["state"] == {torch.device("meta")}
+    assert found["imported"] == []
+
+
+def _trained(rendezvous, settings, batch, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the weights, gradients and metrics of a rank after two steps of two updates."""
+    import torch
+
+    from megadapo.trainer import trained_model
+    from megadapo.trainer.model import model
+    from tests.support.trainer.probes import (
+        build,
+        gradients_under,
+        split_of,
+        state_bits,
+        update,
+        with_old_policy,
+    )
+
+    def as_on_gpu(function):
+        def call(*args, **kwargs):
+            with _cuda_is_there():
+                return function(*args, **kwargs)
+
+        return call if on_gpu else function
+
+    functions = [as_on_gpu(one) for one in (model.build_chunks, model.transformer_config)]
+    names = ("build_chunks", "transformer_config")
+    with mock.patch.multiple(trained_model, **dict(zip(names, functions, strict=True))):
+        rank = build(rendezvous, settings)
+    config = rank.config
+    assert config.gradient_accumulation_fusion == on_gpu == (not config.use_cpu_initialization)
+    # two ranks of a pipeline on a CPU exchange single messages
+    config.batch_p2p_comm = False
+    split, *_ = split_of(rank, batch)
+    gradients = gradients_under(rank, rank.head, with_old_policy(rank, split)).by_name
+    metrics = [repr(update(rank, batch, step=step).metrics) for step in (1, 2)]
+    torch.use_deterministic_algorithms(False)
+    return {"bits": state_bits(rank), "metrics": metrics, "gradients": gradients}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_own_layers_train_as_on_a_cpu(ranks, name):
+    """Catches gradients that are added twice, never, or before they are summed over ranks.
+
+    In fp32 both ways add the same products in the same order.
+    """
+    model, layout = LAYOUTS[name]
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    layout = {"tokens_per_micro_batch": 96} | layout
+    on_cpu, on_gpu = (
+        ranks.on(model, partial(_trained, on_gpu=on_gpu), batch, **layout)
+        for on_gpu in (False, True)
+    )
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        assert len(cpu["bits"]) > 10
+        assert gpu["metrics"] == cpu["metrics"]
+        assert gpu["bits"] == cpu["bits"]
