@@ -7,11 +7,15 @@ one rank, unless stated otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 
 FP32_BYTES = 4
+
+Layers = Literal["transformer-engine", "own", "own on a CPU"]
+"""Implementation of the layers; the first two are on GPUs, with fused kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,21 @@ class LayerWidths:
     """Experts in place of one MLP."""
     has_qk_norm: bool
     itemsize: int
-    fused: bool
-    """Whether layers are Transformer Engine's with fused attention (every GPU), or our own."""
+    layers: Layers
+
+    @property
+    def is_own(self) -> bool:
+        return self.layers != "transformer-engine"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.layers != "own on a CPU"
+
+    @property
+    def pads(self) -> bool:
+        """Whether attention pads its sequences; only our own does."""
+        has_packed_kernel = self.on_gpu and self.context == 1 and self.itemsize < FP32_BYTES
+        return self.is_own and not has_packed_kernel
 
     @property
     def gathered(self) -> float:
@@ -81,7 +98,7 @@ class Kept:
 
 
 def layer_widths(
-    model: ModelDescription, trainer: TrainerConfig, *, itemsize: int, fused: bool
+    model: ModelDescription, trainer: TrainerConfig, *, itemsize: int, layers: Layers
 ) -> LayerWidths:
     """Return the widths of the tensors on one tensor-parallel rank."""
     shape, tp = model.shape, trainer.tensor_parallel
@@ -97,7 +114,7 @@ def layer_widths(
         experts=_expert_widths(model, trainer),
         has_qk_norm=model.family.has_qk_norm,
         itemsize=itemsize,
-        fused=fused,
+        layers=layers,
     )
 
 
@@ -120,9 +137,9 @@ def kept_by_layer(widths: LayerWidths) -> Kept:
     size = widths.itemsize
     statistic = FP32_BYTES * widths.residual / widths.hidden
     qkv = widths.query + 2 * widths.key
-    # our own attention computes whole padded sequences, and extracts its own rows afterwards
-    whole = 1 if widths.fused else widths.context
-    outputs = widths.query * (1 if widths.fused else whole + 1)
+    # padded attention computes whole sequences, and extracts its own rows afterwards
+    whole = widths.context if widths.pads else 1
+    outputs = widths.query * (whole + 1 if widths.pads else 1)
     core = (whole * qkv + outputs) * size + whole * widths.num_heads * FP32_BYTES
     if widths.has_qk_norm:
         normed_heads = widths.num_heads + widths.num_kv_heads
@@ -147,7 +164,7 @@ def _kept_by_experts(widths: LayerWidths) -> float:
     experts = widths.experts
     assert experts is not None
     # a fused kernel applies the weight while it computes the product
-    products = 3 if widths.fused else 4
+    products = 4 if widths.is_own else 3
     copies = experts.copies * (widths.hidden + products * experts.ffn) * widths.itemsize
     router = experts.num_experts * (3 * FP32_BYTES + 1) * widths.residual / widths.hidden
     return copies + router
@@ -193,9 +210,9 @@ def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
     gradient = widths.residual * size
     weight = widths.hidden * ffn * size
     second = (gradient + (widths.gathered + ffn) * size) * num_tokens + weight
-    # our gate makes two results in fp32, from widened inputs
+    # our gate on a CPU makes two results in fp32, from widened inputs
     num_copies = 2 if size == FP32_BYTES else 5
-    scratch = 0.0 if widths.fused else num_copies * ffn * FP32_BYTES
+    scratch = 0.0 if widths.on_gpu else num_copies * ffn * FP32_BYTES
     # the gradient of the product replaces the product
     gate = (gradient + 2 * ffn * size + scratch) * num_tokens
     # gate, up and their product are free by then
@@ -210,7 +227,7 @@ def _experts_backward(widths: LayerWidths, num_tokens: int) -> float:
     gradient = (widths.residual + experts.copies * 2 * widths.hidden) * size
     between = experts.copies * 3 * experts.ffn * size
     weights = 3 * experts.ffn * widths.hidden * size
-    if not widths.fused:
+    if widths.is_own:
         # one expert at a time
         between /= experts.num_local
         return (gradient + between) * num_tokens + weights
@@ -220,11 +237,11 @@ def _experts_backward(widths: LayerWidths, num_tokens: int) -> float:
 def _attention_backward(widths: LayerWidths) -> float:
     """Return the bytes of the gradients of the output and of q, k and v."""
     gradients = (2 * widths.query + 2 * widths.key + widths.residual) * widths.itemsize
-    if widths.fused and widths.context > 1:
+    if not widths.is_own and widths.context > 1:
         # keys and values of two other ranks, one of them in transit, and their gradients
         gradients += 8 * widths.key * widths.itemsize
-    if widths.fused:
-        # fused attention accumulates q's gradient in fp32
+    if not widths.pads:
+        # it accumulates q's gradient in fp32
         return gradients + widths.query * FP32_BYTES
     # also the padded output, and q, k and v before the padding
     return gradients + widths.context * (2 * widths.query + 2 * widths.key) * widths.itemsize

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from megadapo.cluster.machine import inspect_machine
 from megadapo.config import RunConfig
 from megadapo.data.group_codec import expert_dtype
 from megadapo.lab.plan.cards import GIB, MIB, Card
@@ -192,6 +194,13 @@ def _teacher_bytes(config: RunConfig, models: Models, stage: int) -> int:
     return rank_kinds(layout, config.trainer)[stage].num_parameters * itemsize_of(config)
 
 
+@cache
+def plans_own_layers() -> bool:
+    """Return whether a plan is of our own layers: this machine's GPUs lack Transformer Engine."""
+    machine = inspect_machine()
+    return machine.uses_cuda and machine.packages["transformer-engine"] is None
+
+
 def _update_items(config: RunConfig, models: Models, kind: RankKind) -> dict[str, int]:
     """Return what exists only while a rank computes old log-probs and updates."""
     update = update_bytes(
@@ -200,7 +209,7 @@ def _update_items(config: RunConfig, models: Models, kind: RankKind) -> dict[str
         kind,
         update_load(config, config.trainer),
         itemsize=itemsize_of(config),
-        fused=True,
+        layers="own" if plans_own_layers() else "transformer-engine",
     )
     return {
         "micro-batches": update.inputs,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megadapo.lab.plan.activations import (
     FP32_BYTES,
+    Layers,
     LayerWidths,
     backward_extra,
     kept_by_choice,
@@ -59,15 +60,14 @@ def update_bytes(
     load: UpdateLoad,
     *,
     itemsize: int,
-    fused: bool,
+    layers: Layers,
 ) -> UpdateBytes:
     """Return the peak memory of an update.
 
     Args:
         itemsize: bytes of an element of weights and activations.
-        fused: whether layers are Transformer Engine's, or our own.
     """
-    widths = layer_widths(model, trainer, itemsize=itemsize, fused=fused)
+    widths = layer_widths(model, trainer, itemsize=itemsize, layers=layers)
     tokens = load.tokens_per_micro_batch // trainer.context_parallel
     kept = kept_by_layer(widths)
     chunks = [size * kept_by_choice(kept, trainer) for size in kind.chunk_layers]
@@ -78,7 +78,7 @@ def update_bytes(
     activations = in_flight * per_chunk * tokens
     if kind.has_head:
         activations -= sent * tokens
-    if not fused:
+    if widths.is_own:
         # megatron-core's own layers gather a part's input into one buffer that they keep
         activations += widths.gathered * itemsize * tokens
     layer = backward_extra(widths, trainer, num_tokens=tokens)
@@ -103,7 +103,7 @@ def _input_bytes(
 ) -> int:
     """Return the bytes of a mini-batch's micro-batches and of a step's log-probs."""
     per_token = TOKEN_BYTES
-    if not widths.fused:
+    if widths.is_own:
         # cosine and sine of half of a head's angles each
         per_token += OWN_LAYER_BYTES + model.shape.head_dim * 4
     if trainer.router_replay:
@@ -123,19 +123,19 @@ def _head_bytes(
     tp = trainer.tensor_parallel
     padded_vocab = padded_vocab_size(model.shape.vocab_size, tp)
     dtype = torch.float32 if widths.itemsize == FP32_BYTES else torch.bfloat16
-    device = torch.device("cuda" if widths.fused else "cpu")
+    device = torch.device("cuda" if widths.on_gpu else "cpu")
     tiling = plan_tiling(padded_vocab, dtype, device, None)
     columns, size = padded_vocab // tp, widths.itemsize
     block = min(tiling.block_rows, num_tokens)
     num_blocks = -(-num_tokens // tiling.block_rows)
     # reused buffers: a block's gradient of the logits, and a tile's logits
     logits = 0 if size == FP32_BYTES else min(tiling.tile_rows, block) * columns * FP32_BYTES
-    wide = block * widths.hidden * FP32_BYTES if widths.fused and size < FP32_BYTES else 0
+    wide = block * widths.hidden * FP32_BYTES if widths.on_gpu and size < FP32_BYTES else 0
     buffers = block * columns * size + logits + int(wide)
     residual = num_tokens * widths.residual * size
     # gradients of the output weight's local rows, and of the hidden states: first the predicted
     # rows, then all
-    in_fp32 = widths.fused or num_blocks > 1
+    in_fp32 = widths.on_gpu or num_blocks > 1
     weight = columns * widths.hidden * (FP32_BYTES if in_fp32 else size)
     gradients = int(weight + 2 * residual)
     # hidden states before and after the last norm, and gathered blocks: with sequence parallelism

@@ -32,17 +32,11 @@ def _cuda_is_there() -> Iterator[None]:
         yield
 
 
-def _places(rendezvous, settings) -> dict[str, Any]:
-    """Build a model and its optimizer on the meta device in place of a GPU."""
+@contextmanager
+def _meta_is_the_gpu() -> Iterator[None]:
+    """Let models be built on the meta device in place of a GPU."""
     import torch
 
-    from megadapo.trainer.model.experts import BalancedRouter
-    from megadapo.trainer.model.model import build_chunks, transformer_config
-    from megadapo.trainer.model.parallel import join_groups
-    from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
-
-    join_groups(rendezvous, settings.trainer, None, seed=0)
-    model = describe_model(read_hf_config(Path(settings.model.path)))
     meta, type_of = torch.device("meta"), torch.Tensor.type
 
     def named(self, *to):
@@ -55,8 +49,27 @@ def _places(rendezvous, settings) -> dict[str, Any]:
         # the distributed optimizer knows CUDA's types only
         mock.patch("torch.Tensor.type", named),
     ):
-        config = transformer_config(model, settings.trainer, dtype=torch.bfloat16)
-        chunks = build_chunks(config, model, settings.trainer)
+        yield
+
+
+def _built(settings) -> tuple[Any, Any, Any]:
+    import torch
+
+    from megadapo.trainer.model.model import build_chunks, transformer_config
+
+    model = describe_model(read_hf_config(Path(settings.model.path)))
+    config = transformer_config(model, settings.trainer, dtype=torch.bfloat16)
+    return model, config, build_chunks(config, model, settings.trainer)
+
+
+def _places(rendezvous, settings) -> dict[str, Any]:
+    from megadapo.trainer.model.experts import BalancedRouter
+    from megadapo.trainer.model.parallel import join_groups
+    from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    with _meta_is_the_gpu():
+        _, config, chunks = _built(settings)
         assert any(isinstance(module, BalancedRouter) for module in chunks[0].modules())
         chunks = wrap_for_gradients(chunks, config, settings.trainer)
         optimizer = build_optimizer(chunks, settings.trainer.optimizer)
@@ -83,6 +96,48 @@ def test_model_and_optimizer_are_on_the_gpu(ranks):
     assert found["fused"] == {True}
     assert found["state"] == {torch.device("meta")}
     assert found["imported"] == []
+
+
+def _kept(rendezvous, settings, lengths: list[int]) -> tuple[int, float]:
+    """Return the bytes that a layer on a GPU keeps for its backward pass, and the plan's."""
+    import torch
+
+    from megadapo.lab.plan.activations import kept_by_layer, layer_widths
+    from megadapo.trainer.batch.packing import pack_sequences
+    from megadapo.trainer.model.model import inverse_frequencies
+    from megadapo.trainer.model.parallel import join_groups
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    storages = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point():
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with _meta_is_the_gpu():
+        model, config, (chunk,) = _built(settings)
+        packed = pack_sequences(lengths, inverse_frequencies(model)).to(torch.device("meta"))
+        # of all layers, not of one
+        keep(packed.cos), keep(packed.sin)
+        shared = set(storages)
+        shape = (sum(lengths), 1, config.hidden_size)
+        hidden = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+            # the next layer's input is not kept by this one
+            out, _ = chunk.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=packed)
+    assert out.shape == hidden.shape
+    widths = layer_widths(model, settings.trainer, itemsize=2, layers="own")
+    found = sum(size for storage, size in storages.items() if storage not in shared)
+    return found, kept_by_layer(widths).whole * sum(lengths)
+
+
+@pytest.mark.parametrize("model", ["qwen2-tied", "qwen3"])
+def test_layer_keeps_what_is_planned(ranks, model):
+    """Catches a view that keeps a larger tensor, and padding where there is none."""
+    ((found, planned),) = ranks.on(model, _kept, [50, 7, 300, 1])
+    assert found == pytest.approx(planned, rel=0.01)
 
 
 def _trained(rendezvous, settings, batch, *, on_gpu: bool) -> dict[str, Any]:
