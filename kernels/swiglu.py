@@ -88,7 +88,7 @@ def _forward_torch(gate_up: Tensor) -> Tensor:
 def _backward_torch(gate_up: Tensor, d_y: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     d_y = d_y.float()
-    d_gate_up = torch.empty(gate_up.shape, dtype=torch.float32)
+    d_gate_up = torch.empty_like(gate_up, dtype=torch.float32)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
     torch.mul(functional.silu(gate), d_y, out=d_up)
     torch.mul(d_y, up, out=d_gate)

@@ -140,6 +140,39 @@ def test_layer_keeps_what_is_planned(ranks, model):
     assert found == pytest.approx(planned, rel=0.01)
 
 
+def _devices_of_a_pass(rendezvous, settings, lengths: list[int]) -> set[str]:
+    """Return the devices of the gradients after a forward and a backward pass."""
+    import torch
+
+    from megadapo.trainer.batch.packing import pack_sequences
+    from megadapo.trainer.model.model import inverse_frequencies
+    from megadapo.trainer.model.parallel import join_groups
+    from megadapo.trainer.update.optimizer import wrap_for_gradients
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    with _meta_is_the_gpu():
+        model, config, chunks = _built(settings)
+        (chunk,) = wrap_for_gradients(chunks, config, settings.trainer)
+        out = chunk(
+            input_ids=torch.zeros(1, sum(lengths), dtype=torch.int64, device="meta"),
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=pack_sequences(lengths, inverse_frequencies(model)).to(
+                torch.device("meta")
+            ),
+            output_processor=lambda *, hidden_states, **others: hidden_states,
+            output_processor_context=None,
+        )
+        out.sum().backward()
+    return {one.main_grad.device.type for one in chunk.parameters()} | {out.device.type}
+
+
+@pytest.mark.parametrize("model", ["qwen2-tied", "qwen3", "llama3"])
+def test_pass_mixes_no_devices(ranks, model):
+    """Catches a tensor that a layer makes on the CPU. Experts choose tokens, which meta has not."""
+    assert ranks.on(model, _devices_of_a_pass, [50, 7, 300, 1]) == [{"meta"}]
+
+
 def _trained(rendezvous, settings, batch, *, on_gpu: bool) -> dict[str, Any]:
     """Return the weights, gradients and metrics of a rank after two steps of two updates."""
     import torch
