@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def start_processes(
         if one_by_one:
             engines.wait_until_ready()
             engines.sleep()
+    settings = replace(settings, shares_gpu=one_by_one)
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)
     with phases.phase("wait for engines"):
         if not one_by_one:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megadapo.cluster.cluster import Cluster
 
 CUDA_VARIABLES = {
-    # keeps sequence-parallel communication in front of the matrix product it overlaps with
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # both of a rank's passes over the same tokens must give the same bits: sums inside the
     # switch, and products whose workspace depends on the stream, do not
     "NCCL_NVLS_ENABLE": "0",
@@ -338,6 +336,10 @@ def rank_environment(
     if not uses_cuda:
         return environment | fp32_products(dtype) | {"CUDA_VISIBLE_DEVICES": ""}
     environment |= full_precision(dtype) | CUDA_VARIABLES
+    if trainer.tensor_parallel * trainer.context_parallel > 1:
+        # one queue keeps communication in front of the product that it overlaps with; elsewhere
+        # the copies of trainer.offload, on a stream of their own, would share it with all kernels
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if trainer.deterministic:
         environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     return environment

@@ -34,6 +34,8 @@ class TrainerSettings:
     """Model of the ranks: a policy, or the critic's model alone as a reward model."""
     reads_weights: bool = True
     """Whether the model starts from its folder's weights; False if a checkpoint is loaded next."""
+    shares_gpu: bool = False
+    """Whether engines use each rank's GPU between its calls, so that it returns cached memory."""
 
     def lr_at(self, step: int) -> float | None:
         """Return the policy's learning rate; None while only the critic is trained."""

@@ -129,13 +129,14 @@ class TrainerWorker:
             self._trainer = TrainerRank(settings, rendezvous, self._listener)
         if self.log is not None:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
+        self._release_cached_memory()
         return self._trainer.checkpoint_bytes
 
     @_named_failures
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Apply the updates of one rollout step."""
         result = self._started().update(request)
-        release_cached_memory()
+        self._release_cached_memory()
         if request.step % STEPS_PER_TRIM == 0:
             return_freed_memory()
         return replace(result, rank_bytes=(private_bytes(os.getpid()),))
@@ -155,7 +156,7 @@ class TrainerWorker:
     @_named_failures
     def begin_save(self, folder: Path) -> int:
         num_bytes = self._started().begin_save(folder)
-        release_cached_memory()
+        self._release_cached_memory()
         return num_bytes
 
     @_named_failures
@@ -175,12 +176,12 @@ class TrainerWorker:
 
         check_across_ranks(folder, files)
         self._started().load(folder)
-        release_cached_memory()
+        self._release_cached_memory()
 
     @_named_failures
     def leave_to_engines(self) -> None:
         self._policy().leave_to_engines()
-        release_cached_memory()
+        self._release_cached_memory()
 
     @_named_failures
     def take_gpu(self) -> None:
@@ -217,6 +218,15 @@ class TrainerWorker:
     def _started(self) -> TrainerRank | RewardModelRank:
         assert self._trainer is not None, "start() comes first"
         return self._trainer
+
+    def _release_cached_memory(self) -> None:
+        """Return cached memory to a GPU that engines share; elsewhere the next call reuses it."""
+        if self._started().settings.shares_gpu:
+            import torch
+
+            # frees tensors in reference cycles
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _policy(self) -> TrainerRank:
         from megadapo.trainer.rank import TrainerRank
@@ -257,13 +267,3 @@ def require_cuda(*, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         # reads of uninitialised memory would be a fault on a CPU too
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def release_cached_memory() -> None:
-    """Return cached memory to the GPU, which engines share."""
-    import torch
-
-    if torch.cuda.is_available():
-        # frees tensors in reference cycles
-        gc.collect()
-    torch.cuda.empty_cache()

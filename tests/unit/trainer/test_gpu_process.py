@@ -105,3 +105,15 @@ def test_sums_over_gpus_have_the_same_bits_twice():
     variables = rank_environment(TrainerConfig(), uses_cuda=True, dtype="bfloat16", num_cores=1)
     assert variables["NCCL_NVLS_ENABLE"] == "0"
     assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [({}, None), ({"data_parallel": 8}, None)]
+    + [({name: 2}, "1") for name in ("tensor_parallel", "context_parallel")],
+)
+def test_one_queue_of_a_gpu_only_where_megatron_core_asks_for_it(split, expected):
+    """Catches copies of offloaded state that wait in one queue with every kernel."""
+    trainer = TrainerConfig(**split)
+    variables = rank_environment(trainer, uses_cuda=True, dtype="bfloat16", num_cores=1)
+    assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected

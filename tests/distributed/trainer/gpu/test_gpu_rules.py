@@ -1,6 +1,7 @@
 """GPU-only rules of a trainer rank, tested through stand-ins on the CPU."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +11,7 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, update
+from tests.support.trainer.ranks import settings_for
 
 
 def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
@@ -57,10 +59,13 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
     return seen
 
 
-def test_long_calls_return_gpu_memory(ranks, tmp_path):
+@pytest.mark.parametrize("shares", [True, False])
+def test_long_calls_return_gpu_memory_that_engines_share(ranks, models, tmp_path, shares):
+    """Catches engines that do not fit, and new allocations in each step where there are none."""
+    settings = replace(settings_for(models / "qwen2-tied"), shares_gpu=shares)
     arguments = (random_batch(RAGGED), tmp_path / "state")
-    (seen,) = ranks.on("qwen2-tied", _calls_that_release_memory, *arguments)
-    assert seen == ["update", "begin_save", "load"]
+    (seen,) = ranks.run(1, _calls_that_release_memory, settings, *arguments)
+    assert seen == (["start", "update", "begin_save", "load"] if shares else [])
 
 
 def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
