@@ -1,11 +1,17 @@
 """The order in which the trainer and the engines use the GPUs that they share."""
 
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megadapo.cluster.calls import Watch
+from megadapo.config import load_config
 from megadapo.errors import CheckpointError, InfraError
+from megadapo.run import processes
 from megadapo.run.gpu_sharing import GpuSharing
+from tests.support import REPOSITORY
 
 STARTED = ["engines.on_update_start", "reserved.on_update_start"]
 WAKE = ["engines.wake_weights", "trainer.leave_to_engines", "engines.wake_cache"]
@@ -103,3 +109,28 @@ def test_replay_has_no_engines_to_wait_for():
     with sharing.saving():
         seen.append("save")
     assert seen == ["save"]
+
+
+@pytest.mark.parametrize(
+    ("device", "placement", "shares"),
+    [("cuda", "colocated", True), ("cuda", "separate", False), ("cpu", "colocated", False)],
+)
+def test_ranks_know_whether_engines_use_their_gpu(monkeypatch, device, placement, shares):
+    """Catches ranks that keep memory which their engines need, or free it for no engine."""
+    started: list[bool] = []
+    engines: Any = Calls("engines", [])
+    monkeypatch.setattr(processes, "_start_engines", lambda *args, **keys: engines)
+    monkeypatch.setattr(
+        processes.Trainer,
+        "start",
+        lambda settings, *args, **keys: (
+            started.append(settings.shares_gpu) or SimpleNamespace(shutdown=None)
+        ),
+    )
+    changes = [f"cluster.device={device}", f"cluster.placement={placement}"]
+    config = load_config(REPOSITORY / "configs" / "quickstart.toml", changes)
+    phases: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    cluster: Any = None
+    settings = processes.trainer_settings(config)
+    processes.start_processes(*(config, settings, phases, cluster), ExitStack(), Watch())
+    assert started == [shares]
