@@ -1,5 +1,6 @@
 """CUDA IPC: buckets on a GPU, read by another process on the same GPU."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,35 @@ def test_other_process_reads_buckets(tmp_path):
             expected = source.narrow(copy.axis, copy.source_offset, copy.size).cpu()
             target = received[copy.target_name]
             assert torch.equal(target.narrow(copy.axis, copy.target_offset, copy.size), expected)
+
+
+def hold(offer, opened) -> None:
+    """Run an engine's process: open the offer and keep it until the process is killed."""
+    from megadapo.weights.sync.transports.in_place import CudaIpcInbox
+
+    inbox = CudaIpcInbox([offer], torch.device("cuda"))
+    opened.put(inbox is not None)
+    time.sleep(600)
+
+
+def test_buckets_of_killed_engine_are_freed():
+    """Catches memory that torch keeps for a receiver that never closes it."""
+    from megadapo.weights.sync.transports.in_place import CudaIpcOutbox
+
+    num_bytes, device = 1 << 26, torch.device("cuda", torch.cuda.current_device())
+    context = mp.get_context("spawn")
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        outbox, opened = CudaIpcOutbox(num_bytes, device), context.Queue()
+        engine = context.Process(target=hold, args=(outbox.offer(), opened))
+        engine.start()
+        assert opened.get(timeout=120)
+        outbox.opened()
+        assert torch.cuda.memory_allocated() >= before + 2 * num_bytes
+        engine.kill()
+        engine.join()
+        outbox.close()
+        assert torch.cuda.memory_allocated() == before
 
 
 def test_delta_on_gpu_equals_cpu():

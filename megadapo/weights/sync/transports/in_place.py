@@ -116,16 +116,30 @@ class CudaIpcOutbox(Outbox):
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device))
+        self._references: list[tuple[bytes, int]] = []
+        """torch's count of each offer's receivers: its file and the place in it."""
 
     def offer(self) -> Offer:
         """Return the storage's IPC handles; each receiver opens them once, when it connects."""
         shared = self._memory.untyped_storage()._share_cuda_()
+        values = dict(zip(_HANDLE_FIELDS, shared, strict=True))
+        self._references.append((values["ref_counter_handle"], values["ref_counter_offset"]))
         fields = {
             name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-            for name, value in zip(_HANDLE_FIELDS, shared, strict=True)
+            for name, value in values.items()
         }
         uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
         return fields | {"num_bytes": self._memory.shape[1], "gpu": uuid}
+
+    def opened(self) -> None:
+        """Let `close` free the memory at once; torch would wait until a receiver closes it."""
+        # a killed one never does, and the others do when they have opened the next offer
+        while self._references:
+            torch.UntypedStorage._release_ipc_counter_cuda(*self._references.pop())
+
+    def close(self) -> None:
+        self.opened()
+        super().close()
 
     def post(self, round_number: int, messages: Sequence[Message]) -> None:
         """Wait for the copies into the bucket, since receivers read from another process."""

@@ -18,6 +18,7 @@ from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
     CudaIpcInbox,
+    CudaIpcOutbox,
     SharedMemoryInbox,
     SharedMemoryOutbox,
 )
@@ -166,6 +167,28 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
     ]
     CudaIpcInbox([*offers, None], torch.device("cuda"))
     assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_gpu_buckets_wait_for_no_receiver_to_be_freed(monkeypatch, opens):
+    """torch keeps memory until a receiver closes it. Catches buckets that a killed engine holds
+    forever, also one that was killed before it opened them."""
+    counters = {("/torch_1", 7): 1}
+
+    def release(handle: bytes, offset: int) -> None:
+        counters[handle.decode(), offset] -= 1
+
+    shared = (0, b"handle", 2 * BUCKET, 0, b"/torch_1", 7, b"event", True)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: shared)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
+    uuid = SimpleNamespace(uuid="GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: uuid)
+    outbox = CudaIpcOutbox(BUCKET, torch.device("cpu"))
+    assert outbox.offer()["ref_counter_offset"] == 7
+    if opens:
+        outbox.opened()
+    outbox.close()
+    assert counters == {("/torch_1", 7): 0}
 
 
 def test_receiver_opens_only_buckets_it_reads(model_folders):
