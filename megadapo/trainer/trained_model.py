@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ from megadapo.weights.layout.layout import ModelLayout
 
 WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 """Ends of the names of matrices whose output is added to the residual stream."""
+DRAWN_AT_ONCE = 1 << 16
+"""Random numbers that a GPU draws at once. Every GPU with 256 blocks of 256 threads draws the same;
+the numbers of a larger draw depend on how many threads the GPU has."""
 
 
 class RankModel:
@@ -67,7 +71,8 @@ class RankModel:
         if self.settings.model.init == "pretrained":
             return open_source(self.model_folder)
         std = self.model.initializer_range
-        return RandomTensors(self.layout, std=std, seed=self.settings.seed)
+        device = next(iter(self.parameters.values())).device
+        return RandomTensors(self.layout, std=std, seed=self.settings.seed, device=device)
 
 
 class TrainedModel(RankModel):
@@ -90,31 +95,43 @@ class TrainedModel(RankModel):
 
 
 class RandomTensors:
-    """A source of full tensors that are drawn on demand.
+    """A source of full tensors that are drawn on demand on a device.
 
     Matrices are normal with `std`. Matrices that write to the residual stream are smaller by
     sqrt(2 x layers), GPT-2's rule. Norms are 1 and biases 0. A tensor's seed is made of its name
-    and the run's seed.
+    and the run's seed. A GPU draws other numbers than a CPU. At most four tensors are kept.
     """
 
-    def __init__(self, layout: ModelLayout, *, std: float, seed: int) -> None:
+    def __init__(self, layout: ModelLayout, *, std: float, seed: int, device: torch.device) -> None:
         self.shapes = layout.hf_shapes
         self.dtypes = dict.fromkeys(self.shapes, torch.float32)
-        self._std = std
-        self._residual_std = std / math.sqrt(2 * layout.shape.num_layers)
-        self._seed = seed
-        # a fused parameter reads the same few tensors several times
-        self._whole = lru_cache(maxsize=4)(self._draw)
+        residual_std = std / math.sqrt(2 * layout.shape.num_layers)
+        stds = {
+            name: residual_std if name.endswith(WRITES_TO_RESIDUAL) else std for name in self.shapes
+        }
+        # a fused parameter reads the same few tensors several times; a method of this object
+        # would keep them on the device until the next garbage collection
+        self._whole = lru_cache(maxsize=4)(partial(_drawn, self.shapes, stds, seed, device))
 
     def read(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         """Return positions `start` to `stop` along `axis` of one tensor."""
         return self._whole(name).narrow(axis, start, stop - start)
 
-    def _draw(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        std = self._residual_std if name.endswith(WRITES_TO_RESIDUAL) else self._std
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+def _drawn(
+    shapes: Mapping[str, tuple[int, ...]],
+    stds: Mapping[str, float],
+    seed: int,
+    device: torch.device,
+    name: str,
+) -> Tensor:
+    shape = shapes[name]
+    if len(shape) == 1:
+        make = torch.zeros if name.endswith("bias") else torch.ones
+        return make(shape, device=device)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    whole = torch.empty(shape, device=device)
+    for part in [whole] if device.type == "cpu" else whole.view(-1).split(DRAWN_AT_ONCE):
+        part.normal_(0.0, stds[name], generator=generator)
+    return whole

@@ -1,9 +1,12 @@
-"""Offloaded trainer state frees GPU memory and is restored bitwise while kernels run."""
+"""A rank's state on the GPU: offloaded and restored bitwise, copied, and drawn at random."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megadapo.trainer.offload import OffloadedStorages
+from megadapo.trainer.trained_model import DRAWN_AT_ONCE, RandomTensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,3 +37,18 @@ def test_offload_frees_memory_and_restores_it(keeps: bool) -> None:
         storages.wait()
         for view, old in zip(views, expected, strict=True):
             assert torch.equal(view.cpu(), old)
+
+
+def test_random_weights_are_the_same_at_every_split() -> None:
+    """Catches draws that depend on the slices that a rank reads, or on what was drawn before."""
+    shapes = {"a.weight": (512, 3 * DRAWN_AT_ONCE // 256), "b.weight": (512, 300), "c.bias": (7,)}
+    layout = SimpleNamespace(hf_shapes=shapes, shape=SimpleNamespace(num_layers=2))
+    device = torch.device("cuda", torch.cuda.current_device())
+    one, other = (RandomTensors(layout, std=0.02, seed=3, device=device) for _ in range(2))
+    whole = {name: one.read(name, 0, 0, shape[0]) for name, shape in shapes.items()}
+    for name, shape in reversed(shapes.items()):
+        parts = [other.read(name, 0, start, start + 1) for start in range(shape[0])]
+        assert whole[name].is_cuda and torch.equal(torch.cat(parts), whole[name])
+    drawn = whole["a.weight"].view(-1).split(DRAWN_AT_ONCE)
+    assert all(abs(part.std().item() / 0.02 - 1) < 0.02 for part in drawn)
+    assert not torch.equal(drawn[0], drawn[1])

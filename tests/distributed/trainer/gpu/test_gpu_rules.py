@@ -161,3 +161,54 @@ def test_micro_batch_frees_its_graph(ranks):
     """Catches a last stage that keeps all it received: 3 GiB of the 32B recipe."""
     batch = random_batch(RAGGED)
     assert ranks.on("qwen2-tied", _graphs_that_are_handed_back, batch, pipeline=2) == [0, 0]
+
+
+def _draw_on_a_gpu(rendezvous, settings) -> dict[str, object]:
+    import gc
+    import weakref
+    from types import SimpleNamespace
+
+    import torch
+
+    from megadapo.trainer.model.cpu_platform import install_cpu_platform
+    from megadapo.trainer.trained_model import DRAWN_AT_ONCE, RandomTensors
+
+    install_cpu_platform()
+    shapes = {"q_proj.weight": (3, DRAWN_AT_ONCE // 2), "q_proj.bias": (3,), "norm.weight": (3,)}
+    layout = SimpleNamespace(hf_shapes=shapes, shape=SimpleNamespace(num_layers=2))
+    devices, draws = [], []
+    generator, normal = torch.Generator, torch.Tensor.normal_
+
+    def on_cpu(device: torch.device) -> torch.Generator:
+        devices.append(device.type)
+        return generator()
+
+    def draw(tensor: torch.Tensor, *args: float, **keys: torch.Generator) -> torch.Tensor:
+        draws.append(tensor.numel())
+        return normal(tensor, *args, **keys)
+
+    gc.disable()
+    with mock.patch("torch.Generator", on_cpu), mock.patch("torch.Tensor.normal_", draw):
+        source = RandomTensors(layout, std=0.02, seed=3, device=torch.device("cuda"))
+        read = [source.read(name, 0, 0, 2) for name in shapes]
+        again = source.read("q_proj.weight", 0, 2, 3)
+    memory = weakref.ref(read[0]._base)
+    result = {
+        "devices": devices,
+        "draws": draws,
+        "std": [round(float(one.std()), 3) for one in (*read, again)],
+    }
+    del source, read, again
+    return result | {"is_freed": memory() is None}
+
+
+def test_random_weights_are_drawn_on_the_gpu(ranks):
+    """Catches a minute of one CPU thread for 7B, numbers that depend on the kind of GPU, and whole
+    tensors that stay on the GPU beside the optimizer."""
+    (found,) = ranks.on("qwen2-tied", _draw_on_a_gpu)
+    assert found == {
+        "devices": ["cuda"],
+        "draws": [1 << 16, 1 << 15],
+        "std": [0.02, 0.0, 0.0, 0.02],
+        "is_freed": True,
+    }
