@@ -19,13 +19,12 @@ from torch.profiler import record_function
 from megadapo.errors import InfraError
 from megadapo.trainer.config import StateKind
 from megadapo.trainer.trained_model import TrainedModel
+from megadapo.weights.host_memory import HostMemory
 
 Storages = Callable[[], Iterable[UntypedStorage]]
 
 BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
 """State that is needed in updates only."""
-BLOCK_BYTES = 256 << 20
-ALIGNMENT = 64
 
 
 class Offload:
@@ -48,8 +47,6 @@ class Offload:
             for kind, find in storages.items()
             if kind in kinds
         }
-        self._copies: dict[Tensor, Tensor] = {}
-        """Parameter -> its weights in main memory, while it is evicted."""
         self.engines_use_device = False
         """Whether engines use the memory of the device, so that nothing may be loaded."""
 
@@ -57,10 +54,7 @@ class Offload:
         """Free the device memory of these kinds; megatron-core must not compute until `load`."""
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:
-                views = list(self._parameters()) if kind == "parameters" else []
-                places = [(view, view.untyped_storage().data_ptr()) for view in views]
-                copies = offloaded.evict()
-                self._copies |= {view: _like(view, copies[at]) for view, at in places if at}
+                offloaded.evict()
 
     def prefetch(self, *kinds: StateKind) -> None:
         """Start to copy these kinds back while the device computes.
@@ -83,8 +77,6 @@ class Offload:
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:
                 offloaded.wait()
-        if "parameters" in kinds:
-            self._copies = {}
 
     @contextmanager
     def resident(self, *kinds: StateKind) -> Iterator[None]:
@@ -94,9 +86,13 @@ class Offload:
         yield
         self.evict(*evicted)
 
-    def weights_of(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's weights, on the device or in main memory; for reading only."""
-        return self._copies.get(parameter, parameter)
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values, on the device or in main memory; for reading only."""
+        storage = tensor.untyped_storage()._cdata
+        for offloaded in self._kinds.values():
+            if (copy := offloaded.copies.get(storage)) is not None:
+                return _like(tensor, copy)
+        return tensor
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(chunk.parameters() for chunk in self._chunks)
@@ -128,81 +124,49 @@ class OffloadedStorages:
         self.is_evicted = False
         self._storages, self._keeps_values = storages, keeps_values
         self._memory = HostMemory(pinned=device.type == "cuda")
-        self._evicted: list[tuple[UntypedStorage, int, Tensor | None]] = []
-        """Each storage with its size in bytes and its copy."""
+        self._evicted: list[tuple[UntypedStorage, int]] = []
+        """Each storage with its size in bytes."""
+        self.copies: dict[int, Tensor] = {}
+        """Address of torch's object of each storage -> its bytes, while they are not loaded."""
         self._stream = torch.cuda.Stream()
 
     @record_function("megadapo::offload")
-    def evict(self) -> dict[int, Tensor]:
-        """Return the address of each storage -> its copy."""
+    def evict(self) -> None:
         if self.is_evicted:
-            return {}
+            return
         self.wait()
         self.is_evicted = True
         self._memory.reset()
-        copies = {}
-        for storage in self._storages():
-            copy = None
-            if self._keeps_values:
-                copy = copies[storage.data_ptr()] = self._memory.take(storage.nbytes())
-                copy.copy_(_bytes_of(storage), non_blocking=True)
-            self._evicted.append((storage, storage.nbytes(), copy))
-        torch.cuda.current_stream().synchronize()
-        for storage, _, _ in self._evicted:
+        with self._memory.copying() as copy:
+            for storage in self._storages():
+                if self._keeps_values:
+                    self.copies[storage._cdata] = copy(_bytes_of(storage))
+                self._evicted.append((storage, storage.nbytes()))
+        for storage, _ in self._evicted:
             storage.resize_(0)
-        return copies
 
     @record_function("megadapo::offload")
     def prefetch(self) -> None:
         if not self.is_evicted:
             return
         self.is_evicted = False
-        for storage, size, _ in self._evicted:
+        for storage, size in self._evicted:
             storage.resize_(size)
         # earlier work on the device may still use this memory
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for storage, _, copy in self._evicted:
+            for storage, _ in self._evicted:
                 target = _bytes_of(storage)
-                if copy is None:
-                    target.zero_()
+                if self._keeps_values:
+                    target.copy_(self.copies[storage._cdata], non_blocking=True)
                 else:
-                    target.copy_(copy, non_blocking=True)
+                    target.zero_()
 
     def wait(self) -> None:
         """Let the device wait for a prefetch before it computes anything else."""
         if self._evicted and not self.is_evicted:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._evicted = []
-
-
-class HostMemory:
-    """Main memory for copies, allocated once and reused.
-
-    torch rounds the size of pinned memory up to a power of two, so small copies share blocks.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._blocks: list[Tensor] = []
-        self._block = self._start = 0
-
-    def take(self, size: int) -> Tensor:
-        """Return `size` free bytes."""
-        while True:
-            if self._block == len(self._blocks):
-                length = max(size, BLOCK_BYTES)
-                block = torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned)
-                self._blocks.append(block)
-            block, start = self._blocks[self._block], self._start
-            if start + size <= len(block):
-                self._start = -(-(start + size) // ALIGNMENT) * ALIGNMENT
-                return block[start : start + size]
-            self._block, self._start = self._block + 1, 0
-
-    def reset(self) -> None:
-        """Mark all bytes as free."""
-        self._block = self._start = 0
+            self._evicted, self.copies = [], {}
 
 
 def _optimizer_tensors(part: MegatronOptimizer) -> Iterator[Tensor]:

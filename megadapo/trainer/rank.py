@@ -108,7 +108,7 @@ class TrainerRank(TrainedModel):
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
-        self.writer = CheckpointWriter(torch.distributed.get_rank())
+        self.writer = CheckpointWriter(torch.distributed.get_rank(), pinned=cuda)
         self.head = PolicyHead(
             objective=algorithm.objective,
             importance=algorithm.importance,
@@ -117,14 +117,14 @@ class TrainerRank(TrainedModel):
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
         models = [self] if self.critic is None else [self, self.critic]
-        self.checkpoint_bytes = sum(num_bytes_written(one.chunks, one.optimizer) for one in models)
+        self.checkpoint_bytes = sum(num_bytes_written(one.runs) for one in models)
         """Size of this rank's part of a checkpoint, without the reference's weights."""
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        self.weight_sender = WeightSender(*shards, present=self.offload.weights_of)
-        self.pinned_sender = WeightSender(*shards, present=self.offload.weights_of)
-        self.published_sender = WeightSender(*shards, present=self.offload.weights_of)
+        self.weight_sender = WeightSender(*shards, present=self.offload.values_of)
+        self.pinned_sender = WeightSender(*shards, present=self.offload.values_of)
+        self.published_sender = WeightSender(*shards, present=self.offload.values_of)
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
 
     def update(self, request: UpdateRequest) -> UpdateResult:
@@ -315,11 +315,18 @@ class TrainerRank(TrainedModel):
 
         Training may continue meanwhile; `writer.report` returns the outcome.
         """
-        number = self.writer.num_begun
-        with self.offload.resident("parameters", "optimizer"):
-            snapshots = {"": take_snapshot(self.chunks, self.optimizer, number=number)}
-            if self.critic is not None:
-                snapshots[CRITIC_FOLDER] = self.critic.snapshot(number)
+        models = {"": self} if self.critic is None else {"": self, CRITIC_FOLDER: self.critic}
+        memory = self.writer.free_memory()
+        snapshots = {
+            name: take_snapshot(
+                model.runs,
+                model.optimizer,
+                number=self.writer.num_begun,
+                values_of=self.offload.values_of,
+                memory=memory,
+            )
+            for name, model in models.items()
+        }
         others: list[Callable[[Path], Files]] = []
         if self.reference is not None:
             others = [self.reference.snapshot(self.layout, self.position, self.model_folder)]
@@ -334,7 +341,7 @@ class TrainerRank(TrainedModel):
             CheckpointError: it is damaged, or of another model.
         """
         with self.offload.resident("parameters", "optimizer"):
-            load_checkpoint(self.chunks, self.optimizer, folder)
+            load_checkpoint(self.runs, self.chunks, self.optimizer, folder)
             if self.reference is not None:
                 self.reference.load(folder, self.layout, self.position)
             if self.critic is not None:

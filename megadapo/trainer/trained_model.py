@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megadapo.models.description import ModelDescription
+from megadapo.trainer.checkpoint.pieces import owned_runs
 from megadapo.trainer.config import OptimizerConfig
 from megadapo.trainer.model.model import build_chunks, transformer_config
 from megadapo.trainer.model.parallel import parameters_by_global_name, shard_position
@@ -92,6 +93,8 @@ class TrainedModel(RankModel):
         self.config.finalize_model_grads_func = finalize_sums
         self.chunks = wrap_for_gradients(self.chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, optimizer)
+        # found while nothing is offloaded: views of empty storages cannot be made
+        self.runs = owned_runs(self.chunks, self.optimizer)
 
 
 class RandomTensors:

@@ -7,6 +7,7 @@ import torch
 
 from megadapo.trainer.offload import OffloadedStorages
 from megadapo.trainer.trained_model import DRAWN_AT_ONCE, RandomTensors
+from megadapo.weights.host_memory import HostMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,26 @@ def test_offload_frees_memory_and_restores_it(keeps: bool) -> None:
         storages.wait()
         for view, old in zip(views, expected, strict=True):
             assert torch.equal(view.cpu(), old)
+
+
+def test_pinned_copies_have_the_bits_of_the_work_before_them() -> None:
+    """Catches copies that start too early or are not waited for, also in memory that is reused."""
+    device, memory = torch.device("cuda"), HostMemory(pinned=True)
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) / 64
+    addresses = []
+    for _ in range(3):
+        memory.reset()
+        for _ in range(50):
+            matrix = matrix @ matrix.T / matrix.norm()
+        sources = [matrix, matrix.float()[1:], matrix[:0]]
+        with memory.copying() as copy:
+            copies = [copy(source) for source in sources]
+        assert all(one.is_pinned() for one in copies if len(one))
+        assert [one.equal(source.cpu()) for one, source in zip(copies, sources, strict=True)] == (
+            [True] * 3
+        )
+        addresses.append([one.data_ptr() for one in copies])
+    assert addresses[0] == addresses[1] == addresses[2]
 
 
 def test_random_weights_are_the_same_at_every_split() -> None:

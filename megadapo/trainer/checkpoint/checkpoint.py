@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
@@ -30,13 +31,13 @@ from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError,
 from megadapo.trainer.checkpoint.pieces import (
     OwnedRun,
     Piece,
-    owned_runs,
     put_masters_into_weights,
 )
 from megadapo.trainer.checkpoint.save import RankReport
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
 from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable
 from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, Window
+from megadapo.weights.host_memory import HostMemory
 
 OPTIMIZER_FILE = "optimizer.json"
 """State that is not a tensor, written by the first rank beside the shards."""
@@ -61,35 +62,41 @@ class Snapshot:
 
 
 def take_snapshot(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, number: int
+    runs: Sequence[OwnedRun],
+    optimizer: MegatronOptimizer,
+    *,
+    number: int,
+    values_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    memory: HostMemory | None = None,
 ) -> Snapshot:
     """Copy what this rank owns; collective.
 
     Args:
         number: of the save; it selects the piece whose hash is compared, each in turn.
+        values_of: returns the values of a tensor, which may be offloaded.
+        memory: free memory for the copies; None: each gets memory of its own.
     """
-    live = _written(owned_runs(chunks, optimizer))
-    pieces = [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in live]
-    counts = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(counts, num_updates(optimizer))
+    live = [replace(piece, data=values_of(piece.data)) for piece in _written(runs)]
     checked = number % max(1, len(live))
+    counts = [0] * torch.distributed.get_world_size()
+    with nullcontext(_copied) if memory is None else memory.copying() as copy:
+        pieces = [replace(piece, data=copy(piece.data)) for piece in live]
+        torch.distributed.all_gather_object(counts, num_updates(optimizer))
+        checked_hash = _hash_of(live[checked].data) if live else ""
     return Snapshot(
-        pieces=pieces,
-        num_updates=max(counts),
-        checked=checked,
-        checked_hash=_hash_of(live[checked].data) if live else "",
+        pieces=pieces, num_updates=max(counts), checked=checked, checked_hash=checked_hash
     )
 
 
-def num_bytes_written(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+def num_bytes_written(runs: Sequence[OwnedRun]) -> int:
     """Return the size of this rank's tensors in a checkpoint, without the file format."""
-    return sum(piece.data.nbytes for piece in _written(owned_runs(chunks, optimizer)))
+    return sum(piece.data.nbytes for piece in _written(runs))
 
 
 def write_snapshot(
     snapshot: Snapshot, folder: Path, *, rank: int
 ) -> tuple[Files, list[StoredPiece]]:
-    """Write this rank's files into `folder`, freeing the copy on the way.
+    """Write this rank's files into `folder`, freeing copies with their own memory on the way.
 
     Raises:
         CheckpointError: the file differs from the trained weights.
@@ -115,14 +122,16 @@ def write_snapshot(
 
 
 def load_checkpoint(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path
+    runs: Sequence[OwnedRun],
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    folder: Path,
 ) -> None:
     """Read a state that was written at any split; collective over all ranks.
 
     Raises:
         CheckpointError: the folder cannot be read, or does not fit this model.
     """
-    runs = owned_runs(chunks, optimizer)
     stored = StoredTensors(folder)
     _check_fit(runs, stored)
     state = [piece for run in runs for piece in run.state]
@@ -199,9 +208,13 @@ def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
         )
 
 
+def _copied(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", copy=True)
+
+
 def _hash_of(values: Tensor) -> str:
     # a copy: trainer.offload cannot resize storage that numpy has seen
-    flat = values.detach().to("cpu", copy=True).view(-1).view(torch.uint8)
+    flat = _copied(values).view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
@@ -232,8 +245,10 @@ NICENESS = 15
 class CheckpointWriter:
     """A thread that writes one checkpoint after another."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, pinned: bool = False) -> None:
+        """`pinned`: whether snapshots are in pinned memory, for a rank on a GPU."""
         self._rank = rank
+        self._memory = HostMemory(pinned=True) if pinned else None
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_lower_priority
         )
@@ -244,6 +259,16 @@ class CheckpointWriter:
     def is_writing(self) -> bool:
         """Whether a save is still being written."""
         return self._pending is not None and not self._pending.done()
+
+    def free_memory(self) -> HostMemory | None:
+        """Return the memory for the next save's snapshots, which stays allocated for later saves.
+
+        None: each copy is freed as soon as it is written, as without a GPU.
+        """
+        assert not self.is_writing, "the trainer asks before"
+        if self._memory is not None:
+            self._memory.reset()
+        return self._memory
 
     def begin(self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers) -> None:
         """Start to write.

@@ -18,7 +18,7 @@ from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
-from megadapo.trainer.checkpoint.checkpoint import Snapshot, load_checkpoint, take_snapshot
+from megadapo.trainer.checkpoint.checkpoint import load_checkpoint
 from megadapo.trainer.critic.value_model import (
     ValueHead,
     ValueLoss,
@@ -108,10 +108,6 @@ class Critic(TrainedModel):
             sums.clipped += output.clipped.item()
         return sums
 
-    def snapshot(self, number: int) -> Snapshot:
-        """Copy weights and optimizer; `number`: of the save."""
-        return take_snapshot(self.chunks, self.optimizer, number=number)
-
     def load(self, folder: Path) -> None:
         """Read the critic from a trainer's checkpoint of any split.
 
@@ -124,7 +120,7 @@ class Critic(TrainedModel):
                 'algorithm.advantage = "gae" needs: continue with the advantage it was trained '
                 "with, or start a run from its export"
             )
-        load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
+        load_checkpoint(self.runs, self.chunks, self.optimizer, folder / CRITIC_FOLDER)
 
 
 def _without_experts(micro_batch: MicroBatch) -> MicroBatch:

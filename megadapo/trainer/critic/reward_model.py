@@ -24,7 +24,11 @@ from megadapo.models.description import describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
-from megadapo.trainer.checkpoint.checkpoint import CheckpointWriter, num_bytes_written
+from megadapo.trainer.checkpoint.checkpoint import (
+    CheckpointWriter,
+    num_bytes_written,
+    take_snapshot,
+)
 from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.critic.value_model import ValueHead, ValueLoss
 from megadapo.trainer.model.cpu_platform import CPU
@@ -65,8 +69,8 @@ class RewardModelRank:
         self.settings = settings
         self.critic = Critic(settings, policy=model, device=self.device)
         self.splitter = MicroBatchSplitter(model, settings.trainer, self.device)
-        self.writer = CheckpointWriter(torch.distributed.get_rank())
-        self.checkpoint_bytes = num_bytes_written(self.critic.chunks, self.critic.optimizer)
+        self.writer = CheckpointWriter(torch.distributed.get_rank(), pinned=cuda)
+        self.checkpoint_bytes = num_bytes_written(self.critic.runs)
         """Size of this rank's part of a checkpoint."""
 
     def update(self, request: UpdateRequest) -> UpdateResult:
@@ -134,7 +138,12 @@ class RewardModelRank:
 
         Training may continue meanwhile; `writer.report` returns the outcome.
         """
-        snapshot = self.critic.snapshot(self.writer.num_begun)
+        snapshot = take_snapshot(
+            self.critic.runs,
+            self.critic.optimizer,
+            number=self.writer.num_begun,
+            memory=self.writer.free_memory(),
+        )
         # the writer frees what it has written
         num_bytes = snapshot.num_bytes
         self.writer.begin(folder, {CRITIC_FOLDER: snapshot}, [])

@@ -12,6 +12,7 @@ import torch
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 from megadapo.weights.disk.load import match_params
+from megadapo.weights.host_memory import HostMemory
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
@@ -64,6 +65,7 @@ class WeightSender:
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
         self._present = present or (lambda param: param)
+        self._memory = HostMemory(pinned=self._device.type == "cuda")
         self._pinned: dict[str, torch.Tensor] | None = None
         self._outbox: Outbox | None = None
 
@@ -207,15 +209,13 @@ class WeightSender:
     def pin(self) -> None:
         """Copy the present weights; later updates send the copy, which training does not change.
 
-        The copy is in main memory and as large as this rank's parameters.
+        The copy is in main memory, which stays allocated, and as large as this rank's parameters.
         """
-        if self._pinned is None:
+        self._memory.reset()
+        with self._memory.copying() as copy:
             self._pinned = {
-                name: torch.empty(param.shape, dtype=param.dtype)
-                for name, param in self._params.items()
+                name: copy(self._present(param)) for name, param in self._params.items()
             }
-        for name, param in self._params.items():
-            self._pinned[name].copy_(self._present(param))
 
     def _weights_of(self, name: str) -> torch.Tensor:
         return self._present(self._params[name]) if self._pinned is None else self._pinned[name]

@@ -17,6 +17,7 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from megadapo.trainer.batch.packing import pack_sequences
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, take_snapshot, write_snapshot
+from megadapo.trainer.checkpoint.pieces import owned_runs
 from megadapo.trainer.checkpoint.save import RankReport, complete_save
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
@@ -117,7 +118,8 @@ def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) ->
     """Whether the weights come back from disk."""
     chunks = wrap_for_gradients([built.chunk], built.chunk.config, trainer)
     optimizer = build_optimizer(chunks, trainer.optimizer)
-    snapshot = take_snapshot(chunks, optimizer, number=0)
+    runs = owned_runs(chunks, optimizer)
+    snapshot = take_snapshot(runs, optimizer, number=0)
     rank, reports = torch.distributed.get_rank(), [RankReport()] * 2
     folder.mkdir(exist_ok=True)
     files, pieces = write_snapshot(snapshot, folder, rank=rank)
@@ -129,7 +131,7 @@ def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) ->
     with torch.no_grad():
         for one in built.parameters.values():
             one.zero_()
-    load_checkpoint(chunks, optimizer, folder)
+    load_checkpoint(runs, chunks, optimizer, folder)
     return all(one.equal(before[name]) for name, one in built.parameters.items())
 
 

@@ -61,7 +61,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_long_calls_return_gpu_memory_that_engines_share(ranks, models, tmp_path, shares):
-    """Catches engines that do not fit, and new allocations in each step where there are none."""
+    """Catches engines that do not fit, and needless new allocations in each step elsewhere."""
     settings = replace(settings_for(models / "qwen2-tied"), shares_gpu=shares)
     arguments = (random_batch(RAGGED), tmp_path / "state")
     (seen,) = ranks.run(1, _calls_that_release_memory, settings, *arguments)
