@@ -107,7 +107,8 @@ def training_steps(
             with run.phase("train"):
                 # shaped rewards, advantages, loss weights, packing
                 batch, advantages = make_batch(sampled, config, policy_version=step - 1)
-                update = trainer.update(batch, step)
+                checks = run.checks_first_ratio(step)
+                update = trainer.update(batch, step, checks_first_ratio=checks)
             # saved rollouts, parity probe
             update = writer.update_done(step, sampled, batch, advantages, update)
             with run.phase("sync"):

@@ -167,6 +167,13 @@ class AlgorithmConfig(Section, title="algorithm"):
         """Whether tokens get advantages from scores of steps."""
         return self.advantage == "grpo-process"
 
+    @property
+    def reads_old_policy(self) -> bool:
+        """Whether a reference, a critic or a search for clip bounds reads the old log-probs of a
+        step before its first update."""
+        objective = self.objective
+        return objective.kl_coef != 0.0 or self.advantage == "gae" or objective.gate == "bapo"
+
     def conflicts(self) -> Iterator[str]:
         yield from self._advantage_conflicts()
         yield from self._shared_prefix_conflicts()

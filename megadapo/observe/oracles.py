@@ -16,7 +16,8 @@ class OracleConfig(Section, title="oracles"):
     """Bounds that every step is checked against; a run that breaks one stops."""
 
     ratio_first_max_error: NonNegativeFloat = 0.0
-    """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
+    """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one. With
+    one mini-batch a step, GPUs measure it in step 1 and in steps that save a checkpoint."""
     logprob_abs_mean: NonNegativeFloat | None = None
     """Mean |log-prob(trainer) - log-prob(engine)| in nats: over the freshly sampled tokens, whose
     sum is divided by 100 if they are fewer, and over stale tokens that the engines score again."""
@@ -27,6 +28,7 @@ class OracleConfig(Section, title="oracles"):
 
 
 RATIO = "ratio_first_max_error"
+FIRST_RATIO = f"policy/{RATIO}"
 _DISAGREE = (
     "trainer and engine disagree about the same tokens: look at the weight transfer, the dtypes "
     "and the sampling temperature"
@@ -38,7 +40,7 @@ _PROBE_DISAGREES = (
 BOUNDED = (
     (
         RATIO,
-        "policy/ratio_first_max_error",
+        FIRST_RATIO,
         "old and new log-probs of the same policy differ, so the clip acts on noise: the trainer "
         "does not compute the same thing twice",
     ),
@@ -51,8 +53,8 @@ BOUNDED = (
 MIN_FRESH_TOKENS = 100
 """The sum over fewer fresh tokens is bounded as if they were so many. Else one ill-conditioned
 token among three would break the bound of a mean."""
-PROBED = ("parity/probe_abs_mean", "parity/probe_abs_max")
-"""Metrics of the parity probe."""
+MAY_BE_NULL = (FIRST_RATIO, "parity/probe_abs_mean", "parity/probe_abs_max")
+"""Metrics that some steps do not have."""
 
 
 def check_oracles(
@@ -99,15 +101,16 @@ def check_oracles(
 
 def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
     """Return whether a step keeps a bound. NaN breaks it, and so does a missing value unless the
-    step has no such token."""
+    step does not measure it."""
     value = record.get(metric)
     if value is not None:
         share = _fresh_share(record) if metric == "parity/logprob_abs_mean" else 1.0
         return value * share <= bound
     # a step without stale tokens has no probe, and one without fresh tokens has nothing else; a
-    # probe that no engine answered is missing too, with a warning
+    # probe that no engine answered is missing too, with a warning; GPUs measure the first ratio in
+    # some steps only
     is_all_stale = record.get("staleness/token_share") == 1.0
-    return metric in PROBED or (metric.startswith("parity/") and is_all_stale)
+    return metric in MAY_BE_NULL or (metric.startswith("parity/") and is_all_stale)
 
 
 def _fresh_share(record: MetricRecord) -> float:

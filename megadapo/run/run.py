@@ -194,6 +194,14 @@ class Run:
             due |= step % config.every == 0 or step == self._config.run.num_steps
         return due and step not in self.log.evaluated_steps
 
+    def checks_first_ratio(self, step: int) -> bool:
+        """Return whether GPUs measure the first ratio of a step that begins its update.
+
+        They do in the first step, and in each whose checkpoint is due by now: one that a signal
+        asks for, or that becomes due in the update, is not.
+        """
+        return step == 1 or self.checkpoints.is_due(step)
+
     def saves(self, step: int) -> bool:
         """Return whether the completed step gets a checkpoint, as one that a signal asks for."""
         is_asked = self._stop.take(SAVE_SIGNAL)

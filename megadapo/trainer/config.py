@@ -143,11 +143,11 @@ class TrainerConfig(Section, title="trainer"):
     offload: tuple[StateKind, ...] = ()
     """State that moves to pinned main memory while engines use the same GPUs
     (rollout.gpu_memory_utilization); only with cluster.placement = "colocated". Training computes
-    the same bits. optimizer: Adam's moments and fp32 masters are on the GPU only in updates, saves
-    and loads, and are copied back while a step's old log-probs are computed. gradients: the buffers
-    are on the GPU only in updates. Each update starts with zeros, so nothing is copied. parameters:
-    weights are off the GPU while engines generate. An engine that restarts meanwhile gets them from
-    main memory."""
+    the same bits. optimizer: Adam's moments and fp32 masters are on the GPU only in updates and
+    loads, and are copied back while a step's first log-probs are computed; a save reads them in
+    main memory. gradients: the buffers are on the GPU only in updates. Each update starts with
+    zeros, so nothing is copied. parameters: weights are off the GPU while engines generate. An
+    engine that restarts meanwhile gets them from main memory."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()

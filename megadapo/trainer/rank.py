@@ -131,7 +131,7 @@ class TrainerRank(TrainedModel):
         """Train on all mini-batches of one rollout step; return the same metrics on every rank.
 
         Old log-probs of the whole batch are computed before the first update, in the same
-        micro-batches as the updates, or by the first update if it is the only one.
+        micro-batches as the updates, or by the first update (`first_pass_is_old_policy`).
         """
         if request.loss == "likelihood":
             return fit(self, request)
@@ -148,7 +148,10 @@ class TrainerRank(TrainedModel):
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         split = self.splitter.split(batch, predicted=predicted, policy_version=version)
         seconds: list[float] = []
-        if not self.first_pass_is_old_policy(len(split)):
+        shares_pass = self.first_pass_is_old_policy(
+            len(split), checks_ratio=request.checks_first_ratio
+        )
+        if not shares_pass:
             split, spent = self._with_old_policy(split)
             seconds.append(spent)
         probe = probe_shape(
@@ -177,6 +180,9 @@ class TrainerRank(TrainedModel):
             bounds=search.found,
             kl_coef=self.settings.algorithm.objective.kl_loss_coef + kl_coef,
         )
+        if shares_pass and self.device.type == "cuda":
+            # both log-probs are of one pass
+            metrics["policy/ratio_first_max_error"] = None
         of_critic = {} if critic is None else critic.result()
         self.offload.evict(*BETWEEN_UPDATES)
         return UpdateResult(
@@ -187,19 +193,20 @@ class TrainerRank(TrainedModel):
             recorded=recorder.tokens() if batch.recorded and self.has_results else None,
         )
 
-    def first_pass_is_old_policy(self, num_mini_batches: int) -> bool:
+    def first_pass_is_old_policy(self, num_mini_batches: int, *, checks_ratio: bool) -> bool:
         """Return whether the update's own forward pass gives the old log-probs.
 
-        With one mini-batch, both are of the same weights. A GPU repeats the pass all the same: the
-        first ratio then shows whether its kernels repeat their bits.
+        With one mini-batch, both are of the same weights.
+
+        Args:
+            checks_ratio: whether a GPU repeats the pass, so that the first ratio shows whether its
+                kernels repeat their bits.
         """
         is_read_before = (
-            self.reference is not None
-            or self.critic is not None
-            or self.settings.algorithm.objective.gate == "bapo"
-            or self.config.num_moe_experts is not None
+            self.settings.algorithm.reads_old_policy or self.config.num_moe_experts is not None
         )
-        return num_mini_batches == 1 and self.device.type == "cpu" and not is_read_before
+        is_repeated = checks_ratio and self.device.type == "cuda"
+        return num_mini_batches == 1 and not (is_read_before or is_repeated)
 
     def _with_old_policy(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
         """Return the mini-batches with their old policy, and the time of the passes for it."""
@@ -257,7 +264,7 @@ class TrainerRank(TrainedModel):
         reduced: list[MiniBatchSums] = []
         grad_norms: list[float] = []
         num_left_out, lr = 0, self.settings.lr_at(request.step)
-        self.offload.load(*BETWEEN_UPDATES)
+        self.offload.load("gradients")
         for update, number in enumerate(order):
             if num_left_out == 0:
                 self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
@@ -271,6 +278,8 @@ class TrainerRank(TrainedModel):
                 reduced.append(sums)
                 if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
                     num_left_out = len(order) - update
+            # until here its copies to the GPU are beside the forward and backward pass
+            self.offload.load("optimizer")
             if num_left_out == 0:
                 loss = sums.loss + sums.pretraining_loss
                 norm = step_if_finite(self.optimizer, loss=loss, lr=lr)

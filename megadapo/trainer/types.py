@@ -68,6 +68,9 @@ class UpdateRequest:
     weight (trainer/update/likelihood.py)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
+    checks_first_ratio: bool = True
+    """Whether GPUs measure the first ratio, which costs a forward pass if there is one mini-batch.
+    CPUs, and updates of several mini-batches, always do."""
     pretraining: PackedBatch | None = None
     """Pretraining data with a mini-batch per update; its language-model loss joins the updates."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from megadapo.lab.diff.difference import Difference, Phase, differing_rows
 from megadapo.observe.metrics.names import is_repeated
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.oracles import FIRST_RATIO
 
 _PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
     # a probe of a few sequences of the batch, by its order
@@ -40,6 +41,9 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
     names = [name for name in {**a, **b} if is_repeated(name) and not _is_news(name)]
     if is_replay(a) != is_replay(b):
         names.remove(_SAMPLED)
+    if a.get(FIRST_RATIO) is None or b.get(FIRST_RATIO) is None:
+        # GPUs measure it in steps that save a checkpoint, and these may differ
+        names = [name for name in names if name != FIRST_RATIO]
     found: dict[str, list[tuple[str, object, object]]] = {}
     for name in names:
         found.setdefault(_key(name), []).append((name, a.get(name), b.get(name)))

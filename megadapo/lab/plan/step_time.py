@@ -131,8 +131,11 @@ def train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> flo
     forward = forward_flops(model, length)
     again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
     # old log-probs, then a forward and backward pass for each pass over the batch
+    algorithm = config.algorithm
+    is_one_update = num_sequences <= algorithm.responses_per_mini_batch
+    is_shared = is_one_update and not (algorithm.reads_old_policy or model.shape.num_experts)
     update = (1 + BACKWARD_PASSES) * forward + again
-    flops = num_sequences * length * (forward + config.algorithm.passes * update)
+    flops = num_sequences * length * (forward * (not is_shared) + algorithm.passes * update)
     seconds = flops / (trainer.num_ranks * TRAIN_SHARE * card.flops)
     return seconds / (1.0 - _bubble(config, length))
 

@@ -143,7 +143,9 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
 
     def update() -> float:
         started = time.perf_counter()
-        rank.update(UpdateRequest(batch=batch, policy_version=0, step=1))
+        # most steps check no first ratio
+        request = UpdateRequest(batch=batch, policy_version=0, step=1, checks_first_ratio=False)
+        rank.update(request)
         if rank.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -172,7 +174,7 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
     )
     num_tokens = len(batch.tokens)
     lengths = np.diff(batch.cu_seqlens).tolist()
-    shares = rank.first_pass_is_old_policy(num_mini_batches=1)
+    shares = rank.first_pass_is_old_policy(1, checks_ratio=False)
     flops = update_flops(rank.model, lengths, with_logprobs=not shares)
     rate = flops / seconds / config.trainer.num_ranks
     card = card_of(torch.cuda.get_device_name()) if rank.device.type == "cuda" else None

@@ -102,8 +102,9 @@ METRICS = {
     "policy/left_out_updates": "Updates left out because policy/approx_kl of one was above "
     "algorithm.max_kl.",
     "policy/ratio_first_max_error": "Largest |ratio - 1| in the step's first mini-batch; exactly "
-    "0.0 unless old and new log-probs differ for the same weights. On a CPU with one mini-batch "
-    "a step, both are of one pass through the layers.",
+    "0.0 unless old and new log-probs differ for the same weights. With one mini-batch a step, "
+    "both are of one pass through the layers on a CPU, and on GPUs it is null but in step 1 and in "
+    "steps that save a checkpoint.",
     "policy/clip_low_fraction": "Share of tokens clipped at the lower bound.",
     "policy/clip_high_fraction": "Share of tokens clipped at the upper bound.",
     "policy/clip_high_probability": "Mean probability of the tokens clipped at the upper bound"

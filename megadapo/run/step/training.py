@@ -144,8 +144,12 @@ class StepTrainer(TrainerState):
         self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
 
-    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
+    def update(
+        self, batch: PackedBatch, step: int, *, checks_first_ratio: bool = True
+    ) -> UpdateResult:
         """Train on one step's batch while engines score some of its stale tokens (`with_probe`).
+
+        `checks_first_ratio`: whether GPUs measure the first ratio.
 
         Raises:
             InfraError: a rank or an engine failed, or the teacher's server does not answer.
@@ -157,6 +161,7 @@ class StepTrainer(TrainerState):
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
+            checks_first_ratio=checks_first_ratio,
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
         if self._probe is not None:

@@ -239,8 +239,10 @@ def train_with_separate_pass(rendezvous, settings, batch, num_steps, **how):
 
     shares = TrainerRank.first_pass_is_old_policy
 
-    def separate(rank: TrainerRank, num_mini_batches: int) -> bool:
-        assert shares(rank, num_mini_batches), "the run that this one is compared with"
+    def separate(rank: TrainerRank, num_mini_batches: int, *, checks_ratio: bool) -> bool:
+        assert shares(rank, num_mini_batches, checks_ratio=checks_ratio), (
+            "the run that this one is compared with"
+        )
         return False
 
     with patch.object(TrainerRank, "first_pass_is_old_policy", separate):

@@ -56,6 +56,16 @@ def test_a_broken_bound_stops_the_run_and_is_named(metric, value):
         check(record(**{metric.replace("/", "__"): value}))
 
 
+def test_step_that_measures_no_first_ratio_is_sound():
+    """GPUs with one mini-batch a step measure it in step 1 and with each checkpoint."""
+    unmeasured = record(2, policy__ratio_first_max_error=None)
+    assert not check(record(1), unmeasured)
+    broken = record(3, policy__ratio_first_max_error=1e-6)
+    assert check(record(1), unmeasured, broken, is_deterministic=False)
+    with pytest.raises(OracleError, match="ratio_first_max_error"):
+        check(unmeasured, broken)
+
+
 def test_a_ratio_beside_1_is_reported_once_where_bits_need_not_repeat():
     """The order of a sum must neither end a run on GPUs nor be hidden; NaN is no rounding."""
     broken = {"policy__ratio_first_max_error": 1e-6}

@@ -33,6 +33,17 @@ def test_fresh_run_starts_at_step_one(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["run"]["num_steps"] == 5
 
 
+def test_first_ratio_is_checked_in_step_1_and_with_each_checkpoint(tmp_path):
+    """Catches a check in every step, which costs GPUs a forward pass, and a last step without."""
+    with Run.open(config_of(tmp_path)) as run:
+        assert [run.checks_first_ratio(step) for step in range(1, 6)] == [
+            *(True, True, False, True, True)
+        ]
+        advance(run, 2)
+    with Run.open(config_of(tmp_path)) as run:
+        assert not run.checks_first_ratio(run.step + 1)
+
+
 def test_new_folder_is_the_users_alone(tmp_path):
     """Prompts, responses and settings would be readable by every user of the machine."""
     folder = tmp_path / "runs" / "new"

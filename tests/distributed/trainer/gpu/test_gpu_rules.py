@@ -100,6 +100,34 @@ def test_what_is_to_be_recomputed_is(ranks, choice, again):
     assert [more - less for more, less in zip(passes, once, strict=True)] == again
 
 
+def _updates_as_on_a_gpu(rendezvous, settings, batch) -> list[tuple[object, int]]:
+    """Return the first ratio's error and the passes through a layer of each step."""
+    import torch
+
+    rank = build(rendezvous, settings)
+    rank.device = torch.device("cuda")
+    (chunk,) = rank.chunks
+    passes = []
+    chunk.module.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    found = []
+    for step, checks in ((1, True), (2, False)):
+        passes.clear()
+        result = update(rank, batch, step=step, checks_first_ratio=checks)
+        found.append((result.metrics["policy/ratio_first_max_error"], len(passes)))
+    return found
+
+
+@pytest.mark.parametrize(("num_mini_batches", "less"), [(1, 1), (2, 0)])
+def test_gpu_repeats_the_first_pass_only_to_check_the_first_ratio(ranks, num_mini_batches, less):
+    """Catches a third more products in every step of one update, and a ratio that no pass checks
+    but is reported as exact."""
+    batch = random_batch(RAGGED, num_mini_batches=num_mini_batches)
+    sizes = {"tokens_per_micro_batch": 4096}
+    ((one, other),) = ranks.on("qwen2-tied", _updates_as_on_a_gpu, batch, **sizes)
+    assert one[0] == 0.0 and other[0] == (None if less else 0.0)
+    assert one[1] - other[1] == less
+
+
 def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     import torch
 

@@ -424,6 +424,14 @@ def test_replay_has_no_generated_tokens(run, tmp_path):
     assert list(found.gaps.values()) == [[1, 2, 3]]
 
 
+@pytest.mark.parametrize(("other", "differs"), [(None, False), (0.0, False), (1e-6, True)])
+def test_first_ratio_that_one_run_did_not_measure_is_no_difference(other, differs):
+    """GPUs measure it with each checkpoint, and runs may save other steps."""
+    name = "policy/ratio_first_max_error"
+    found = compare_metrics(3, {name: 0.0, "policy/loss": 1.0}, {name: other, "policy/loss": 1.0})
+    assert list(found) == (["update"] if differs else [])
+
+
 def test_update_names_how_far_the_weights_moved(run, tmp_path):
     other = copy_of(run, tmp_path / "b")
     loss(other)

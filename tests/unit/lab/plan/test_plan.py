@@ -20,7 +20,7 @@ from megadapo.lab.plan.phases import (
     replayed_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
-from megadapo.lab.plan.step_time import update_flops
+from megadapo.lab.plan.step_time import train_seconds, update_flops
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, published_models
 from megadapo.weights.layout.layout import ModelLayout
@@ -299,6 +299,23 @@ def test_dry_run_on_gpus_checks_memory(capsys):
     captured = capsys.readouterr()
     assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
     assert main([*argv, "--rollout.gpu_memory_utilization=0.93", "--gpu", "H200"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ((), 4),
+        (("algorithm.responses_per_mini_batch=2048",), 3),
+        (("algorithm.responses_per_mini_batch=2048", "algorithm.objective.kl_coef=0.1"), 4),
+    ],
+)
+def test_one_update_a_step_computes_its_own_old_logprobs(changes, passes):
+    """Catches a forecast with a forward pass that no GPU makes."""
+    config = recipe("qwen2.5-7b", "trainer.recompute=[]", *changes)
+    model = models_of(config).policy
+    many = recipe("qwen2.5-7b", "trainer.recompute=[]")
+    shares = [train_seconds(one, model, H100) for one in (config, many)]
+    assert shares[0] / shares[1] == pytest.approx(passes / 4)
 
 
 def test_flops_of_an_update_are_two_per_weight_and_token_for_each_pass():

@@ -46,6 +46,17 @@ def test_critic_warmup_keeps_kl_coefficient():
     assert coefs == [0.02] * 3 + [pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_ranks_are_told_whether_to_check_the_first_ratio(checks):
+    seen = []
+    ranks: Any = SimpleNamespace(
+        update=lambda request: seen.append(request.checks_first_ratio) or UPDATE
+    )
+    trainer = StepTrainer(ranks, GpuSharing(ranks), AlgorithmConfig())
+    trainer.update(random_batch([5]), 1, checks_first_ratio=checks)
+    assert seen == [checks]
+
+
 def test_teachers_server_is_asked_before_an_update():
     """A failure in an update would leave a state that no save takes."""
     seen = []
