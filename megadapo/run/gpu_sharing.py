@@ -1,10 +1,10 @@
 """Turns of the trainer and the engines on the GPUs that they share; this file alone decides them.
 
 The engines start first, since each measures the free memory of its GPU, and sleep before the
-trainer starts (run/processes.py). They sleep during updates and saves and are awake otherwise.
-While they are awake, ranks refuse to load anything (trainer/offload.py); while the trainer has the
-GPUs, no engine starts (rollout/pool/engines.py). Without GPUs the turns are the same, but engines
-free nothing. With GPUs of their own, engines never sleep.
+trainer starts (run/processes.py). They sleep during updates and are awake otherwise: a save loads
+nothing to a GPU. While they are awake, ranks refuse to load anything (trainer/offload.py); while
+the trainer has the GPUs, no engine starts (rollout/pool/engines.py). Without GPUs the turns are the
+same, but engines free nothing. With GPUs of their own, engines never sleep.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ class GpuSharing:
 
     def start_update(self) -> None:
         """Leave the weights and the GPU memory to the trainer until `publishing`."""
-        self._give_to_trainer(keep_weights=self._keeps_weights)
+        for engines in self._all:
+            engines.on_update_start()
+        if self._engines is not None and self._shares:
+            self._engines.sleep(keep_weights=self._keeps_weights)
+            self._trainer.take_gpus()
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -45,41 +49,8 @@ class GpuSharing:
         assert self._engines is not None, "a replay has no engines"
         self._engines.wake_weights()
         yield
-        # the key-value cache takes the memory that the trainer frees
-        self._give_to_engines()
-
-    @contextmanager
-    def saving(self, *, last: bool = False) -> Iterator[None]:
-        """Let the engines sleep, with their weights in main memory, while a save begins.
-
-        `last`: whether the run ends after the save, so that the engines end before it. After an
-        error some may be unable to sleep.
-        """
-        if self._engines is None or not self._shares:
-            yield
-            return
-        if last:
-            self._engines.shutdown()
-        self._give_to_trainer(keep_weights=True)
-        try:
-            yield
-        finally:
-            # a save that fails, as on a full disk, is tried again after the next step; a trainer
-            # whose ranks have ended is not
-            if self._trainer.ranks and not last:
-                self._engines.wake_weights()
-                self._give_to_engines()
-
-    def _give_to_trainer(self, *, keep_weights: bool) -> None:
-        for engines in self._all:
-            engines.on_update_start()
-        if self._engines is not None and self._shares:
-            self._engines.sleep(keep_weights=keep_weights)
-            self._trainer.take_gpus()
-
-    def _give_to_engines(self) -> None:
-        assert self._engines is not None
         if self._shares:
+            # the key-value cache takes the memory that the trainer frees
             self._trainer.leave_to_engines()
         self._engines.wake_cache()
         for engines in self._all:

@@ -240,7 +240,7 @@ def _train(
 
 
 def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
-    """Return the part whose first save needs memory that the engine has.
+    """Return the part whose updates need memory that the engine has.
 
     The trainer's optimizer is in main memory while the engine generates, and half of the optimizer
     would fit beside the engine.
@@ -249,7 +249,7 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
     config = config_of(overrides)
     (kind,) = gpu_kinds(config, models_of(config), setting.card)
     phases = {phase.name: phase for phase in kind.phases}
-    beside = phases["rollout"].total + phases["checkpoint"].items["optimizer"] // 2
+    beside = phases["rollout"].total + phases["train"].items["optimizer"] // 2
     if not setting.rehearses:
         budget = config.rollout.gpu_memory_utilization
         share = 1.0 + budget - beside / setting.card.memory_bytes

@@ -121,7 +121,7 @@ def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: fl
 
 
 def check_pressure(outcome: Outcome, setting: Setting) -> None:
-    """Fail a part whose save would have found room for the optimizer beside a waking engine."""
+    """Fail a part whose updates would have found room for the optimizer beside a waking engine."""
     used = outcome.most_in("rollout")
     free = setting.machine.gpus[0].memory_gib * GIB / MIB - (used or 0.0)
     needed = optimizer_mib(outcome.part, setting)

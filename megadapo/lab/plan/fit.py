@@ -71,7 +71,7 @@ def main_memory_warnings(
 _MAIN_MEMORY_ADVICE = {
     "offloaded by the trainer": "take less into trainer.offload or "
     "trainer.optimizer.cpu_offload_fraction, or raise trainer.data_parallel",
-    "weights of sleeping engines": "raise rollout.tensor_parallel",
+    "weights of sleeping engines": 'set weights.mode = "full", or raise rollout.tensor_parallel',
     "snapshot of a save": "raise trainer.data_parallel",
     "weights for engines that join or evaluate": "raise trainer.tensor_parallel or "
     "trainer.pipeline_parallel",

@@ -2,7 +2,7 @@
 
 Phases have the names of the run's status and are in its order. "restart engine" is the only other
 one: it is inside a rollout. The first "sync" has the name "publish weights" in the status. Engines
-that share GPUs wake at the end of "sync" and "checkpoint", and then need the memory of "rollout".
+that share GPUs wake at the end of "sync", and then need the memory of "rollout".
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
                 name="sync",
                 items=idle | asleep | {"engine weights": engine.weights} | _repacked(engine),
             ),
-            Phase(name="checkpoint", items=_without(kept, trainer.offload, "gradients") | asleep),
+            # it reads offloaded state in main memory
+            Phase(name="checkpoint", items=generating | _awake(config, engine)),
         ]
     return GpuKind(
         name=kind.name,
@@ -271,8 +272,9 @@ def host_items(
     engine_share = 0
     if config.cluster.placement == "colocated":
         offload = config.trainer.offload
-        # engines sleep while the trainer works, or while a checkpoint is written
-        engine_share = engine.weights
+        if config.weights.mode == "delta":
+            # engines keep them while the trainer works
+            engine_share += engine.weights
         if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
             engine_share += GRAPH_BYTES
     algorithm = config.algorithm

@@ -165,9 +165,8 @@ class RecordWriter:
         if isinstance(error, ProcessHungError) and not trainer.ranks.all_alive():
             run.log.show(f"step {run.step} cannot be saved: a rank of the trainer hangs")
             return
-        begin = partial(trainer.begin_save, last=True)
         try:
-            run.save(begin, num_bytes=trainer.ranks.checkpoint_bytes, wait=True)
+            run.save(trainer.begin_save, num_bytes=trainer.ranks.checkpoint_bytes, wait=True)
         except MegadapoError as failed:
             if isinstance(error, RunInterruptedError | OracleError):
                 raise

@@ -104,11 +104,8 @@ class TrainerState:
         """Return the part of the run's state that the ranks do not save."""
         return {}
 
-    def begin_save(self, folder: Path, *, last: bool = False) -> Callable[[], Files]:
-        """Begin to write the trainer's part of a checkpoint while engines leave shared GPUs.
-
-        Args:
-            last: whether the run ends after the save; the engines on shared GPUs then end first.
+    def begin_save(self, folder: Path) -> Callable[[], Files]:
+        """Begin to write the trainer's part of a checkpoint, also beside engines on its GPUs.
 
         Returns:
             A function that waits for the files and returns them.
@@ -119,8 +116,7 @@ class TrainerState:
         # an error of the ranks' own begin_save would end them
         if any(self.ranks.call_all("is_writing")):
             raise CheckpointError("trainer ranks are still writing the previous save")
-        with self.gpus.saving(last=last):
-            return self.ranks.begin_save(folder)
+        return self.ranks.begin_save(folder)
 
 
 class StepTrainer(TrainerState):

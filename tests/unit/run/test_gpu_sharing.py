@@ -8,7 +8,6 @@ import pytest
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import load_config
-from megadapo.errors import CheckpointError, InfraError
 from megadapo.run import processes
 from megadapo.run.gpu_sharing import GpuSharing
 from tests.support import REPOSITORY
@@ -55,43 +54,6 @@ def test_engines_sleep_from_update_to_publish(keeps_weights):
     assert seen == [*slept(keep_weights=keeps_weights), weights, "publish", *rest, *DONE]
 
 
-@pytest.mark.parametrize("shares_gpus", [True, False])
-def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus):
-    seen: list[str] = []
-    _, sharing = gpu_sharing(seen, shares_gpus=shares_gpus)
-    with sharing.saving():
-        seen.append("save")
-    around = [*slept(keep_weights=True), "save", *WAKE, *DONE]
-    assert seen == (around if shares_gpus else ["save"])
-
-
-def test_engines_end_before_the_last_save():
-    """One that hangs, or survived the loss of another, would keep the memory the save needs."""
-    seen: list[str] = []
-    _, sharing = gpu_sharing(seen)
-    with sharing.saving(last=True):
-        seen.append("save")
-    assert seen == ["engines.shutdown", *slept(keep_weights=True), "save"]
-
-
-def test_engines_wake_after_a_save_that_fails():
-    seen: list[str] = []
-    _, sharing = gpu_sharing(seen)
-    with pytest.raises(CheckpointError), sharing.saving():
-        raise CheckpointError("disk full")
-    assert seen[-5:] == [*WAKE, *DONE]
-
-
-def test_loss_of_the_trainer_in_a_save_is_the_error_that_is_raised():
-    """Asking its ranks to leave the GPUs would raise another one over it."""
-    seen: list[str] = []
-    trainer, sharing = gpu_sharing(seen)
-    with pytest.raises(InfraError, match="rank 1 died"), sharing.saving():
-        trainer.ranks = []
-        raise InfraError("trainer rank 1 died")
-    assert seen == slept(keep_weights=True)
-
-
 def test_trainer_with_its_own_gpus_never_leaves_them():
     seen: list[str] = []
     _, sharing = gpu_sharing(seen, shares_gpus=False)
@@ -106,9 +68,7 @@ def test_replay_has_no_engines_to_wait_for():
     trainer: Any = Calls("trainer", seen)
     sharing = GpuSharing(trainer)
     sharing.start_update()
-    with sharing.saving():
-        seen.append("save")
-    assert seen == ["save"]
+    assert seen == []
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_phases_are_those_of_a_run_in_order():
         assert names[4:] == ["train", "sync", "checkpoint"]
         items = {phase.name: phase.items.keys() for phase in kind.phases}
         assert not any("trainer" in name for name in items["start engines"])
-        for asleep in ("start trainer", "train", "checkpoint"):
+        for asleep in ("start trainer", "train"):
             assert "engine, asleep" in items[asleep] and not engine & items[asleep]
         assert engine <= items["rollout"]
         assert engine & items["sync"] == {"engine weights"}
-        assert "optimizer" in items["checkpoint"] and "gradients" not in items["checkpoint"]
+        assert items["checkpoint"] == items["rollout"] and "optimizer" not in items["checkpoint"]
     sources = [CONFIGS.parent / "megadapo" / "train.py"]
     sources += (CONFIGS.parent / "megadapo" / "run").rglob("*.py")
     named = re.findall(r'phase\("([^"]+)"', "".join(path.read_text() for path in sources))
@@ -127,7 +127,7 @@ def test_parameters_of_all_stages_add_up_to_the_model():
         ("trainer.recompute=[]", 0, "train"),
         ("trainer.tokens_per_micro_batch=65536", 1, "train"),
         ("trainer.sequence_parallel=false", 0, "train"),
-        ("trainer.data_parallel=4", 0, "checkpoint"),
+        ("trainer.data_parallel=4", 0, "train"),
         ("rollout.gpu_memory_utilization=0.83", 0, "rollout"),
         ("rollout.gpu_memory_utilization=0.83", 0, "restart engine"),
         ("rollout.gpu_memory_utilization=0.83", 0, "start engines"),
@@ -199,9 +199,7 @@ def test_critic_takes_memory():
     changes = ("algorithm.advantage=gae", "sampling.selection=all")
     before, after = kinds_of(recipe("qwen2.5-7b")), kinds_of(recipe("qwen2.5-7b", *changes))
     for name in ("weights", "optimizer"):
-        assert (
-            items_in(after[0], "checkpoint")[name] > 1.9 * items_in(before[0], "checkpoint")[name]
-        )
+        assert items_in(after[0], "train")[name] > 1.9 * items_in(before[0], "train")[name]
 
 
 def test_teacher_takes_memory_in_training_only():
@@ -250,8 +248,8 @@ def test_everything_but_the_process_can_be_offloaded():
     (kind,) = kinds_of(recipe("qwen2.5-7b", f"trainer.offload={EVERYTHING}"))
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
     found = {name: {"weights", "gradients", "optimizer"} & items for name, items in phases.items()}
-    assert (found["rollout"], found["sync"]) == (set(), {"weights"})
-    assert (len(found["train"]), found["checkpoint"]) == (3, {"weights", "optimizer"})
+    assert found["rollout"] == found["checkpoint"] == set()
+    assert (len(found["train"]), found["sync"]) == (3, {"weights"})
 
 
 def test_quantised_engines_halve_all_but_the_vocabulary():

@@ -39,9 +39,7 @@ BATCH: Any = SimpleNamespace(recorded=())
 def workers_at(step: int) -> Any:
     """Workers without processes, whose trainer has updated `step`."""
     ranks = SimpleNamespace(checkpoint_bytes=1, all_alive=lambda: True)
-    trainer = SimpleNamespace(
-        step=step, begin_save=lambda folder, **_: write_shard(folder), ranks=ranks, state_dict=dict
-    )
+    trainer = SimpleNamespace(step=step, begin_save=write_shard, ranks=ranks, state_dict=dict)
     trainer.with_probe = lambda update: update
     return SimpleNamespace(trainer=trainer, rollouts=FailingRollouts(), tokenizer=None)
 
@@ -119,15 +117,9 @@ def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
     """Half an hour of a step was lost with an answer that somebody waited for."""
     monkeypatch.setattr(writer_module, "saved_groups", lambda *_: [])
     monkeypatch.setattr(writer_module, "step_metrics", lambda step, *_, **__: {"step": step})
-    ended = []
-
-    def begin_save(folder: Any, *, last: bool) -> Any:
-        ended.append(last)
-        return write_shard(folder)
-
     rollouts = FailingRollouts()
     trainer = SimpleNamespace(
-        step=3, begin_save=begin_save, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
+        step=3, begin_save=write_shard, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
     )
     trainer.ranks.all_alive = lambda: True
     trainer.with_probe = lambda update: fail(error) if where == "probing" else update
@@ -145,5 +137,5 @@ def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
             nothing: Any = None
             writer.update_done(3, nothing, batch, np.zeros(0), UPDATE)
             fail(error)
-    assert saved_steps(tmp_path) == ["step-3"] and ended == [True]
+    assert saved_steps(tmp_path) == ["step-3"]
     assert [record["step"] for record in run.log.records] == [1, 2, 3]
