@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -52,51 +51,28 @@ def test_copy_is_written_alone(dtype):
 
 def test_pinned_copies_are_on_a_stream_of_their_own_and_waited_for_once():
     """Catches a wait for each tensor, copies of values that are still computed, and no wait."""
-    seen: list[str] = []
+    calls, empty, put = mock.MagicMock(), torch.empty, torch.Tensor.copy_
 
-    class Stream:
-        def wait_stream(self, other: str) -> None:
-            seen.append(f"wait for {other}")
+    def pinned(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return empty(size, dtype=dtype)
 
-        def synchronize(self) -> None:
-            seen.append("synchronize")
-
-    class Within:
-        def __init__(self, stream: Stream) -> None: ...
-
-        def __enter__(self) -> None:
-            seen.append("in")
-
-        def __exit__(self, *raised: object) -> None:
-            seen.append("out")
-
-    empty, put = torch.empty, torch.Tensor.copy_
-    pins = []
-
-    def allocate(*size: int, pin_memory: bool, dtype: torch.dtype) -> torch.Tensor:
-        pins.append(pin_memory)
-        return empty(*size, dtype=dtype)
-
-    def record(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        seen.append("start" if non_blocking else "copy")
+    def start(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        calls.start(non_blocking)
         return put(target, source)
 
+    streams = {"Stream": lambda: calls, "current_stream": lambda: "now", "stream": calls.on}
     values = torch.arange(6.0)
-    stand_ins: dict[str, Any] = {
-        "torch.cuda.Stream": Stream,
-        "torch.cuda.current_stream": lambda: "current",
-        "torch.cuda.stream": Within,
-        "torch.empty": allocate,
-    }
-    with mock.patch("torch.Tensor.copy_", record):
-        for name, stand_in in stand_ins.items():
-            mock.patch(name, stand_in).start()
-        try:
-            with HostMemory(pinned=True).copying() as copy:
-                copies = [copy(values), copy(values + 1)]
-                seen.append("hash")
-        finally:
-            mock.patch.stopall()
-    assert pins == [True] and [one.tolist() for one in copies] == [[*range(6)], [*range(1, 7)]]
-    expected = ["wait for current", *["in", "start", "out"] * 2, "hash", "synchronize"]
-    assert seen == expected
+    with (
+        mock.patch.multiple(torch.cuda, **streams),
+        mock.patch.multiple(torch, empty=pinned),
+        mock.patch.object(torch.Tensor, "copy_", start),
+        HostMemory(pinned=True).copying() as copy,
+    ):
+        copies = [copy(values), copy(values + 1)]
+        calls.other_work()
+    assert [one.tolist() for one in copies] == [[*range(6)], [*range(1, 7)]]
+    of_one = ["on", "on().__enter__", "start", "on().__exit__"]
+    names = [name for name, _, _ in calls.mock_calls]
+    assert names == ["wait_stream", *of_one, *of_one, "other_work", "synchronize"]
+    calls.start.assert_called_with(True)
