@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -74,6 +75,23 @@ def test_pinned_weights_do_not_change(model_folders, trainer):
     fingerprints = [sender.fingerprint() for sender in connection.senders]
     connection.senders[0].pin()
     assert connection.senders[0].fingerprint() != fingerprints[0]
+
+
+def test_pinned_copies_wait_for_no_other_in_the_same_memory(model_folders, monkeypatch):
+    """Catches seconds of each asynchronous step for copies one by one, into new memory."""
+    (sender,) = Connection(model_folders["Qwen3"], {}, EngineShape()).senders
+    waits, put = [], torch.Tensor.copy_
+
+    def start(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        waits.append(not non_blocking)
+        return put(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", start)
+    addresses = []
+    for _ in range(2):
+        sender.pin()
+        addresses.append([sender._weights_of(name).data_ptr() for name in sender._params])
+    assert waits and not any(waits) and addresses[0] == addresses[1]
 
 
 def test_fingerprint_shows_single_bit(model_folders):
