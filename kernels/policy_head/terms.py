@@ -344,8 +344,11 @@ def token_terms(
         to_sampler = ratio
         if SWITCHES.has_importance_weights:
             to_sampler = ratio * importance_weight
-        kl, slope = kl_terms(raw, to_sampler, inside, SWITCHES.kl_value)
-        value, d_kl = kl_terms(raw, to_sampler, inside, SWITCHES.kl_gradient)
+        # Triton 3.6 takes a field that is a string as an argument only under a name
+        VALUE: tl.constexpr = SWITCHES.kl_value
+        GRADIENT: tl.constexpr = SWITCHES.kl_gradient
+        kl, slope = kl_terms(raw, to_sampler, inside, VALUE)
+        value, d_kl = kl_terms(raw, to_sampler, inside, GRADIENT)
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
     loss = tl.where(kept, loss, 0.0)
     d_logprob = tl.where(kept, d_policy + numbers.kl_coef * d_kl, 0.0)

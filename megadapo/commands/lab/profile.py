@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError
+from megadapo.observe.tables import print_error
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
@@ -78,13 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from megadapo.lab.profiling import compile_report
 
-        architectures = arguments.arch or compile_report.ARCHITECTURES
-        results = [
-            compile_report.compile_kernel(case, architecture)
-            for case in compile_report.COMPILE_CASES
-            for architecture in architectures
-        ]
+        results, failures = compile_report.compile_all(
+            arguments.arch or compile_report.ARCHITECTURES
+        )
         print(compile_report.format_compile_report(results))
+        for failure in failures:
+            print_error(failure)
+        return 1 if failures else 0
     return 0
 
 

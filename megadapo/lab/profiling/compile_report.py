@@ -28,8 +28,8 @@ from megadapo.kernels.rotary import rotary_kernel
 from megadapo.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
 from megadapo.observe.tables import TextTable
 
-ARCHITECTURES = (80, 90, 100)
-"""A100, H100 and H200, B200."""
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+"""A100, RTX 30, RTX 40 and L40S, H100 and H200, B200, RTX 50."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _VOCAB_SIZE = 152064
@@ -245,6 +245,19 @@ def compile_kernel(case: CompileCase, architecture: int) -> KernelResources:
         shared_bytes=compiled.metadata.shared,
         num_warps=case.num_warps,
     )
+
+
+def compile_all(architectures: Sequence[int]) -> tuple[list[KernelResources], list[str]]:
+    """Compile every case; return the resources, and the error of each case that failed."""
+    results, failures = [], []
+    for case in COMPILE_CASES:
+        for architecture in architectures:
+            try:
+                results.append(compile_kernel(case, architecture))
+            except Exception as error:  # a boundary: the others compile if one does not
+                name = f"{case.kernel.__name__}, {case.label}, sm_{architecture}"
+                failures.append(f"{name} does not compile: {type(error).__name__}: {error}")
+    return results, failures
 
 
 def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
