@@ -69,7 +69,7 @@ class _Buffers:
 
 
 class _Projection:
-    """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
+    """Logits of a tile: one product per vocabulary shard, see `HeadOptions.tp_invariant`."""
 
     def __init__(self, weight: Tensor, shards: VocabShards) -> None:
         self._shards = [
@@ -163,11 +163,13 @@ def policy_blocks(
     *,
     wants_hidden: bool,
     wants_weight: bool,
+    into: Tensor | None,
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
     """Return per-row outputs, and d_hidden and d_weight for a loss with gradient 1.
 
     Args:
         inputs: [R], the values of the rows that enter the head.
+        into: tensor to which d_weight is added, and which is returned; None: a new one.
     """
     outputs = RowOutputs.empty(call.num_rows, hidden.device)
 
@@ -175,7 +177,9 @@ def policy_blocks(
         stats = gather_stats(row_stats(tile), call.process_group)
         policy_rows(tile, stats, inputs.rows(rows), objective, outputs.rows(rows), d_logits)
 
-    all_blocks = _Pass(hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight)
+    all_blocks = _Pass(
+        hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight, into=into
+    )
     return outputs, *all_blocks.run(step)
 
 

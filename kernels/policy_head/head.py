@@ -89,7 +89,7 @@ def policy_head_loss(
     """Return sum_t loss_weights[t] * l_t with its gradient in hidden and weight, and metrics.
 
     Log-probs, entropy and loss have the same bits for TP 1, 2, 4 and 8, given the same padded
-    vocabulary, if it can be cut into 8 shards of at least 64 rows.
+    vocabulary, if it can be cut into 8 shards of at least 64 rows (see `tp_invariant`).
 
     Args:
         hidden: [T, H], equal on every tensor-parallel rank, or this rank's [T/p, H] with
@@ -191,6 +191,9 @@ class _PolicyHead(torch.autograd.Function):
         needs_grad: bool,
     ) -> tuple[Tensor, ...]:
         wants_hidden, wants_weight = (needs_grad and need for need in ctx.needs_input_grad[:2])
+        into = getattr(weight, "main_grad", None) if call.accumulate_in_forward else None
+        if into is not None and into.dtype != torch.float32:
+            into = None  # a sum over blocks would be rounded for each
         outputs, d_hidden, d_weight = policy_blocks(
             hidden,
             weight,
@@ -199,10 +202,12 @@ class _PolicyHead(torch.autograd.Function):
             objective,
             wants_hidden=wants_hidden,
             wants_weight=wants_weight,
+            into=into,
         )
         if wants_hidden or wants_weight:
             ctx.grads = (d_hidden, d_weight)
             ctx.weight = weight
+            ctx.is_accumulated = wants_weight and into is not None
         weighted = inputs.loss_weights.double() * outputs.loss.double()
         loss = weighted.sum().float()
         rest = tuple(vars(outputs).values())
@@ -220,16 +225,25 @@ class _PolicyHead(torch.autograd.Function):
         (d_hidden, d_weight), ctx.grads = ctx.grads, None
         if d_loss is None:
             return None, None, None, None, None, None
+        if ctx.is_accumulated:
+            # on a device the process ends later, with this message: no pass waits for the check
+            torch._assert_async(
+                d_loss == 1.0, "accumulate_in_forward needs a backward pass with gradient 1"
+            )
+            return d_hidden, _returned_grad(ctx.weight, d_weight), None, None, None, None
         # on a device, reading the scale would be a sync
         is_one = d_loss.device.type == "cpu" and d_loss.item() == 1.0
         if d_hidden is not None and not is_one:
             d_hidden.mul_(d_loss)
         if d_weight is not None:
-            if not is_one:
-                d_weight = d_weight.mul_(d_loss)
+            # the scale takes no pass of its own over d_weight
             main_grad = getattr(ctx.weight, "main_grad", None)
-            if main_grad is not None:
+            if main_grad is not None and is_one:
                 main_grad.add_(d_weight)
+            elif main_grad is not None:
+                main_grad.addcmul_(d_weight, d_loss)
+            elif not is_one:
+                d_weight = torch.mul(d_weight, d_loss, out=torch.empty_like(ctx.weight))
             d_weight = _returned_grad(ctx.weight, d_weight)
         return d_hidden, d_weight, None, None, None, None
 

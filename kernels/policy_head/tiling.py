@@ -41,7 +41,12 @@ BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
 TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
 """Size of the fp32 logits beside it, which hold a part of the block at a time."""
 
-_ROW_MULTIPLE = 64
+_ROW_MULTIPLE = {"cuda": 128, "cpu": 64}
+"""Rows of a product's tile."""
+_TILE_COLUMNS = 256
+"""Columns of a product's tile on CUDA."""
+_TILES_PER_WAVE = 132
+"""Multiprocessors of an H100 or H200. A constant, so that no card changes the tiling."""
 
 
 class HeadOptions(TypedDict, total=False):
@@ -54,7 +59,19 @@ class HeadOptions(TypedDict, total=False):
     vocab_size: int | None
     """True vocabulary size: later rows of weight are padding and get no gradient. Default: none."""
     chunk_tokens: int | None
-    """Tokens per block; default: as many as fit the buffers."""
+    """Tokens per block; default: as many as fit the buffers, on CUDA as fill the GPU's waves."""
+    tile_tokens: int | None
+    """Tokens per tile of a block; default: as many as fit the buffers."""
+    tp_invariant: bool
+    """Whether log-probs, entropy and loss have the same bits for TP 1, 2, 4 and 8; default True.
+
+    It takes eight products with parts of the vocabulary, which fill a GPU less than one does.
+    """
+    accumulate_in_forward: bool
+    """Whether the forward pass adds the weight's gradient to an fp32 main_grad; default False.
+
+    It saves a buffer as large and the passes over it. A backward pass with gradient 1 must follow.
+    """
     rows: Tensor | None
     """[R] ascending indices of the tokens to compute, at least those with a loss weight.
 
@@ -73,22 +90,22 @@ class Tiling:
 
     block_rows: int
     tile_rows: int
+    is_even: bool
+    """Whether all blocks have about the same size; otherwise all but the last have the full one."""
 
     def blocks(self, num_rows: int) -> list[RowRange]:
-        """Cut rows 0 to num_rows into blocks of equal size."""
-        return _cut(num_rows, self.block_rows)
+        """Cut rows 0 to num_rows into blocks."""
+        return _cut(num_rows, self.block_rows, self.is_even)
 
     def tiles(self, num_rows: int) -> list[RowRange]:
-        """Cut one block's rows into tiles of equal size."""
-        return _cut(num_rows, self.tile_rows)
+        """Cut one block's rows into tiles."""
+        return _cut(num_rows, self.tile_rows, self.is_even)
 
 
-def _cut(num_rows: int, largest: int) -> list[RowRange]:
-    if num_rows == 0:
-        return []
-    count = -(-num_rows // largest)
-    size = -(-num_rows // count)
-    size = min(largest, -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+def _cut(num_rows: int, size: int, is_even: bool) -> list[RowRange]:
+    if is_even and num_rows > 0:
+        even, multiple = -(-num_rows // -(-num_rows // size)), _ROW_MULTIPLE["cpu"]
+        size = min(size, -(-even // multiple) * multiple)
     return [(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
@@ -104,6 +121,7 @@ class HeadCall:
     temperature: float
     process_group: dist.ProcessGroup | None
     sequence_parallel: bool
+    accumulate_in_forward: bool
 
     @property
     def num_rows(self) -> int:
@@ -172,7 +190,12 @@ def plan_call(
     for name, value in ({} if inputs is None else vars(inputs)).items():
         if value is not None:
             check_token_tensor(name, value, num_tokens, hidden.device)
-    shards = plan_shards(weight, process_group, options.get("vocab_size"))
+    shards = plan_shards(
+        weight,
+        process_group,
+        options.get("vocab_size"),
+        is_invariant=options.get("tp_invariant", True),
+    )
     selection = select_rows(
         targets,
         vocab_size=shards.vocab_size,
@@ -181,21 +204,35 @@ def plan_call(
         inputs=inputs,
         check_inputs=options.get("check_inputs", True),
     )
-    padded_vocab = shards.size * shards.num_total
+    tiling = plan_tiling(
+        shards.size * shards.num_total,
+        hidden.shape[1],
+        hidden.dtype,
+        hidden.device,
+        chunk_tokens=options.get("chunk_tokens"),
+        tile_tokens=options.get("tile_tokens"),
+    )
     return HeadCall(
         targets=_take(targets, selection.rows).long().contiguous(),
         selection=selection,
         num_tokens=num_tokens,
-        tiling=plan_tiling(padded_vocab, hidden.dtype, hidden.device, options.get("chunk_tokens")),
+        tiling=tiling,
         shards=shards,
         temperature=float(temperature),
         process_group=process_group if tp > 1 else None,
         sequence_parallel=sequence_parallel,
+        accumulate_in_forward=options.get("accumulate_in_forward", False),
     )
 
 
 def plan_tiling(
-    padded_vocab: int, dtype: torch.dtype, device: torch.device, chunk_tokens: int | None
+    padded_vocab: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    chunk_tokens: int | None = None,
+    tile_tokens: int | None = None,
 ) -> Tiling:
     """Choose block and tile heights from the whole vocabulary, so that TP does not change them."""
     kind = "cpu" if device.type == "cpu" else "cuda"
@@ -203,23 +240,49 @@ def plan_tiling(
     block_bytes = (FP32_BLOCK_BYTES if is_fp32 else BLOCK_BYTES)[kind]
     block = chunk_tokens
     if block is None:
-        block = _fitting_rows(block_bytes, dtype.itemsize * padded_vocab)
-    if block < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {block}")
-    tile = block if is_fp32 else _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
-    return Tiling(block_rows=block, tile_rows=min(block, tile))
+        block = _fitting_rows(kind, block_bytes, dtype.itemsize * padded_vocab)
+        if kind == "cuda":
+            block = _rows_that_fill_waves(block, hidden_size)
+    tile = tile_tokens
+    if tile is None:
+        tile = block if is_fp32 else _fitting_rows(kind, TILE_BYTES[kind], 4 * padded_vocab)
+    for name, rows in (("chunk_tokens", block), ("tile_tokens", tile)):
+        if rows < 1:
+            raise ValueError(f"{name} must be at least 1, got {rows}")
+    return Tiling(block_rows=block, tile_rows=min(block, tile), is_even=kind == "cpu")
 
 
-def _fitting_rows(budget: int, row_bytes: int) -> int:
-    return max(_ROW_MULTIPLE, budget // row_bytes // _ROW_MULTIPLE * _ROW_MULTIPLE)
+def _fitting_rows(kind: str, budget: int, row_bytes: int) -> int:
+    multiple = _ROW_MULTIPLE[kind]
+    return max(multiple, budget // row_bytes // multiple * multiple)
+
+
+def _rows_that_fill_waves(largest: int, hidden_size: int) -> int:
+    """Return the height up to `largest` of blocks that take the least time per row.
+
+    A GPU computes as many tiles of d_hidden at once as it has multiprocessors: a wave. A last wave
+    of few tiles takes as long as a full one. The weight's gradient is read and written once more
+    for each block, which takes about as long as a wave.
+    """
+    height, columns = _ROW_MULTIPLE["cuda"], -(-hidden_size // _TILE_COLUMNS)
+
+    def waves_per_tile(tiles: int) -> float:
+        return (-(-tiles * columns // _TILES_PER_WAVE) + 1) / tiles
+
+    return height * min(range(largest // height, 0, -1), key=waves_per_tile)
 
 
 def plan_shards(
     weight: Tensor,
     process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
+    *,
+    is_invariant: bool,
 ) -> VocabShards:
-    """Cut the vocabulary into shards, independent of the tensor-parallel size if possible."""
+    """Cut the vocabulary into shards: one per rank, or as many for every tensor-parallel size.
+
+    `is_invariant` asks for the second, which small vocabularies and other sizes do not have.
+    """
     tp, rank = process_group_size(process_group), process_group_rank(process_group)
     columns = weight.shape[0]
     padded = columns * tp
@@ -229,7 +292,9 @@ def plan_shards(
             f"vocab_size {vocab_size} is not in 1..{padded}, the rows of weight over {tp} ranks"
         )
     divides = NUM_VIRTUAL_SHARDS % tp == 0 and columns % (NUM_VIRTUAL_SHARDS // tp) == 0
-    is_invariant = divides and padded >= NUM_VIRTUAL_SHARDS * SMALLEST_VIRTUAL_SHARD
+    is_invariant = (
+        is_invariant and divides and padded >= NUM_VIRTUAL_SHARDS * SMALLEST_VIRTUAL_SHARD
+    )
     num_local = NUM_VIRTUAL_SHARDS // tp if is_invariant else 1
     return VocabShards(
         size=columns // num_local,

@@ -115,6 +115,7 @@ class TrainerRank(TrainedModel):
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
+            tp_invariant=settings.trainer.deterministic or not cuda,
         )
         models = [self] if self.critic is None else [self, self.critic]
         self.checkpoint_bytes = sum(num_bytes_written(one.runs) for one in models)

@@ -64,8 +64,9 @@ def _add_head(benches: Commands) -> None:
     parser.add_argument(
         "--shape",
         action="append",
-        metavar="T,H,V,DTYPE",
-        help="a shape such as 20480,5120,152064,bfloat16; repeatable",
+        metavar="T,H,V,DTYPE[,TP]",
+        help="a shape such as 20480,5120,152064,bfloat16, with TP one rank's part of a split "
+        "vocabulary; repeatable",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
     parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")

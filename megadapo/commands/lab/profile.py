@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "profile", summary, takes_overrides=True)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument("--step", metavar="CONFIG", help="profile a recipe's training step")
-    subject.add_argument("--head", metavar="T,H,V,DTYPE", help="profile the policy head alone")
+    subject.add_argument("--head", metavar="T,H,V,DTYPE[,TP]", help="profile the policy head alone")
     parser.add_argument(
         "--sequences", type=int, default=0, help="with --step: sequences (default: a mini-batch)"
     )

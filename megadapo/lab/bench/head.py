@@ -34,16 +34,22 @@ CPU_SHAPES = (
     HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16000, dtype=torch.bfloat16),
 )
 GPU_SHAPES = tuple(
-    HeadShape(num_tokens=tokens, hidden_size=hidden, vocab_size=vocab, dtype=torch.bfloat16)
-    for tokens, hidden, vocab in (
-        (4096, 5120, 152064),
-        (20480, 5120, 152064),
-        (20480, 5120, 19008),
-        (65536, 5120, 152064),
-        (65536, 5120, 19008),
-        (20480, 3584, 152064),
-        (20480, 2048, 151936),
-        (20480, 2048, 151669),
+    HeadShape(
+        num_tokens=tokens,
+        hidden_size=hidden,
+        vocab_size=vocab // tp,
+        dtype=torch.bfloat16,
+        tensor_parallel=tp,
+    )
+    for tokens, hidden, vocab, tp in (
+        (4096, 5120, 152064, 1),
+        (20480, 5120, 152064, 1),
+        (20480, 5120, 152064, 8),
+        (65536, 5120, 152064, 1),
+        (65536, 5120, 152064, 8),
+        (20480, 3584, 152064, 1),
+        (20480, 2048, 151936, 1),
+        (20480, 2048, 151669, 1),
     )
 )
 """Qwen2.5-32B whole and one of its 8 tensor-parallel slices, 7B, 1.5B and a ragged vocabulary."""
@@ -238,20 +244,23 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:
-    """Parse a shape T,H,V,DTYPE."""
+    """Parse a shape T,H,V,DTYPE or T,H,V,DTYPE,TP, whose V is that of one rank of TP."""
     try:
-        tokens, hidden, vocab, dtype = text.split(",")
+        whole = text if text.count(",") == 4 else f"{text},1"
+        tokens, hidden, vocab, dtype, ranks = whole.split(",")
         shape = HeadShape(
             num_tokens=int(tokens),
             hidden_size=int(hidden),
             vocab_size=int(vocab),
             dtype=DTYPES[dtype],
             temperature=temperature,
+            tensor_parallel=int(ranks),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"--shape={text}: expected T,H,V,DTYPE with DTYPE one of {', '.join(DTYPES)}"
+            f"--shape={text}: expected T,H,V,DTYPE[,TP] with DTYPE one of {', '.join(DTYPES)}"
         ) from error
-    if shape.num_tokens % 8 or min(shape.num_tokens, shape.hidden_size, shape.vocab_size) < 1:
+    sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size, shape.tensor_parallel)
+    if shape.num_tokens % 8 or min(sizes) < 1:
         raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
     return shape

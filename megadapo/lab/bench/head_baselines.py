@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head import policy_head_loss
+from megadapo.kernels.policy_head.tiling import plan_tiling
 from megadapo.lab.bench.head_inputs import NUM_SEQUENCES, HeadInputs
 
 OURS = "megadapo"
@@ -47,6 +48,11 @@ def eager_loss(inputs: HeadInputs) -> Tensor:
 
 
 def ours(inputs: HeadInputs) -> Tensor:
+    """Compute our loss as the trainer does, in the tiling of the whole vocabulary."""
+    shape, device = inputs.shape, inputs.hidden.device
+    tiling = plan_tiling(
+        shape.vocab_size * shape.tensor_parallel, shape.hidden_size, shape.dtype, device
+    )
     return policy_head_loss(
         inputs.hidden,
         inputs.weight,
@@ -55,7 +61,10 @@ def ours(inputs: HeadInputs) -> Tensor:
         advantages=inputs.advantages,
         loss_weights=inputs.loss_weights,
         objective=inputs.objective,
-        temperature=inputs.shape.temperature,
+        temperature=shape.temperature,
+        chunk_tokens=tiling.block_rows,
+        tile_tokens=tiling.tile_rows,
+        tp_invariant=device.type == "cpu",  # on CUDA as without trainer.deterministic
     ).loss
 
 

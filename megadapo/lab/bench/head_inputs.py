@@ -26,10 +26,14 @@ class HeadShape:
     vocab_size: int
     dtype: torch.dtype
     temperature: float = 1.0
+    tensor_parallel: int = 1
+    """Ranks of equal size that the vocabulary is split over; `vocab_size` is one rank's part."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         shape = f"T={self.num_tokens} H={self.hidden_size} V={self.vocab_size} {dtype}"
+        if self.tensor_parallel > 1:
+            shape = f"{shape} of TP {self.tensor_parallel}"
         return shape if self.temperature == 1.0 else f"{shape} temperature={self.temperature}"
 
     @property

@@ -124,7 +124,7 @@ def _head_bytes(
     padded_vocab = padded_vocab_size(model.shape.vocab_size, tp)
     dtype = torch.float32 if widths.itemsize == FP32_BYTES else torch.bfloat16
     device = torch.device("cuda" if widths.on_gpu else "cpu")
-    tiling = plan_tiling(padded_vocab, dtype, device, None)
+    tiling = plan_tiling(padded_vocab, model.shape.hidden_size, dtype, device)
     columns, size = padded_vocab // tp, widths.itemsize
     block = min(tiling.block_rows, num_tokens)
     num_blocks = -(-num_tokens // tiling.block_rows)
@@ -135,8 +135,10 @@ def _head_bytes(
     residual = num_tokens * widths.residual * size
     # gradients of the output weight's local rows, and of the hidden states: first the predicted
     # rows, then all
-    in_fp32 = widths.on_gpu or num_blocks > 1
-    weight = columns * widths.hidden * (FP32_BYTES if in_fp32 else size)
+    weight = columns * widths.hidden * (FP32_BYTES if num_blocks > 1 else size)
+    if widths.on_gpu:
+        # main_grad has it; autograd gets a tensor in its place, when the buffers are free again
+        buffers, weight = max(buffers, int(columns * widths.hidden * size)), 0
     gradients = int(weight + 2 * residual)
     # hidden states before and after the last norm, and gathered blocks: with sequence parallelism
     # the next block is already in transit

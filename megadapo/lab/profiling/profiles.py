@@ -232,7 +232,7 @@ def profile_head(
     """Profile our head's forward and backward pass at one shape, and print the time of its kernels.
 
     Args:
-        shape_text: T,H,V,DTYPE.
+        shape_text: T,H,V,DTYPE[,TP], see `parse_shape`.
         device_name: "cpu" or "cuda"; None selects CUDA if available.
         trace: Chrome trace to write.
     """

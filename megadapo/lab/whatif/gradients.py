@@ -85,9 +85,9 @@ def _with_one_forward(
     for pieces in zip(*works, strict=True):
         (kept,) = run_schedule(rank.chunks, [(pieces[0][0], _keep_inputs)], forward_only=True)
         for number, (micro_batch, head) in enumerate(pieces):
-            output = head(**kept.inputs, context=micro_batch)
             # continue from this objective's sums: additions then have the order of an update
             _copy(sums[number], buffers)
+            output = head(**kept.inputs, context=micro_batch)
             output.loss.backward(retain_graph=number < len(works) - 1)
             _copy(buffers, sums[number])
             outputs[number].append(replace(output, loss=output.loss.detach()))

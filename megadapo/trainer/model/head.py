@@ -41,6 +41,8 @@ class PolicyHead:
     """Weights of the tokens of a micro-batch that comes without its old policy."""
     wait_for_weight: Callable[[Tensor], None]
     """Function to call before the output weight is read, as the output layer is not called."""
+    tp_invariant: bool = True
+    """Whether every tensor-parallel size gives the same bits, see `HeadOptions.tp_invariant`."""
 
     def __call__(
         self,
@@ -113,6 +115,9 @@ class PolicyHead:
             # the same rows in both passes: equal shapes give equal bits
             "rows": micro_batch.rows,
             "sequence_parallel": output_layer.sequence_parallel,
+            "tp_invariant": self.tp_invariant,
+            # the schedule differentiates every loss, with gradient 1, after it has zeroed main_grad
+            "accumulate_in_forward": weight.is_cuda,
         }
         return hidden_states.squeeze(1), weight, options
 

@@ -1,5 +1,6 @@
 """The policy head under Megatron's DistributedDataParallel, which reduces while backward runs."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ def micro_batch(rank: int, index: int) -> dict[str, Tensor]:
 class TinyModel(torch.nn.Module):
     """Embedding, one layer and a head; if tied, both have one weight."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, in_forward: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(0.5 * torch.randn(*shape, generator=generator))
 
+        self.in_forward = in_forward
         self.embedding = parameter(VOCAB, HIDDEN)
         self.layer = parameter(HIDDEN, HIDDEN)
         self.output = self.embedding if tied else parameter(VOCAB, HIDDEN)
@@ -45,9 +47,13 @@ class TinyModel(torch.nn.Module):
         return torch.tanh(torch.nn.functional.embedding(tokens, self.embedding) @ self.layer)
 
     def forward(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        hidden = self.hidden(tokens)
         return policy_head_loss(
-            hidden, self.output, targets, objective=PolicyObjective(), **inputs
+            self.hidden(tokens),
+            self.output,
+            targets,
+            objective=PolicyObjective(),
+            accumulate_in_forward=self.in_forward,
+            **inputs,
         ).loss
 
 
@@ -63,18 +69,21 @@ def run_process(rank: int, folder: Path) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, calculate_per_token_loss=True
     )
-    for tied in (False, True):
-        for overlap in (False, True):
-            settings = DistributedDataParallelConfig(
-                overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
-            )
-            model = DistributedDataParallel(config, settings, TinyModel(tied))
-            results = []
-            for _ in range(2):
-                model.zero_grad_buffer()
-                train_step(model, rank)
-                results.append({n: p.main_grad.clone() for n, p in model.module.named_parameters()})
-            torch.save(results, folder / f"tied{tied}_overlap{overlap}_rank{rank}.pt")
+    for tied, overlap, in_forward in itertools.product((False, True), repeat=3):
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
+        )
+        model = DistributedDataParallel(config, settings, TinyModel(tied, in_forward))
+        results = []
+        for _ in range(2):
+            model.zero_grad_buffer()
+            train_step(model, rank)
+            results.append({n: p.main_grad.clone() for n, p in model.module.named_parameters()})
+        torch.save(results, folder / file_name(tied, overlap, in_forward, rank))
+
+
+def file_name(tied: bool, overlap: bool, in_forward: bool, rank: int) -> str:
+    return f"tied{tied}_overlap{overlap}_forward{in_forward}_rank{rank}.pt"
 
 
 def train_step(model: torch.nn.Module, rank: int) -> None:
@@ -106,12 +115,13 @@ def expected_grads(tied: bool) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("in_forward", [False, True], ids=["in_backward", "in_forward"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["after", "overlapped"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_main_grad_is_the_sum_over_micro_batches_and_ranks(folder, tied, overlap):
+def test_main_grad_is_the_sum_over_micro_batches_and_ranks(folder, tied, overlap, in_forward):
     expected = expected_grads(tied)
     for rank in range(WORLD):
-        for step in torch.load(folder / f"tied{tied}_overlap{overlap}_rank{rank}.pt"):
+        for step in torch.load(folder / file_name(tied, overlap, in_forward, rank)):
             assert set(step) == set(expected)
             for name, truth in expected.items():
                 error = (step[name].double() - truth).norm() / truth.norm()

@@ -16,6 +16,7 @@ def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
     return parameter
 
 
+@pytest.mark.parametrize("in_forward", [False, True], ids=["in_backward", "in_forward"])
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [
@@ -23,23 +24,31 @@ def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
         pytest.param(torch.bfloat16, 4e-3, id="bf16_grads"),
     ],
 )
-def test_main_grad_accumulates_over_micro_batches(dtype, tolerance):
+def test_main_grad_accumulates_over_micro_batches(dtype, tolerance, in_forward):
     """Two micro-batches of different loss scale, one of them interleaved as in 1F1B."""
+    scales = (1.0, 1.0) if in_forward else (4.0, 0.5)
     first, second = make_case(60, 24, 304, dtype=dtype), make_case(41, 24, 304, dtype=dtype, seed=1)
     second.weight = first.weight
     weight = megatron_parameter(first.weight)
     hidden = [case.hidden.clone().requires_grad_() for case in (first, second)]
     losses = [
-        policy_head_loss(h, weight, case.targets, chunk_tokens=64, **case.kwargs).loss
+        policy_head_loss(
+            h,
+            weight,
+            case.targets,
+            chunk_tokens=24,
+            accumulate_in_forward=in_forward,
+            **case.kwargs,
+        ).loss
         for h, case in zip(hidden, (first, second), strict=True)
     ]
-    (losses[1] * 0.5).backward()
-    (losses[0] * 4.0).backward()
-    expected = first.definition(4.0).d_weight + second.definition(0.5).d_weight
+    (losses[1] * scales[1]).backward()
+    (losses[0] * scales[0]).backward()
+    expected = first.definition(scales[0]).d_weight + second.definition(scales[1]).d_weight
     assert weight.main_grad.dtype == torch.float32
     assert relative_error(weight.main_grad, expected) <= tolerance
     assert weight.grad_added_to_main_grad
-    assert relative_error(hidden[0].grad, first.definition(4.0).d_hidden) <= tolerance
+    assert relative_error(hidden[0].grad, first.definition(scales[0]).d_hidden) <= tolerance
 
 
 def test_main_grad_is_unchanged_before_backward():
@@ -50,6 +59,43 @@ def test_main_grad_is_unchanged_before_backward():
     assert not weight.main_grad.any()
     loss.backward()
     assert weight.main_grad.any()
+
+
+def test_accumulation_in_forward_holds_all_before_the_hook_and_needs_gradient_1():
+    """A reduction may start in the hook. The scale of a loss would change d_hidden alone."""
+    case = make_case(30, 24, 304)
+    options = case.kwargs | {"accumulate_in_forward": True}
+    weight = megatron_parameter(case.weight)
+    with torch.no_grad():
+        policy_head_loss(case.hidden, weight, case.targets, **options)
+    assert not weight.main_grad.any()
+    loss = policy_head_loss(case.hidden, weight, case.targets, **options).loss
+    before = weight.main_grad.clone()
+    assert relative_error(before, case.definition().d_weight) <= 2e-6
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.main_grad.clone()))
+    loss.backward(retain_graph=True)
+    assert torch.equal(seen[0], before) and weight.grad_added_to_main_grad
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loss = policy_head_loss(case.hidden, weight, case.targets, **options).loss
+    with pytest.raises(RuntimeError, match="gradient 1"):
+        (loss * 2.0).backward()
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_accumulation_in_forward_is_left_out_where_it_would_lose_digits(has_main_grad):
+    """Without main_grad there is no place for it; a bf16 one would be rounded for every block."""
+    case = make_case(60, 24, 304)
+    weight = case.weight.clone().requires_grad_()
+    if has_main_grad:
+        weight.main_grad = torch.zeros(weight.shape, dtype=torch.bfloat16)
+    options = case.kwargs | {"accumulate_in_forward": True, "chunk_tokens": 8}
+    loss = policy_head_loss(case.hidden, weight, case.targets, **options).loss
+    assert not has_main_grad or not weight.main_grad.any()
+    (loss * 2.0).backward()
+    got = weight.main_grad if has_main_grad else weight.grad
+    assert relative_error(got, case.definition(2.0).d_weight) <= (2e-3 if has_main_grad else 2e-6)
 
 
 def test_hook_fires_with_a_gradient():
@@ -64,14 +110,16 @@ def test_hook_fires_with_a_gradient():
         assert len(seen) == 1 and seen[0] is not None and seen[0].shape == weight.shape
 
 
-def test_tied_embedding_keeps_its_own_gradient():
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_tied_embedding_keeps_its_own_gradient(in_forward):
     """With zero_out_wgrad Megatron adds param.grad to main_grad: it must hold the rest only."""
     case = make_case(30, 24, 304)
     weight = megatron_parameter(case.weight)
     weight.zero_out_wgrad = True
     embedded = torch.nn.functional.embedding(torch.tensor([3, 7]), weight).sum()
     hidden = case.hidden.clone().requires_grad_()
-    loss = policy_head_loss(hidden, weight, case.targets, **case.kwargs).loss
+    options = case.kwargs | {"accumulate_in_forward": in_forward}
+    loss = policy_head_loss(hidden, weight, case.targets, **options).loss
     (loss + embedded).backward()
     assert weight.grad[[3, 7]].eq(1).all() and weight.grad.sum() == 2 * 24
     assert relative_error(weight.main_grad, case.definition().d_weight) <= 2e-6
