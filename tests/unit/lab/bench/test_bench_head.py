@@ -2,13 +2,15 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
-from megadapo.lab.bench import head
+from megadapo.kernels.policy_head.tiling import plan_tiling
+from megadapo.lab.bench import head, head_baselines
 from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
 from megadapo.lab.bench.head_baselines import (
     OTHER_LOSSES,
@@ -107,10 +109,35 @@ def test_calls_are_timed_in_turn():
     assert min(timings["b"]) >= 2.0 > min(timings["a"])
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "8,2,3,int8", "8,x,3,float32", "9,2,3,float32"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1,2,3",
+        "8,2,3,int8",
+        "8,x,3,float32",
+        "9,2,3,float32",
+        "8,2,3,float32,0",
+        "8,2,3,float32,1,1",
+    ],
+)
 def test_bad_shape_is_named(text):
     with pytest.raises(ConfigError, match="--shape="):
         parse_shape(text, 1.0)
+
+
+def test_slice_runs_in_the_tiling_of_the_whole_vocabulary(monkeypatch):
+    """The tiling of the slice alone has one block where a rank of TP 8 has five."""
+    seen = {}
+
+    def head(*arguments: object, **options: object) -> SimpleNamespace:
+        seen.update(options)
+        return SimpleNamespace(loss=None)
+
+    monkeypatch.setattr(head_baselines, "policy_head_loss", head)
+    head_baselines.ours(make_inputs(parse_shape("8,32,2000,float32,8", 1.0), CPU))
+    tiling = plan_tiling(16_000, 32, torch.float32, CPU)
+    assert (seen["chunk_tokens"], seen["tile_tokens"]) == (tiling.block_rows, tiling.tile_rows)
+    assert tiling != plan_tiling(2000, 32, torch.float32, CPU)
 
 
 def test_command_writes_json(tmp_path, capsys):
