@@ -119,6 +119,8 @@ class Publisher:
         """Schedule of full updates over the present connection."""
         self._incarnations: list[Hashable] = []
         """Identities of the connected engine processes."""
+        self._is_broken = False
+        """Whether an update over the connection has begun and not ended."""
 
     @property
     def plan(self) -> UpdatePlan:
@@ -179,11 +181,12 @@ class Publisher:
         # without a running engine nothing is sent; engines that are starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
+            self._is_broken = True
             sums: Sums = []
             if self._folder is not None:
                 update, sums = self._write(update, self._folder)
             else:
-                sums.append(fill(self._peers, update, 0))
+                sums += fill(self._peers, update, [0])
         # up to here the engines generate with their old weights; from here on they refuse to
         paused = time.monotonic()
         stop_generating()
@@ -207,6 +210,7 @@ class Publisher:
         in_full = update.delta is None
         verified = self._versions.verifies(in_full=in_full)
         self._versions.finish(update.version, in_full=in_full)
+        self._is_broken = False
         return replace(
             report,
             num_bytes=update.num_bytes,
@@ -283,9 +287,10 @@ class Publisher:
         """Connect to the engines to update, unless the same processes are connected."""
         self._peers.target(targets)
         incarnations = [self._engines.incarnation(index) for index in targets]
-        if self._schedule is None or incarnations != self._incarnations:
+        if self._schedule is None or self._is_broken or incarnations != self._incarnations:
             self._schedule, self._incarnations = None, incarnations
             self._schedule = self._open_buckets()
+            self._is_broken = False
             self._versions.reset()
         return self._schedule
 
@@ -331,7 +336,13 @@ class Publisher:
             "deltas": self._versions.deltas,
         }
         offers = peers.call_ranks(
-            "prepare", ray.put(plan), dtype=self._dtype, folder=self._folder, **both
+            "prepare",
+            ray.put(plan),
+            dtype=self._dtype,
+            folder=self._folder,
+            # the others of an update go on without an engine that hangs, before their own deadline
+            patience_s=self._config.deadline_s / 2,
+            **both,
         )
         both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
         connecting = peers.submit_ranks("connect", offers)

@@ -18,6 +18,7 @@ from megadapo.weights.sync.transports.folder import FolderInbox
 from megadapo.weights.sync.transports.in_place import CudaIpcInbox, SharedMemoryInbox
 from megadapo.weights.sync.transports.interface import Inbox, Offer
 from megadapo.weights.sync.transports.point_to_point import PointToPointInbox
+from megadapo.weights.sync.transports.turns import ReadingTurns
 
 SliceKey = tuple[int, int, int]
 """Trainer rank, round, and number of the slice in the rank's bucket."""
@@ -70,6 +71,7 @@ class WeightReceiver:
         self._place = (receiver, engine_rank)
         self._full = pack(plan, bucket_bytes)
         self._full_rounds = self._rounds = self._own_rounds(self._full)
+        self._turns: ReadingTurns | None = None
         self.num_bytes = 0
         self.version: int | None = None
         """Version of this rank's weights; None during and after an incomplete update."""
@@ -92,10 +94,11 @@ class WeightReceiver:
         # other buckets may be on another node, or on a GPU that this process does not see
         senders = {placed.sender for own in self._full_rounds.values() for _, placed in own}
         readable = [offer if number in senders else None for number, offer in enumerate(offers)]
-        if transport == "shared_memory":
-            return SharedMemoryInbox(readable)
-        if transport == "cuda_ipc":
-            return CudaIpcInbox(readable, device)
+        if transport in ("shared_memory", "cuda_ipc"):
+            target = self._plan.engine_rank_number(*self._place)
+            self._turns = ReadingTurns(readable, target, device)
+            is_shared = transport == "shared_memory"
+            return SharedMemoryInbox(readable) if is_shared else CudaIpcInbox(readable, device)
         if transport in ("nccl", "gloo"):
             largest_wave = self._full.capacity.waves.get(self._place, 0)
             position = self._plan.chain_position(*self._place, member)
@@ -160,12 +163,22 @@ class WeightReceiver:
             WeightError: A bundle cannot be applied; none of its elements was changed.
         """
         own = self._rounds.get(round_number, [])
-        contents = self._inbox.receive(round_number, [placed for _, placed in own])
+        messages = [placed for _, placed in own]
+        if self._turns is not None:
+            self._turns.wait(messages)
+        contents = self._inbox.receive(round_number, messages)
         for (first, placed), received in zip(own, contents, strict=True):
             if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
                 self._change(received, placed.transfer)
             else:
                 self._replace(received, placed.transfer, round_number, first)
+        if self._turns is not None:
+            self._turns.give(messages)
+
+    def close(self) -> None:
+        """Leave the trainer ranks, so that none waits for this one."""
+        if self._turns is not None:
+            self._turns.close()
 
     def _own_rounds(self, schedule: Schedule) -> dict[int, list[tuple[int, PlacedTransfer]]]:
         """Return round -> this rank's transfers by wave, each with its first slice number."""

@@ -22,8 +22,11 @@ from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
 from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
 from megadapo.weights.sync.transports.interface import Offer, Outbox
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
+from megadapo.weights.sync.transports.turns import FillingTurns
 
 CPU = torch.device("cpu")
+IN_PLACE = ("shared_memory", "cuda_ipc")
+"""Transports whose buckets are read in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class WeightSender:
         self._memory = HostMemory(pinned=self._device.type == "cuda")
         self._pinned: dict[str, torch.Tensor] | None = None
         self._outbox: Outbox | None = None
+        self._turns: FillingTurns | None = None
 
     def describe(self) -> SenderInfo:
         gpu = None
@@ -88,15 +92,18 @@ class WeightSender:
         transport: str,
         deltas: bool = False,
         folder: Path | None = None,
+        patience_s: float = 60.0,
     ) -> Offer:
         """Allocate the buckets of a plan and offer them.
 
         Args:
             deltas: Keep the bits that are sent, so that later updates can send only the changes.
             folder: Folder of update files, for the transport "folder".
+            patience_s: Seconds after which an engine that does not read a bucket is left out.
         """
-        if self._outbox is not None:
-            self._outbox.close()
+        for one in (self._outbox, self._turns):
+            if one is not None:
+                one.close()
         self._plan, self._dtype = plan, dtype
         self._full = pack(plan, bucket_bytes)
         self._use(self._full)
@@ -104,7 +111,8 @@ class WeightSender:
         # bits that were sent last, if updates may send only the changes
         self._state = DeltaState(dtype.itemsize) if deltas else None
         self._outbox = self._open_outbox(transport, folder)
-        return self._outbox.offer()
+        self._turns = FillingTurns(patience_s) if transport in IN_PLACE else None
+        return self._outbox.offer() | ({} if self._turns is None else {"turns": self._turns.name})
 
     def _open_outbox(self, transport: str, folder: Path | None) -> Outbox:
         num_bytes = self._full.capacity.buckets[self._rank]
@@ -135,6 +143,8 @@ class WeightSender:
     def opened(self) -> None:
         """Note that every receiver has opened the offer."""
         self._buckets.opened()
+        if self._turns is not None:
+            self._turns.opened()
 
     @torch.no_grad()
     def encode(
@@ -169,6 +179,10 @@ class WeightSender:
         if sizes is None and self._state is not None:
             self._state.drop_sections()
 
+    def fill_rounds(self, rounds: Sequence[int], *, with_checksums: bool) -> list[list[int]]:
+        """Fill the buckets of several rounds, each when its readers have read the bucket before."""
+        return [self.fill(number, with_checksums=with_checksums) for number in rounds]
+
     @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
         """Fill this rank's bucket of a round.
@@ -178,6 +192,8 @@ class WeightSender:
         Returns:
             The checksum of every slice in the bucket, in order, if requested.
         """
+        if self._turns is not None:
+            self._turns.wait(round_number)
         self._relay(round_number)
         sums = []
         own = self._schedule.buckets[self._rank]
@@ -192,6 +208,8 @@ class WeightSender:
                         for offset, copy in self._plan.slices(placed.transfer, placed.offset)
                     ]
             self._buckets.post(round_number, own[round_number])
+            if self._turns is not None:
+                self._turns.give(round_number, own[round_number])
         if self._state is not None and round_number == self._schedule.num_rounds - 1:
             self._state.drop_sections()
         return sums

@@ -37,6 +37,8 @@ class Update:
     """Header of the changes; None if all weights are sent."""
 
 
+SPAN = 32
+"""Rounds that trainer ranks and engines do in one call, which `weights.deadline_s` limits."""
 MAX_DELTA = 0.25
 """Share of a full update's bytes above which a delta is sent as a full update."""
 FULL_EVERY = 50
@@ -119,7 +121,8 @@ def combine_if_small(
 def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
     """Move an update into the idle engines round by round, and compare checksums.
 
-    Senders fill the bucket of the next round while engines read the present one.
+    Senders fill the bucket of the next round while engines read the present one. They wait for each
+    other, not for the driver.
 
     Args:
         sums: Checksums of the rounds that are already in a bucket or in files; those of the others
@@ -132,11 +135,15 @@ def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
         "delta": None if delta is None else asdict(delta),
     }
     peers.call_engines("start_weight_update", doing="start")
-    for number in range(num_rounds):
-        taking = _take(peers, {"round": number} | ({"begin": begin} if number == 0 else {}))
+    # files may be as slow as storage, and the deadline is for each call
+    step = 1 if len(sums) == num_rounds else SPAN
+    for first in range(0, num_rounds, step):
+        rounds = list(range(first, min(first + step, num_rounds)))
+        taking = _take(peers, {"rounds": rounds} | ({"begin": begin} if first == 0 else {}))
         if len(sums) < num_rounds:
-            sums.append(fill(peers, update, number + 1))
-        peers.wait_engines(taking, f"bucket {number} of {num_rounds}")
+            following = [number + 1 for number in rounds if number + 1 < num_rounds]
+            sums += fill(peers, update, following)
+        peers.wait_engines(taking, _name(rounds, num_rounds))
     if update.compares_at_end:
         by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
         peers.wait_engines(_take(peers, {"checksums": by_sender}), "checksums", forgive=False)
@@ -154,7 +161,7 @@ def write_files(
         Checksums, and the problem of an engine rank that cannot open the files. Its weights are
         unchanged.
     """
-    sums = [fill(peers, update, number) for number in range(update.num_rounds)]
+    sums = [one for number in range(update.num_rounds) for one in fill(peers, update, [number])]
     files: dict[str, WrittenFile] = {}
     for written in peers.call_ranks("written"):
         files |= written
@@ -169,10 +176,17 @@ def write_files(
     return sums, None
 
 
-def fill(peers: UpdatePeers, update: Update, number: int) -> list[list[int]]:
-    """Fill the bucket of a round on every trainer rank, and return its checksums."""
-    refs = peers.submit_ranks("fill", number, with_checksums=update.compares_at_end)
-    return peers.wait_ranks(refs, f"bucket {number} of {update.num_rounds}")
+def fill(peers: UpdatePeers, update: Update, rounds: Sequence[int]) -> Sums:
+    """Fill the buckets of rounds on every trainer rank, and return their checksums."""
+    refs = peers.submit_ranks("fill_rounds", rounds, with_checksums=update.compares_at_end)
+    sums = peers.wait_ranks(refs, _name(rounds, update.num_rounds))
+    return [list(by_rank) for by_rank in zip(*sums, strict=True)]
+
+
+def _name(rounds: Sequence[int], num_rounds: int) -> str:
+    if len(rounds) == 1:
+        return f"bucket {rounds[0]} of {num_rounds}"
+    return f"buckets {rounds[0]} to {rounds[-1]} of {num_rounds}"
 
 
 def _take(peers: UpdatePeers, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,8 +75,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     begin: dict[str, Any] | None = None
     """Arguments of the first round: version, whether to keep checksums for a comparison at the
     end, and the fields of a `Delta` or None."""
-    round: int | None = None
-    """Round to receive."""
+    rounds: Sequence[int] = ()
+    """Rounds to receive."""
     checksums: list[list[list[int]]] | None = None
     """[sender][round] -> the trainer's checksum of every slice, to compare with."""
 
@@ -148,9 +148,9 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             bucket_bytes=init_info.bucket_bytes,
             dtype=self._dtype,
         )
+        self.shutdown()
         self._receiver = receiver
         self._kept: dict[str, torch.Tensor] | None = {} if init_info.deltas else None
-        self.shutdown()
         self._inbox = receiver.open_inbox(
             init_info.transport, init_info.offers, self.device, member=init_info.member
         )
@@ -174,12 +174,16 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightError("Weight update before init_weight_transfer_engine.")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive one round, or compare checksums after the last."""
+        """Receive rounds, or compare checksums after the last."""
         receiver = self._connected
         if update_info.begin is not None:
             self._begin(**update_info.begin)
-        if update_info.round is not None:
-            receiver.take(update_info.round)
+        with contextlib.ExitStack() as failing:
+            # the trainer's ranks must not wait for an engine that is lost
+            failing.callback(self.shutdown)
+            for number in update_info.rounds:
+                receiver.take(number)
+            failing.pop_all()
         if update_info.checksums is not None:
             receiver.verify(update_info.checksums)
 
@@ -214,6 +218,8 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Release the trainer's buckets."""
+        if self._receiver is not None:
+            self._receiver.close()
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None

@@ -87,7 +87,7 @@ def test_run_names_lost_sender_and_resumes(uninterrupted, tmp_path, how, message
     output, _ = process.communicate(timeout=120)
     assert process.returncode == InfraError.exit_code, output
     assert time.monotonic() - struck < DEADLINE_S + 45
-    found = re.search(rf"weights: bucket (\d+) of (\d+): {message}", output)
+    found = re.search(rf"weights: buckets (\d+) to \d+ of (\d+): {message}", output)
     assert found, output
     assert 0 < int(found[1]) < int(found[2])
     assert descendants(folder) == []

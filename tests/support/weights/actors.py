@@ -3,6 +3,8 @@
 import os
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ class SenderRank:
         self.load(folder)
         self._sender = WeightSender(self._params, self._layout, position, rank)
         self._published_sender = WeightSender(self._params, self._layout, position, rank)
+        for sender in (self._sender, self._published_sender):
+            sender.fill = partial(self._fill, sender.fill)
 
     def load(self, folder: Path) -> None:
         """Load the weights of another folder in place."""
@@ -81,14 +85,17 @@ class SenderRank:
         return self._send(self._published_sender, method, *args, **kwargs)
 
     def _send(self, sender: WeightSender, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
+        if method == "connect":
+            time.sleep(self._late_s)
+        return getattr(sender, method)(*args, **kwargs)
+
+    def _fill(self, fill: Callable[..., list[int]], round_number: int, **options: Any) -> list[int]:
+        if self._signal_at and self._signal_at[0] == round_number:
             _, number, pid = self._signal_at
             self._signal_at = None
             os.kill(pid, number)
-        if method == "connect":
-            time.sleep(self._late_s)
-        answer = getattr(sender, method)(*args, **kwargs)
-        if method == "fill" and self._tear_at and self._tear_at[0] == args[0]:
+        answer = fill(round_number, **options)
+        if self._tear_at and self._tear_at[0] == round_number:
             files = self._tear_at[1].rglob(f"rank-{self._rank}-bucket-*")
             newest = max(files, key=lambda path: path.stat().st_mtime_ns)
             os.truncate(newest, newest.stat().st_size - 1)

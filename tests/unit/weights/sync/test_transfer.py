@@ -25,6 +25,7 @@ from megadapo.weights.sync.transports.in_place import (
 )
 from megadapo.weights.sync.transports.interface import Message
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
+from megadapo.weights.sync.transports.turns import FillingTurns
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.weights.connection import BUCKET, Connection, Shards, receiver_of
 
@@ -218,8 +219,10 @@ def test_receiver_opens_only_buckets_it_reads(model_folders):
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
     receiver = receiver_of(plan, layout, receiver=1)
-    elsewhere = {"path": "/nowhere", "num_bytes": BUCKET}
-    offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer(), elsewhere]
+    filling = FillingTurns(1.0)
+    turns = {"turns": filling.name}
+    elsewhere = {"path": "/nowhere", "num_bytes": BUCKET, **turns}
+    offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer() | turns, elsewhere]
     receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
     receiver.open_inbox("cuda_ipc", [elsewhere, None, elsewhere], torch.device("cpu"))
     with pytest.raises(InfraError, match="is not there"):
