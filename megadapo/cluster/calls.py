@@ -134,22 +134,23 @@ def gather(
     results: list[Any] = [None] * len(calls)
     while index_of:
         ended = _next_ended(list(index_of), deadline, watch)
-        if ended is None:
+        if not ended:
             silent = list(index_of.values())
             own = [logs[index] for index in silent] if logs else []
             raise timeout_error([names[index] for index in silent], doing, timeout_s, limit, own)
-        index = index_of.pop(ended)
-        try:
-            results[index] = take(ended, index)
-        except MegadapoError as first:
-            raise _root_cause(first, index_of, take) from None
+        for call in ended:
+            index = index_of.pop(call)
+            try:
+                results[index] = take(call, index)
+            except MegadapoError as first:
+                raise _root_cause(first, index_of, take) from None
     return results
 
 
 def _next_ended(
     calls: list[ObjectRef[Any]], deadline: float, watch: Callable[[], None] | None
-) -> ObjectRef[Any] | None:
-    """Wait for a call to end and return it; return None at the deadline."""
+) -> list[ObjectRef[Any]]:
+    """Wait for a call to end and return all that have; return none at the deadline."""
     import ray
 
     while True:
@@ -159,9 +160,10 @@ def _next_ended(
         if watch is not None:
             watch()
         if ready:
-            return ready[0]
+            # one by one, hundreds of calls would take a wait for all others each
+            return ray.wait(calls, num_returns=len(calls), timeout=0)[0]
         if slice_s >= remaining:
-            return None
+            return []
 
 
 def result_of(

@@ -7,7 +7,7 @@ An engine rank receives exactly the runs of its own shards. If several trainer r
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -252,6 +252,8 @@ class _Assigner:
         self._nodes = source_nodes
         self._hosts = hosts or Hosts(source_nodes or [""] * num_sources, engine.nodes)
         self._sent = [0] * num_sources
+        self._came = [0] * num_sources
+        """Bytes that each rank gets from other nodes."""
         self._heaps: dict[object, list[tuple[int, int]]] = {}
         self._present: dict[tuple[str, int, int], tuple[int, int, int]] = {}
         """(node, block, bundle) -> the first receiver there that got it from another node, its
@@ -266,7 +268,9 @@ class _Assigner:
             for pp_rank in block.pp_ranks
             for index, bundle in enumerate(bundles)
         ]
-        wanted.sort(key=lambda one: -one[0])
+        # the first receiver of a node gets a bundle from another node: each in turn, by its own cards
+        most = max(Counter(self._hosts.receivers).values())
+        wanted.sort(key=lambda one: (-one[0], one[1], one[4], (one[2] + one[1] + one[4]) % most))
         transfers = []
         for num_bytes, number, receiver, pp_rank, index in wanted:
             bundle = templates[number][index]
@@ -313,7 +317,7 @@ class _Assigner:
         if not senders:
             raise WeightError(f"No trainer rank shares {place}, from which an engine could read.")
         on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
-        present = self._present.get((host, block, bundle))
+        present, loads = self._present.get((host, block, bundle)), self._sent
         if on_host:
             owner = relay = self._least_loaded((stage, owners, "on", host), lambda: on_host, size)
         elif present is not None and present[0] != receiver:
@@ -321,20 +325,30 @@ class _Assigner:
             self._sent[relay] += size
         else:
             owner = relay = self._least_loaded((stage, owners), candidates, size)
-        sender = self._least_loaded(("place", place), lambda: senders, size)
-        if not on_host:
+            # the cards of all ranks share what comes from other nodes
+            loads = self._came
+        sender = self._least_loaded((loads is self._came, place), lambda: senders, size, loads)
+        if loads is self._came:
+            self._sent[sender] += size
             self._present.setdefault((host, block, bundle), (receiver, owner, sender))
         return owner, relay, sender
 
-    def _least_loaded(self, key: object, candidates: Callable[[], list[int]], size: int) -> int:
+    def _least_loaded(
+        self,
+        key: object,
+        candidates: Callable[[], list[int]],
+        size: int,
+        loads: list[int] | None = None,
+    ) -> int:
         """Return the candidate with the fewest bytes to send so far, and add `size` to it."""
+        loads = self._sent if loads is None else loads
         heap = self._heaps.get(key)
         if heap is None:
-            heap = self._heaps[key] = [(self._sent[rank], rank) for rank in candidates()]
+            heap = self._heaps[key] = [(loads[rank], rank) for rank in candidates()]
             heapq.heapify(heap)
         # Ranks are in several heaps, so an entry may be out of date; loads only grow.
-        while heap[0][0] != self._sent[heap[0][1]]:
-            heapq.heapreplace(heap, (self._sent[heap[0][1]], heap[0][1]))
+        while heap[0][0] != loads[heap[0][1]]:
+            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
         rank = heap[0][1]
-        self._sent[rank] += size
+        loads[rank] += size
         return rank
