@@ -252,6 +252,10 @@ class _Assigner:
         self._nodes = source_nodes
         self._hosts = hosts or Hosts(source_nodes or [""] * num_sources, engine.nodes)
         self._sent = [0] * num_sources
+        self._share = 0.0
+        """Bytes that each rank sends if all send the same."""
+        self._sender_of: dict[tuple[int, int], int] = {}
+        """(block, bundle) -> the last rank that sends it."""
         self._came = [0] * num_sources
         """Bytes that each rank gets from other nodes."""
         self._heaps: dict[object, list[tuple[int, int]]] = {}
@@ -268,6 +272,7 @@ class _Assigner:
             for pp_rank in block.pp_ranks
             for index, bundle in enumerate(bundles)
         ]
+        self._share = sum(one[0] for one in wanted) / len(self._sent)
         # the first receiver of a node gets a bundle from another node: each in turn, by its own cards
         most = max(Counter(self._hosts.receivers).values())
         wanted.sort(key=lambda one: (-one[0], one[1], one[4], (one[2] + one[1] + one[4]) % most))
@@ -306,7 +311,14 @@ class _Assigner:
             return on_host or candidates()
 
         if nodes is None:
-            rank = self._least_loaded((stage, owners, "nearest", host), nearest, size)
+            near, same = nearest(), self._sender_of.get((block, bundle))
+            if same in near and self._sent[same] + size <= self._share:
+                # one rank compares a bundle with what it sent last, for all receivers
+                rank = same
+                self._sent[rank] += size
+            else:
+                rank = self._least_loaded((stage, owners, "nearest", host), nearest, size)
+                self._sender_of[block, bundle] = rank
             return rank, rank, rank
         place = self._engine.nodes[receiver]
         near = [rank for rank in candidates() if nodes[rank] == place]
