@@ -254,9 +254,11 @@ class Publisher:
         assert schedule is not None, "connect first"
         if delta is not None:
             sizes = delta.sizes
-            schedule = schedule.repack(sizes)
         if self._versions.deltas or self._folder is not None:
-            self._peers.call_ranks("begin", sizes, version)
+            beginning = self._peers.submit_ranks("begin", sizes, version)
+            # all pack the changes at the same time
+            schedule = schedule if sizes is None else schedule.repack(sizes)
+            self._peers.wait_ranks(beginning, "begin")
         return Update(
             version=version,
             num_bytes=schedule.plan.num_bytes if sizes is None else sum(sizes),

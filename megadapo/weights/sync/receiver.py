@@ -217,11 +217,8 @@ class WeightReceiver:
         num_elements = self._plan.bundle(transfer).num_bytes // itemsize
         changes = decode(section, stamp, itemsize=itemsize, num_elements=num_elements)
         slices = list(self._plan.slices(transfer))
-        starts = [offset // itemsize for offset, _ in slices]
-        parts = [
-            changes.between(start, start + copy.numel)
-            for start, (_, copy) in zip(starts, slices, strict=True)
-        ]
+        starts = [(offset // itemsize, copy.numel) for offset, copy in slices]
+        parts = changes.split([(start, start + count) for start, count in starts])
         if sum(len(part.indices) for part in parts) != len(changes.indices):
             raise WeightError("A delta changes elements between slices.")
         regions = []
@@ -296,7 +293,7 @@ def change_in_place(region: torch.Tensor, changes: Changes) -> None:
     extent = 1 + sum((size - 1) * step for size, step in steps)
     memory = region.as_strided((extent,), (1,)).view(here.bits.dtype)
     index = here.indices
-    if region.dim() == 2:
+    if not region.is_contiguous():
         width = region.shape[1]
         rows = here.indices.div(width, rounding_mode="floor")
         index = rows * region.stride(0) + (here.indices - rows * width) * region.stride(1)

@@ -12,7 +12,7 @@ steps, far gaps and replaced bits follow, each part padded to `ALIGNMENT`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,16 @@ class Changes:
     bits: torch.Tensor
     """New bits of replaced elements, 0 elsewhere, [k] words."""
 
-    def between(self, start: int, stop: int) -> Changes:
-        """Return the changes of elements `start` to `stop`, with indices from `start`."""
-        ends = torch.tensor([start, stop], device=self.indices.device)
-        low, high = torch.searchsorted(self.indices, ends).tolist()
-        return Changes(self.indices[low:high] - start, self.steps[low:high], self.bits[low:high])
+    def split(self, ranges: Sequence[tuple[int, int]]) -> list[Changes]:
+        """Return the changes of the elements of each range, with indices from its start."""
+        ends = torch.tensor(ranges, device=self.indices.device)
+        # one wait for the device, not one for each range
+        return [
+            Changes(self.indices[low:high] - start, self.steps[low:high], self.bits[low:high])
+            for (start, _), (low, high) in zip(
+                ranges, torch.searchsorted(self.indices, ends).tolist(), strict=True
+            )
+        ]
 
     def to(self, device: torch.device) -> Changes:
         return Changes(self.indices.to(device), self.steps.to(device), self.bits.to(device))
