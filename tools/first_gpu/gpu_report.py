@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from parts import Outcome, Part, Setting, config_of
 
+from megadapo.commands.lab.plan import planned_refit
 from megadapo.errors import MegadapoError
 from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
 from megadapo.lab.plan import step_time
@@ -222,8 +223,8 @@ def _forecast(part: Part, steps: list[MetricRecord], setting: Setting) -> list[s
     if not lengths or sent is None:
         return []
     share = sum(lengths) / len(lengths) / config.rollout.max_response_tokens
-    traffic = step_time.UpdateTraffic(inside=int(sent), between=0)
     model = models_of(config).policy
+    refit = planned_refit(config, model, gpus_per_node=1)
     prompt = config.data.max_prompt_tokens
     with patch.multiple(step_time, MEAN_SHARE=share, PROMPT_TOKENS=prompt):
-        return step_time.describe_times(config, model, setting.card, traffic)
+        return step_time.describe_times(config, model, setting.card, refit)

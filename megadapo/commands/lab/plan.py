@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.lab.plan.cards import Card
     from megadapo.lab.plan.phases import GpuKind, Models
-    from megadapo.lab.plan.step_time import UpdateTraffic
+    from megadapo.lab.plan.refit import Refit
     from megadapo.models.description import ModelDescription
 
 DEFAULT_GPU = "H100-80G"
@@ -63,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     validate_engine_layout(models.policy.shape, config.rollout)
     kinds = gpu_kinds(config, models, card)
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
-    traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
-    lines = _summary(config, models, card, traffic, gpus_per_node)
+    refit = planned_refit(config, models.policy, gpus_per_node=gpus_per_node)
+    lines = _summary(config, models, card, refit, gpus_per_node)
     if config.sampling.overlaps:
         lines += describe_split(config, models, card)
     else:
-        lines += describe_times(config, models.policy, card, traffic)
+        lines += describe_times(config, models.policy, card, refit)
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
@@ -132,27 +131,14 @@ def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
     return -(-num_gpus // num_nodes)
 
 
-def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) -> UpdateTraffic:
-    """Return the traffic of the update plan that the run will use."""
-    from megadapo.commands.lab.weights import plan_for
-    from megadapo.lab.plan.step_time import UpdateTraffic
+def planned_refit(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) -> Refit:
+    """Return the work of a full weight update by the plan that the run will use."""
+    from megadapo.commands.lab.weights import plan_for, refit_of
     from megadapo.weights.layout.layout import ModelLayout
 
     layout = ModelLayout(model.family, model.shape)
     plan, hosts = plan_for(config, layout, gpus_per_node=gpus_per_node)
-    sent: Counter[int] = Counter()
-    between = 0
-    for transfer in plan.transfers:
-        size = plan.bundle(transfer).num_bytes
-        sent[transfer.sender] += size
-        between += size if hosts.crosses_nodes(transfer) else 0
-    is_shared = config.cluster.placement == "colocated"
-    busiest = max(sent.values())
-    return UpdateTraffic(
-        inside=busiest if is_shared else 0,
-        # engines with GPUs of their own receive everything over the network
-        between=between / plan.num_sources if is_shared else busiest,
-    )
+    return refit_of(config, plan, hosts)
 
 
 def _memory_table(kind: GpuKind, card: Card) -> str:
@@ -177,7 +163,7 @@ def _memory_table(kind: GpuKind, card: Card) -> str:
 
 
 def _summary(
-    config: RunConfig, models: Models, card: Card, traffic: UpdateTraffic, gpus_per_node: int
+    config: RunConfig, models: Models, card: Card, refit: Refit, gpus_per_node: int
 ) -> list[str]:
     """Describe sequences, caches, weight traffic and main memory, one line each."""
     from megadapo.lab.plan.cards import GIB
@@ -202,8 +188,9 @@ def _summary(
         f"KV cache of an engine: {cache:,} tokens, {cache / longest:.1f} longest sequences, "
         f"or {cache / mean_context(config):.0f} half-way through a mean response "
         f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})",
-        f"weight update: {traffic.inside / GIB:.2f} GiB from the busiest trainer rank inside its "
-        f"node, {traffic.between / GIB:.2f} GiB through each GPU's network card",
+        f"weight update: {refit.linked / GIB:.2f} GiB from the busiest GPU to others of its node, "
+        f"{max(refit.sent, refit.received) / GIB:.2f} GiB through the busiest network card "
+        "(megadapo weights plan)",
     ]
     host = host_items(config, models, engine, gpus_per_node)
     parts = " + ".join(f"{size / GIB:.0f} {name}" for name, size in host.items() if size)

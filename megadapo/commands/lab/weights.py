@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.commands.lab.plan import add_gpu, card_of
 from megadapo.errors import DataError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
+    from megadapo.lab.plan.cards import Card
+    from megadapo.lab.plan.refit import Refit
     from megadapo.weights.layout.layout import ModelLayout
     from megadapo.weights.sync.plan import UpdatePlan
     from megadapo.weights.sync.planning import Hosts
@@ -36,6 +39,7 @@ def add(commands: Commands) -> None:
     )
     plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default 8)")
     plan.add_argument("--links", type=int, default=8, help="number of links to list (default 8)")
+    add_gpu(plan, purpose="GPU of the forecast")
     plan.set_defaults(run=run)
 
 
@@ -49,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     bucket_bytes = int(config.weights.bucket_mib * MIB)
     lines = report(plan, layout, hosts, bucket_bytes=bucket_bytes, num_links=arguments.links)
-    print("\n".join([*lines, f"planned in {seconds:.2f} s"]))
+    print("\n".join([*lines, f"planned in {seconds:.2f} s", ""]))
+    print(work_table(config, plan, hosts, card_of(arguments.gpu)))
     return 0
 
 
@@ -97,6 +102,43 @@ def report(
     for (source, (receiver, rank)), size in links.most_common(num_links):
         lines.append(f"  {source:>4} -> {receiver}, {rank}   {_size(size)}")
     return lines
+
+
+def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool = False) -> Refit:
+    """Count the work of one update of a run."""
+    from megadapo.lab.plan.refit import count_refit, delta_sizes
+    from megadapo.weights.sync.buckets import pack
+
+    schedule = pack(plan, int(config.weights.bucket_mib * MIB))
+    is_shared = config.cluster.placement == "colocated"
+    sizes = delta_sizes(plan) if delta else None
+    return count_refit(schedule, hosts, is_shared=is_shared, sizes=sizes)
+
+
+def work_table(config: RunConfig, plan: UpdatePlan, hosts: Hosts, card: Card) -> str:
+    """Return the work of the busiest process of each kind, and forecast seconds."""
+    from megadapo.lab.plan.refit import DELTA_SHARE
+    from megadapo.observe.tables import TextTable
+
+    both = [refit_of(config, plan, hosts, delta=delta) for delta in (False, True)]
+    texts = {
+        "driver: calls, waits": lambda one: f"{one.calls:,}, {one.trips}",
+        "rounds": lambda one: f"{one.num_rounds}",
+        "trainer rank: from and to main memory": lambda one: _size(one.compared),
+        "trainer rank: copied, operations": lambda one: f"{_size(one.filled)}, {one.fills:,}",
+        "network card: sent": lambda one: _size(one.sent),
+        "network card: received": lambda one: _size(one.received),
+        "GPU: to others of its node": lambda one: _size(one.linked),
+        "engine rank: copied, operations": lambda one: f"{_size(one.read)}, {one.reads:,}",
+    }
+    rows = [[name, *map(text, both)] for name, text in texts.items()]
+    parts = [one.seconds(card) for one in both]
+    rows += [[f"s {name}", *(f"{one[name]:.3f}" for one in parts)] for name in parts[0]]
+    rows.append(["s, if nothing overlaps", *(f"{sum(one.values()):.2f}" for one in parts)])
+    rows.append(["most of it", *(max(one, key=lambda name: one[name]) for one in parts)])
+    title = f"An update on {card.name}: the busiest of each kind, without checksums"
+    head = ["", "all weights", f"changes, {DELTA_SHARE:.0%} of the bytes"]
+    return TextTable(title=title, head=head, rows=rows).text()
 
 
 def _spread(what: str, sizes: Sequence[int]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import Card
 from megadapo.lab.plan.phases import itemsize_of
 from megadapo.lab.plan.ranks import engine_bytes, mlp_width
+from megadapo.lab.plan.refit import LINK_SHARE, Refit
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 
@@ -16,8 +16,6 @@ TRAIN_SHARE = 0.40
 """Share of a card's dense bf16 FLOP/s that a trainer reaches over a step."""
 READ_SHARE = 0.70
 """Share of a card's memory bandwidth that an engine's step reaches."""
-LINK_SHARE = 0.70
-"""Share of a link's bandwidth that a weight update reaches."""
 MEAN_SHARE = 0.25
 """Mean response length over the limit: about 5,000 of 20,480 tokens in published runs."""
 PROMPT_TOKENS = 200
@@ -28,18 +26,8 @@ BACKWARD_PASSES = 2.0
 """Cost of a backward pass in forward passes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateTraffic:
-    """Bytes of a weight update on its busiest links."""
-
-    inside: int
-    """Most bytes that one trainer rank sends to engine ranks of its node."""
-    between: float
-    """Mean bytes that one GPU's network card receives."""
-
-
 def describe_times(
-    config: RunConfig, model: ModelDescription, card: Card, traffic: UpdateTraffic
+    config: RunConfig, model: ModelDescription, card: Card, refit: Refit
 ) -> list[str]:
     """Describe the seconds of a step and their assumptions, one line each.
 
@@ -51,8 +39,7 @@ def describe_times(
     if generation < longest:
         limit = "by the longest response, which more engines do not shorten"
     rollout, train = max(generation, longest), train_seconds(config, model, card)
-    sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
-    sync /= LINK_SHARE
+    sync = sum(refit.seconds(card).values())
     return [
         f"a step at this roofline: {rollout + train + sync:,.0f} s = rollout "
         f"{rollout:,.0f} ({limit}) + train {train:,.0f} + sync {sync:.2f}",

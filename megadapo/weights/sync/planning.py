@@ -273,7 +273,7 @@ class _Assigner:
             for index, bundle in enumerate(bundles)
         ]
         self._share = sum(one[0] for one in wanted) / len(self._sent)
-        # the first receiver of a node gets a bundle from another node: each in turn, by its own cards
+        # engines of a node take turns as the first, which gets a bundle from another node
         most = max(Counter(self._hosts.receivers).values())
         wanted.sort(key=lambda one: (-one[0], one[1], one[4], (one[2] + one[1] + one[4]) % most))
         transfers = []

@@ -120,7 +120,7 @@ class Publisher:
         self._incarnations: list[Hashable] = []
         """Identities of the connected engine processes."""
         self._is_broken = False
-        """Whether an update over the connection has begun and not ended."""
+        """Whether an update over the connection has not reached its end."""
 
     @property
     def plan(self) -> UpdatePlan:

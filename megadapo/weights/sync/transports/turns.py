@@ -2,7 +2,7 @@
 
 A rank tells each reader that a bucket is full, and the reader tells it that it has read the bucket:
 one byte over a Unix socket. So the driver is not asked in every round. A process that ends closes
-its sockets, and nobody waits for it.
+its sockets, and the others go on without it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class ReadingTurns:
                 self._senders[number].send(TURN)
             except OSError as error:
                 # what was read may be of a later round
-                raise InfraError(f"Trainer rank {number} left out this engine rank: {error}") from None
+                raise InfraError(
+                    f"Trainer rank {number} left out this engine rank: {error}"
+                ) from None
 
     def close(self) -> None:
         for sender in self._senders.values():

@@ -1,0 +1,151 @@
+"""The work of one weight update, counted from the schedule that runs, and its seconds on GPUs.
+
+A test compares bytes, operations and calls with those of real updates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megadapo.lab.plan.cards import Card
+from megadapo.weights.layout.cuts import round_up
+from megadapo.weights.sync.buckets import Schedule
+from megadapo.weights.sync.delta.state import bundle_number
+from megadapo.weights.sync.plan import ALIGNMENT, UpdatePlan
+from megadapo.weights.sync.planning import Hosts
+from megadapo.weights.sync.update import SPAN
+
+LINK_SHARE = 0.70
+"""Share of a link's bandwidth that a weight update reaches."""
+COPY_SHARE = 0.80
+"""Share of a card's memory bandwidth that a copy reaches."""
+DELTA_SHARE = 0.05
+"""Bytes of a delta over those of a full update; benchmarks/README.md measures 1 to 9 %."""
+COMPARING, ENCODING, DECODING, CHANGING = 4, 35, 30, (8, 14)
+"""Tensor operations of a delta: three numbers per bundle, and one per slice by its axis."""
+CALL_S = 4e-4
+"""The driver's time for one call of a process by Ray, measured on two busy cores."""
+TRIP_S = 1e-3
+"""Latency of calls, through vLLM to an engine's ranks."""
+LAUNCH_S = 1e-5
+"""Time of one tensor operation from Python."""
+TURN_S = 2e-4
+"""Time of a round in which both sides synchronise their GPU and pass on the turn."""
+PACK_S = 1e-5
+"""Time of packing one transfer of a delta; ranks and engines do so in turn."""
+HOST_BANDWIDTH = 50e9
+"""Bytes per second between a GPU and pinned main memory, by PCIe 5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """The work of an update, by the busiest rank, GPU or network card."""
+
+    num_rounds: int
+    num_transfers: int
+    calls: int
+    """Calls of a single process by the driver."""
+    trips: int
+    """Times that the driver waits for calls."""
+    filled: int
+    """Bytes that a trainer rank copies out of its weights."""
+    fills: int
+    """Operations on them."""
+    compared: int
+    """Bytes that a trainer rank gets from main memory, to find what changed, and puts back."""
+    sent: int
+    """Bytes that a GPU's network card sends."""
+    received: int
+    linked: int
+    """Bytes that a GPU sends to others of its node."""
+    read: int
+    """Bytes that an engine rank copies into its weights."""
+    reads: int
+
+    def seconds(self, card: Card) -> dict[str, float]:
+        """Return the seconds of each part. Some overlap, so their sum is a bound."""
+        copying = COPY_SHARE * card.memory_bandwidth / 2
+        network, links = LINK_SHARE * card.network_bandwidth, LINK_SHARE * card.link_bandwidth
+        return {
+            "calls": self.calls * CALL_S + self.trips * TRIP_S,
+            "rounds": self.num_rounds * TURN_S,
+            "comparing": 2 * self.compared / HOST_BANDWIDTH,
+            "packing": 2 * PACK_S * self.num_transfers if self.compared else 0.0,
+            "filling": max(self.fills * LAUNCH_S, self.filled / copying),
+            "network": max(self.sent, self.received) / network,
+            "links": self.linked / links,
+            "reading": max(self.reads * LAUNCH_S, self.read / copying),
+        }
+
+
+def delta_sizes(plan: UpdatePlan) -> list[int]:
+    """Return the bytes of every transfer of a delta, if all bundles change alike."""
+    sizes = [plan.bundle(one).num_bytes for one in plan.transfers]
+    return [round_up(int(DELTA_SHARE * size), ALIGNMENT) for size in sizes]
+
+
+def count_refit(
+    schedule: Schedule, hosts: Hosts, *, is_shared: bool, sizes: Sequence[int] | None = None
+) -> Refit:
+    """Count the work of an update that compares no checksums.
+
+    Args:
+        schedule: The schedule of full updates.
+        hosts: Nodes of trainer ranks and receivers.
+        is_shared: Whether the engines' ranks, in order, are on the GPUs of the trainer's.
+        sizes: Bytes of every transfer, if only the changes are sent.
+    """
+    plan, work = schedule.plan, {name: Counter[int]() for name in _COUNTED}
+    is_delta = sizes is not None
+    schedule = schedule if sizes is None else schedule.repack(sizes)
+
+    def move(start: int, to: int, size: int, *, crosses: bool) -> None:
+        if is_shared:
+            start, to = start % plan.num_sources, to % plan.num_sources
+        if crosses:
+            work["sent"][start] += size
+            work["received"][to] += size
+        elif start != to:
+            work["linked"][start] += size
+
+    encoded: set[tuple[int, int]] = set()
+    for _, placed in schedule:
+        one, size = placed.transfer, placed.num_bytes
+        bundle = plan.bundle(one)
+        if is_delta and (key := (one.owner, bundle_number(one))) not in encoded:
+            encoded.add(key)
+            work["compared"][one.owner] += bundle.num_bytes
+            work["filled"][one.owner] += bundle.num_bytes
+            work["fills"][one.owner] += len(bundle.copies) + COMPARING
+            work["fills"][one.owner] += ENCODING if size < bundle.num_bytes else 0
+        if not one.is_forwarded:
+            work["filled"][one.owner] += size
+            work["fills"][one.owner] += 1 if is_delta else len(bundle.copies)
+        node = hosts.sources[one.sender]
+        move(one.relay, one.sender, size, crosses=hosts.sources[one.relay] != node)
+        move(one.sender, placed.target, size, crosses=hosts.receivers[one.receiver] != node)
+        operations = len(bundle.copies)
+        if size < bundle.num_bytes:
+            operations = DECODING + sum(CHANGING[copy.axis] for copy in bundle.copies)
+        for member in range(plan.num_members(one.receiver)):
+            rank = plan.engine_rank_number(one.receiver, one.engine_rank, member)
+            work["read"][rank] += size
+            work["reads"][rank] += operations
+            if member:
+                move(rank - plan.engine.num_ranks, rank, size, crosses=False)
+    # a bucket before the pause, then in each span one call of both sides; the last may fill none
+    spans = -(-schedule.num_rounds // SPAN)
+    rank_calls = 1 + -(-(schedule.num_rounds - 1) // SPAN) + 2 * is_delta
+    engine_calls = 2 + spans + is_delta
+    return Refit(
+        num_rounds=schedule.num_rounds,
+        num_transfers=len(plan.transfers),
+        calls=rank_calls * plan.num_sources + engine_calls * plan.engine.num_engines(),
+        trips=rank_calls + engine_calls,
+        **{name: max(counts.values(), default=0) for name, counts in work.items()},
+    )
+
+
+_COUNTED = ("filled", "fills", "compared", "sent", "received", "linked", "read", "reads")
