@@ -38,7 +38,6 @@ def add(commands: Commands) -> None:
         help="config.json to plan for, if model.path is not on this machine",
     )
     plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default 8)")
-    plan.add_argument("--links", type=int, default=8, help="number of links to list (default 8)")
     add_gpu(plan, purpose="GPU of the forecast")
     plan.set_defaults(run=run)
 
@@ -52,28 +51,26 @@ def run(arguments: argparse.Namespace) -> int:
     plan, hosts = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
     seconds = time.perf_counter() - started
     bucket_bytes = int(config.weights.bucket_mib * MIB)
-    lines = report(plan, layout, hosts, bucket_bytes=bucket_bytes, num_links=arguments.links)
+    lines = report(plan, layout, hosts, bucket_bytes=bucket_bytes)
     print("\n".join([*lines, f"planned in {seconds:.2f} s", ""]))
     print(work_table(config, plan, hosts, card_of(arguments.gpu)))
     return 0
 
 
 def report(
-    plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
+    plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int
 ) -> list[str]:
-    """Return bytes per rank and link, buckets and rounds of a plan, as lines of text."""
+    """Return bytes per rank, buckets and rounds of a plan, as lines of text."""
     from megadapo.weights.sync.buckets import pack
 
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
-    links: Counter[tuple[int, tuple[int, int]]] = Counter()
     between = in_node = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
         target = (transfer.receiver, transfer.engine_rank)
         sent[transfer.sender] += size
         received[target] += size
-        links[transfer.sender, target] += size
         if hosts.crosses_nodes(transfer):
             between += size
         elif transfer.sender != transfer.owner:
@@ -84,7 +81,7 @@ def report(
     wave = max(schedule.capacity.waves.values())
     moved = sum(sent.values())
     shape, nodes = plan.engine, len(plan.engine.nodes)
-    lines = [
+    return [
         f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
         f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}"
         + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
@@ -97,11 +94,7 @@ def report(
         f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, with "
         "slices relayed to other nodes",
         f"memory, engine rank   {_size(wave)} at most, if buckets are not read in place",
-        f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
     ]
-    for (source, (receiver, rank)), size in links.most_common(num_links):
-        lines.append(f"  {source:>4} -> {receiver}, {rank}   {_size(size)}")
-    return lines
 
 
 def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool = False) -> Refit:

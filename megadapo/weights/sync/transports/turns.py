@@ -2,7 +2,7 @@
 
 A rank tells each reader that a bucket is full, and the reader tells it that it has read the bucket:
 one byte over a Unix socket. So the driver is not asked in every round. A process that ends closes
-its sockets, and the others go on without it.
+its sockets, so the others do not wait for it.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""
 
 
 def test_report_counts_bytes_of_every_engine(tmp_path, capsys):
-    plan(tmp_path, "--links", "3")
+    plan(tmp_path)
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
     # 32.76 G parameters of 2 bytes, 8 times, and every rank's own copy of the replicated norms
     assert "bytes moved           488.3 GiB, 488.3 GiB of them between nodes" in text
-    assert "(1.000 x)" in text and text.count(" -> ") == 3 + 1
+    assert "(1.000 x)" in text
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])

@@ -74,6 +74,30 @@ def test_recipe_sends_each_byte_to_a_node_once(name, placement):
         assert plan.engine.num_engines() == case.config.rollout.num_engines
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_all_network_cards_share_what_nodes_get(name):
+    """Catches a node whose first engine gets everything, through half of the node's cards."""
+    case = planned(name, "colocated")
+    came: Counter[int] = Counter()
+    for one in case.plan.transfers:
+        if case.hosts.sources[one.relay] != case.hosts.sources[one.sender]:
+            came[one.sender] += case.plan.bundle(one).num_bytes
+    if came:
+        assert len(came) == case.plan.num_sources
+        assert max(came.values()) <= 1.1 * sum(came.values()) / len(came)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-32b-async", "qwen3-30b-a3b"])
+def test_one_replica_compares_most_bundles_of_separate_engines(name):
+    """Catches four replicas that all compare, and keep in main memory, the whole model."""
+    plan = planned(name, "separate").plan
+    owners = {
+        (one.owner, one.block, one.bundle): plan.bundle(one).num_bytes for one in plan.transfers
+    }
+    bundles = {key[1:]: size for key, size in owners.items()}
+    assert sum(owners.values()) < 2 * sum(bundles.values())
+
+
 @pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("name", SHARED)
 def test_relay_never_blocks(name, kind):
