@@ -57,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def report(
-    plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int
-) -> list[str]:
+def report(plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int) -> list[str]:
     """Return bytes per rank, buckets and rounds of a plan, as lines of text."""
     from megadapo.weights.sync.buckets import pack
 

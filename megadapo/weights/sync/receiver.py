@@ -156,16 +156,19 @@ class WeightReceiver:
             )
 
     @torch.no_grad()
-    def take(self, round_number: int) -> None:
+    def take(self, round_number: int) -> bool:
         """Copy this rank's slices out of every bucket of a round.
+
+        Returns:
+            False if a trainer rank has ended. The driver knows why; the update stays incomplete.
 
         Raises:
             WeightError: A bundle cannot be applied; none of its elements was changed.
         """
         own = self._rounds.get(round_number, [])
         messages = [placed for _, placed in own]
-        if self._turns is not None:
-            self._turns.wait(messages)
+        if self._turns is not None and not self._turns.wait(messages):
+            return False
         contents = self._inbox.receive(round_number, messages)
         for (first, placed), received in zip(own, contents, strict=True):
             if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
@@ -174,6 +177,7 @@ class WeightReceiver:
                 self._replace(received, placed.transfer, round_number, first)
         if self._turns is not None:
             self._turns.give(messages)
+        return True
 
     def close(self) -> None:
         """Leave the trainer ranks, so that none waits for this one."""

@@ -181,9 +181,8 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         with contextlib.ExitStack() as failing:
             # the trainer's ranks must not wait for an engine that is lost
             failing.callback(self.shutdown)
-            for number in update_info.rounds:
-                receiver.take(number)
-            failing.pop_all()
+            if all(receiver.take(number) for number in update_info.rounds):
+                failing.pop_all()
         if update_info.checksums is not None:
             receiver.verify(update_info.checksums)
 

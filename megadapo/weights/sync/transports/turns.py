@@ -100,11 +100,10 @@ class ReadingTurns:
                 sender.connect(offer["turns"])
                 sender.send(target.to_bytes(8, "little"))
 
-    def wait(self, messages: Sequence[Message]) -> None:
-        """Wait until all buckets with these messages are full."""
-        for number in dict.fromkeys(message.sender for message in messages):
-            if not _is_told(self._senders[number]):
-                raise InfraError(f"Trainer rank {number} has ended, or left out this engine rank.")
+    def wait(self, messages: Sequence[Message]) -> bool:
+        """Wait until all buckets with these messages are full; False if one never will be."""
+        senders = dict.fromkeys(message.sender for message in messages)
+        return all(_is_told(self._senders[number]) for number in senders)
 
     def give(self, messages: Sequence[Message]) -> None:
         """Tell the trainer ranks that their buckets are read."""

@@ -88,12 +88,10 @@ def test_reader_that_hangs_is_left_out_and_learns_it():
     other.wait([MESSAGE])
     with pytest.raises(InfraError, match="Trainer rank 0 left out"):
         hanging.give([MESSAGE])
-    with pytest.raises(InfraError, match="Trainer rank 0 has ended"):
-        hanging.wait([MESSAGE])
+    assert not hanging.wait([MESSAGE])
 
 
 def test_reader_learns_that_its_sender_has_ended():
     filling, (reader,) = connected(7)
     filling.close()
-    with pytest.raises(InfraError, match="Trainer rank 0 has ended"):
-        reader.wait([MESSAGE])
+    assert not reader.wait([MESSAGE])
