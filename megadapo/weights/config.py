@@ -31,7 +31,8 @@ class WeightsConfig(Section, title="weights"):
     trainer's GPUs keep theirs there too. "auto" is "delta" for 16-bit weights of engines that never
     sleep, else "full"."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
-    """Seconds that one bucket, or one phase of an update, may take before the run stops."""
+    """Seconds that 80 buckets (one of files), or one phase of an update, may take before the run
+    stops. An engine that does not read a bucket is lost after half of this time."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"
     """Transport of the buckets. "auto" selects shared memory on the CPU, CUDA IPC if trainer and
     engines share GPUs, and NCCL (Gloo on the CPU) for engines on other nodes or GPUs. "folder"

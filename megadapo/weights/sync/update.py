@@ -37,8 +37,9 @@ class Update:
     """Header of the changes; None if all weights are sent."""
 
 
-SPAN = 32
-"""Rounds that trainer ranks and engines do in one call, which `weights.deadline_s` limits."""
+SPAN = 80
+"""Rounds that trainer ranks and engines do in one call, which `weights.deadline_s` limits. The 32B
+recipes have up to 66; 80 buckets of the default size are 5 GiB of each rank."""
 MAX_DELTA = 0.25
 """Share of a full update's bytes above which a delta is sent as a full update."""
 FULL_EVERY = 50
