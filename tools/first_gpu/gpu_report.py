@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from parts import Outcome, Part, Setting, config_of
+from parts import Outcome, Part, Setting, config_of, phases_of
 
 from megadapo.commands.lab.plan import planned_refit
 from megadapo.errors import MegadapoError
 from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
 from megadapo.lab.plan import step_time
-from megadapo.lab.plan.phases import gpu_kinds, models_of
+from megadapo.lab.plan.phases import models_of
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
 
@@ -27,10 +27,8 @@ MEASURED = (
 )
 MOST_OVER_PRODUCTS = 1.12
 LEAST_OVER_VERL = 2.0
-SHOWN = ("plan", "profile", "tests", "real", "real beside TRL")
-"""Parts whose last lines are in the report."""
-LOG_LINES = 40
-"""Lines of a failed part's log in the report."""
+LOG_LINES = 60
+"""Lines of a part's log in the report."""
 FAULTS = (MegadapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError)
 """Errors of odd measurements or of a full disk: they may not end the parts that follow."""
 
@@ -57,7 +55,8 @@ def as_record(outcomes: list[Outcome], setting: Setting) -> dict[str, Any]:
 def _measured(one: Outcome, setting: Setting) -> dict[str, Any]:
     try:
         steps = [plain_numbers(step) for step in steps_of(one.part)]
-        return {"steps": steps, "memory": memory_by_phase(one, setting)}
+        memory = memory_by_phase(one, setting)
+        return {"steps": steps, "memory": memory, "results": results_of(one.part)}
     except FAULTS as error:
         return {"fault": described(error)}
 
@@ -69,11 +68,22 @@ def described(error: Exception) -> str:
 
 def memory_by_phase(outcome: Outcome, setting: Setting) -> dict[str, dict[str, float | None]]:
     """Return the most MiB in each phase beside the plan's; empty without samples."""
-    if not outcome.memory:
+    part = outcome.part
+    alone = results_of(part).get("memory", {})
+    if not (outcome.memory or alone):
         return {}
-    config = config_of(outcome.part.overrides)
-    (kind,) = gpu_kinds(config, models_of(config), setting.card)
-    planned = {phase.name: phase.total for phase in kind.phases}
+    phases = phases_of(part.overrides, setting.card)
+    if alone:
+        # no engine, and no buckets for one
+        return {
+            name: {
+                "planned": round(sum(b for item, b in phase.items.items() if _is_own(item)) / MIB),
+                "measured": alone[name],
+            }
+            for name, phase in phases.items()
+            if name in alone
+        }
+    planned = {name: phase.total for name, phase in phases.items()}
     for name in ("sync", "checkpoint"):
         # engines wake at the end
         planned[name] = max(planned[name], planned["rollout"])
@@ -83,11 +93,16 @@ def memory_by_phase(outcome: Outcome, setting: Setting) -> dict[str, dict[str, f
     }
 
 
-def optimizer_mib(part: Part, setting: Setting) -> float:
-    """Return the plan's MiB of a run's optimizer."""
-    config = config_of(part.overrides)
-    (kind,) = gpu_kinds(config, models_of(config), setting.card)
-    return max(phase.items.get("optimizer", 0) for phase in kind.phases) / MIB
+def _is_own(item: str) -> bool:
+    return "engine" not in item and item not in ("weight buckets", "KV cache")
+
+
+def results_of(part: Part) -> dict[str, Any]:
+    """Return what a part has measured; empty if it writes no file, or has not yet."""
+    if part.results is None or not part.results.exists():
+        return {}
+    found: dict[str, Any] = json.loads(part.results.read_bytes())
+    return found
 
 
 def write_report(path: Path, outcomes: list[Outcome], setting: Setting, day: date) -> None:
@@ -122,32 +137,16 @@ def _machine(setting: Setting) -> list[str]:
 
 
 def _details(one: Outcome, setting: Setting) -> Iterator[str]:
-    log = setting.folder / "logs" / f"{one.part.name.replace(' ', '-')}.log"
     if one.result == "skipped":
         return
+    log = setting.folder / "logs" / f"{one.part.slug}.log"
     yield f"`{shlex.join(one.part.command)}`"
-    if one.result == "failed":
+    if one.result == "failed" or one.part.run is None:
         text = log.read_text(encoding="utf-8", errors="replace").splitlines()
         yield from ("", "```", *text[-LOG_LINES:], "```")
-    if one.part.name.startswith("head "):
-        yield from _head(one, log)
-    elif one.part.name in SHOWN and one.result == "passed":
-        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        yield from ("", "```", *text[-60:], "```")
-    if one.part.run is not None:
-        yield from _run(one, setting)
-
-
-def _head(one: Outcome, log: Path) -> Iterator[str]:
-    """Yield the table of the head's baselines, and the goals beside what was measured."""
-    file = next(word for word in one.part.command if word.startswith("--json="))
-    path = Path(file.removeprefix("--json="))
-    if not path.exists():
-        return
-    results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    yield from ("", "```", *log.read_text(encoding="utf-8").splitlines()[-30:], "```", "")
-    for line in goals(results):
-        yield f"- {line}"
+    if one.part.name.startswith("head ") and (found := results_of(one.part)):
+        yield from ("", *(f"- {line}" for line in goals(found["results"])))
+    yield from _run(one, setting)
 
 
 def goals(results: list[dict[str, Any]]) -> list[str]:

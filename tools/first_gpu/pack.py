@@ -99,7 +99,7 @@ def pins(python: str) -> dict[str, str]:
 
 
 def download(versions: dict[str, str], folder: Path, python: str) -> dict[str, Path]:
-    """Return the wheel of each package for x86-64 Linux; pip downloads those that are missing."""
+    """Return the wheel of each package for x86-64 Linux; pip downloads missing ones."""
     # pip matches a platform exactly, and wheels name several
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]

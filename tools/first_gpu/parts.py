@@ -1,4 +1,4 @@
-"""The parts of the first contact with a GPU, the most valuable first, and their models."""
+"""The parts of the first contact with a GPU, in the order of the packages that they need."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ from megadapo.cluster.machine import GIB, Machine
 from megadapo.config import RunConfig, load_config
 from megadapo.lab.plan.cards import H100, Card, card_of
 from megadapo.lab.plan.fit import problems
-from megadapo.lab.plan.phases import gpu_kinds, host_items, itemsize_of, models_of
+from megadapo.lab.plan.phases import Phase, gpu_kinds, host_items, itemsize_of, models_of
 from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.trainer.trainer import rank_environment
 
 RECIPE = "configs/quickstart.toml"
 REAL_RECIPE = "configs/smollm2-135m.toml"
 MEGADAPO = (sys.executable, "-m", "megadapo.cli")
 KILL_AND_RESUME = "kill-and-resume"
 HEAD_SHAPES = {
-    "32B": "20480,5120,152064,bfloat16",
-    "32B slice": "20480,5120,19008,bfloat16",
-    "7B": "20480,3584,152064,bfloat16",
-    "1.5B": "20480,2048,151936,bfloat16",
+    "32B": (65, "20480,5120,152064,bfloat16"),
+    "32B slice": (30, "20480,5120,19008,bfloat16"),
+    "7B": (40, "20480,3584,152064,bfloat16"),
+    "1.5B": (25, "20480,1536,151936,bfloat16"),
 }
-"""Qwen2.5's heads: 32B whole and one of its 8 tensor-parallel slices."""
+"""Qwen2.5's heads with a time limit: 32B whole and one of its 8 tensor-parallel slices."""
+TRAINERS = (
+    ("trainer tiny", 60),
+    ("trainer 0.5B", 65, "--trainer.tokens_per_micro_batch=16384"),
+    ("trainer 0.2B deterministic", 40, "--trainer.deterministic=true"),
+    ("trainer 1.5B", 90, "--trainer.tokens_per_micro_batch=8192"),
+)
+"""Trainers alone with a time limit and keys; the first one is the rehearsal's."""
+RIVALS = ("eager", "Liger", "CCE", "verl Triton")
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(vocab_size=1024),
+    "0.2B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=4),
     "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24),
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28),
     "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
@@ -39,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 """Qwen2.5's models by size, and the rehearsal's."""
-HEADS = {"0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
+HEADS = {"0.2B": (14, 2), "0.5B": (14, 2), "1.5B": (12, 2), "3B": (16, 2), "7B": (28, 4)}
 """Attention heads, and those of keys and values."""
 EVERYTHING = '--trainer.offload=["optimizer", "gradients", "parameters"]'
 IN_UPDATES = '--trainer.offload=["optimizer", "gradients"]'
@@ -56,8 +66,12 @@ class Part:
     name: str
     limit_s: int
     command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Packages without which it cannot start."""
     skipped: str | None = None
     """Reason not to run it."""
+    results: Path | None = None
+    """File that it writes its measurements to."""
     unless: tuple[str, ...] = ()
     """Parts that make this one unnecessary: one of them has passed."""
     run: Path | None = None
@@ -66,6 +80,11 @@ class Part:
     """Configuration of that run."""
     is_tight: bool = False
     """Whether engines must leave less memory than the optimizer takes."""
+
+    @property
+    def slug(self) -> str:
+        """Its name in the names of files."""
+        return self.name.replace(" ", "-")
 
 
 @dataclass(kw_only=True)
@@ -110,7 +129,22 @@ class Setting:
 
 
 def all_parts(setting: Setting) -> list[Part]:
-    """Return the parts in their order; models of random weights are written first."""
+    """Return the parts in their order; models of random weights are written first.
+
+    The first ones need torch alone, the next ones Ray, and the others vLLM too.
+    """
+    first, *others = _heads(setting)
+    kinds = TRAINERS[:1] if setting.rehearses else TRAINERS[1:]
+    trainer, *trainers = (_trainer(setting, *kind) for kind in kinds)
+    tests = Part(name="tests", limit_s=80, needs=("pytest",), command=_tests(setting))
+    alone = [tests, first, trainer, _weights(setting), *others, *trainers]
+    ray = [_replay(setting), _profile(setting)]
+    vllm = [replace(part, needs=("ray", "vllm")) for part in _with_engines(setting)]
+    return [*alone, *ray, *vllm]
+
+
+def _with_engines(setting: Setting) -> list[Part]:
+    """Return the parts that need vLLM."""
     small = write_model(setting, "tiny" if setting.rehearses else "0.5B")
     no_gpu = "needs a GPU" if setting.rehearses else None
     verified = "--weights.verify=every"
@@ -121,19 +155,12 @@ def all_parts(setting: Setting) -> list[Part]:
     fp8 = [*bf16, "--rollout.quantization=fp8", "--algorithm.importance.scope=all"]
     return [
         _command("doctor", 60, "doctor"),
-        _command("kernels", 120, "profile", "--arch", "90"),
-        Part(name="tests", limit_s=240, command=_tests(setting)),
-        *_heads(setting),
-        _train(setting, "quickstart", 180, [*_short(setting), *_fp32(setting)]),
-        _command("plan", 60, "plan", RECIPE, *bf16, "--cluster.device=cuda"),
         # log-probs, ratio, memory, and updates that are compared to the bit
         _train(setting, "bf16", 180, [*bf16, verified]),
         _kill_and_resume(setting, bf16),
         _train(setting, "delta", 150, delta),
         _train(setting, "fp8", 150, fp8, skipped=no_gpu),
         *_real(setting),
-        _train(setting, "offload", 150, [*bf16, EVERYTHING]),
-        _profile(setting, small),
         *_largest(setting),
     ]
 
@@ -161,33 +188,90 @@ def config_of(overrides: Iterable[str]) -> RunConfig:
     return load_config(RECIPE, [*plain, "cluster.device=cuda"])
 
 
+def phases_of(overrides: Iterable[str], card: Card) -> dict[str, Phase]:
+    """Return the plan of a run's phases on its GPU."""
+    config = config_of(overrides)
+    (kind,) = gpu_kinds(config, models_of(config), card)
+    return {phase.name: phase for phase in kind.phases}
+
+
 def _command(name: str, limit_s: int, *words: str) -> Part:
     return Part(name=name, limit_s=limit_s, command=(*MEGADAPO, *words))
 
 
+def _measurement(setting: Setting, part: Part) -> Part:
+    """Return a part with the file of its measurements as the last word of its command."""
+    file = setting.folder / "results" / f"{part.slug}.json"
+    return replace(part, command=(*part.command, f"--json={file}"), results=file)
+
+
+def _script(name: str, *words: str) -> tuple[str, ...]:
+    return (sys.executable, f"tools/first_gpu/{name}.py", *words)
+
+
 def _tests(setting: Setting) -> tuple[str, ...]:
-    words = ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu")
+    # the slow ones are of speed, which other parts measure
+    words = ("-m", "pytest", "-q", "-m", "gpu and not slow", "tests/gpu")
     return (sys.executable, *words, *(["--collect-only"] if setting.rehearses else []))
 
 
 def _heads(setting: Setting) -> list[Part]:
     """Return one part per shape: a fault on a GPU ends its process."""
-    shapes, options = HEAD_SHAPES, ("--device=cuda", "--repeats=10")
+    shapes, options = HEAD_SHAPES, ["--device=cuda", "--repeats=5"]
     if setting.rehearses:
-        shapes, options = {"tiny": "256,128,1024,float32"}, ("--device=cpu", "--repeats=2")
-    first = next(iter(shapes))
-    results = setting.folder / "results"
+        shapes, options = {"tiny": (60, "256,128,1024,float32")}, ["--device=cpu", "--repeats=2"]
+    options += [f"--only={name}" for name in RIVALS]
     parts = [
-        _command(
-            *(f"head {name}", 120, "bench", "head", "--shape", shape, *options),
-            f"--json={results}/head-{name.replace(' ', '-')}.json",
-        )
-        for name, shape in shapes.items()
+        _command(f"head {name}", limit_s, "bench", "head", "--shape", shape, *options)
+        for name, (limit_s, shape) in shapes.items()
     ]
-    # a baseline's fault cannot be caught: at least ours is timed
-    words = ("--only=megadapo", f"--json={results}/head-alone.json")
-    alone = _command("head alone", 60, "bench", "head", "--shape", shapes[first], *options, *words)
-    return [*parts, replace(alone, unless=(f"head {first}",))]
+    return [_measurement(setting, part) for part in parts]
+
+
+def _trainer(setting: Setting, name: str, limit_s: int, *options: str) -> Part:
+    """Return the part with a trainer's rank alone, with the environment of a run's ranks."""
+    model = write_model(setting, name.split()[1])
+    words = [*_bf16(model, setting), *_short(setting), EVERYTHING, *options]
+    skipped = None
+    if not setting.rehearses:
+        words.append("--rollout.max_response_tokens=1024")
+        skipped = misfit(words, setting)
+    part = _train(setting, name, limit_s, words, skipped=skipped)
+    config = config_of(words)
+    environment = rank_environment(
+        config.trainer,
+        uses_cuda=not setting.rehearses,
+        dtype=config.model.dtype,
+        num_cores=setting.machine.num_cores,
+    )
+    variables = (f"{name}={value}" for name, value in environment.items())
+    words += [_device(setting), f"--run.folder={part.run}"]
+    command = ("env", *variables, *_script("trainer_alone", RECIPE, *words))
+    return _measurement(setting, replace(part, run=None, needs=("megatron",), command=command))
+
+
+def _device(setting: Setting) -> str:
+    return f"--cluster.device={'cpu' if setting.rehearses else 'cuda'}"
+
+
+def _weights(setting: Setting) -> Part:
+    """Return the part with updates between two processes."""
+    is_large = setting.card.memory_bytes > 40 * GIB
+    size = "tiny" if setting.rehearses else "7B" if is_large else "0.5B"
+    command = _script("weight_update", str(write_model(setting, size)))
+    return _measurement(setting, Part(name=f"weights {size}", limit_s=40, command=command))
+
+
+def _replay(setting: Setting) -> Part:
+    """Return the part that trains on saved rollouts, is killed and resumes."""
+    model = write_model(setting, "tiny" if setting.rehearses else "0.2B")
+    words = [*_bf16(model, setting), "--run.num_steps=6", "--checkpoint.every=2", _device(setting)]
+    # the saved log-probs are of no engine
+    words += ["--oracles.logprob_abs_mean=100", "--oracles.logprob_abs_max=100"]
+    rollouts = setting.folder / "rollouts"
+    part = _train(setting, "replay", 70, [*words, "--evaluation.every=0"])
+    command = _script("replay", *part.command, f"--replay={rollouts}")
+    return replace(part, command=command, needs=("ray", "megatron"))
 
 
 def _bf16(model: Path, setting: Setting) -> list[str]:
@@ -246,16 +330,14 @@ def _kill_and_resume(setting: Setting, bf16: list[str]) -> Part:
     would fit beside the engine.
     """
     overrides = [*bf16, "--run.num_steps=8", "--checkpoint.every=2", IN_UPDATES]
-    config = config_of(overrides)
-    (kind,) = gpu_kinds(config, models_of(config), setting.card)
-    phases = {phase.name: phase for phase in kind.phases}
+    phases = phases_of(overrides, setting.card)
     beside = phases["rollout"].total + phases["train"].items["optimizer"] // 2
     if not setting.rehearses:
-        budget = config.rollout.gpu_memory_utilization
+        budget = config_of(overrides).rollout.gpu_memory_utilization
         share = 1.0 + budget - beside / setting.card.memory_bytes
         overrides.append(f"--rollout.gpu_memory_utilization={share:.4f}")
     part = _train(setting, "kill and resume", 240, overrides)
-    command = (sys.executable, "tools/first_gpu/runner.py", KILL_AND_RESUME, *part.command)
+    command = _script("runner", KILL_AND_RESUME, *part.command)
     return replace(part, command=command, is_tight=not setting.rehearses)
 
 
@@ -281,11 +363,10 @@ def _real(setting: Setting) -> list[Part]:
     options = ["--steps", steps, "--warmup", "2", "--trl-python", str(setting.trl_python)]
     options += [] if setting.rehearses else [f"--trl={one}" for one in vllm]
     options += [f"--model.path={model}", *words]
-    options.append(f"--json={setting.folder}/results/real-beside-trl.json")
     beside = _command("real beside TRL", 300, "bench", "step", REAL_RECIPE, *options)
     if setting.trl_python is None:
         skipped = "no environment with TRL was named: --trl-python"
-    return [real, replace(beside, skipped=skipped)]
+    return [real, _measurement(setting, replace(beside, skipped=skipped))]
 
 
 def cached_model() -> Path:
@@ -296,11 +377,16 @@ def cached_model() -> Path:
     return default_folder()
 
 
-def _profile(setting: Setting, model: Path) -> Part:
-    options = ["--steps", "2", "--trace", str(setting.folder / "trace.json.gz")]
-    options += [] if setting.rehearses else ["--memory", str(setting.folder / "memory")]
-    words = [*_bf16(model, setting), "--rollout.num_engines=1"]
-    return _command("profile", 180, "profile", "--step", RECIPE, *options, *words)
+def _profile(setting: Setting) -> Part:
+    """Return the profile of a trainer's step, and with vLLM the trace of a whole one."""
+    model = write_model(setting, "tiny" if setting.rehearses else "0.5B")
+    words = ["--steps=2", *_bf16(model, setting), "--rollout.num_engines=1", _device(setting)]
+    limit_s = 55
+    if find_spec("vllm"):
+        limit_s = 180
+        words.append(f"--trace={setting.folder / 'trace.json.gz'}")
+    part = _command("profile", limit_s, "profile", "--step", RECIPE, *words)
+    return replace(part, needs=("ray", "megatron"))
 
 
 def _largest(setting: Setting) -> list[Part]:

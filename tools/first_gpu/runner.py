@@ -7,6 +7,7 @@ memory of its run is watched, and the processes it leaves are ended.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import shutil
@@ -18,23 +19,30 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-from gpu_report import FAULTS, as_record, described, optimizer_mib, steps_of, write_report
-from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts
+try:
+    import psutil
+    from gpu_report import FAULTS, as_record, described, steps_of, write_report
+    from parts import DELTAS, KILL_AND_RESUME, Outcome, Part, Setting, all_parts, phases_of
 
-from megadapo.cluster.machine import GIB, inspect_machine
-from megadapo.errors import DataError
-from megadapo.lab.record import write_record
-from megadapo.observe.metrics.records import METRICS_FILE
-from megadapo.run.state.checkpoint_store import CHECKPOINTS
-from megadapo.run.state.status import Status, read_status
+    from megadapo.cluster.machine import GIB, cuda_problems, inspect_machine
+    from megadapo.errors import DataError
+    from megadapo.lab.record import write_record
+    from megadapo.observe.metrics.records import METRICS_FILE
+    from megadapo.run.state.checkpoint_store import CHECKPOINTS
+    from megadapo.run.state.status import Status, read_status
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"tools/first_gpu.sh: {sys.executable} has no module {error.name}. Install its package, or "
+        "without a network bring a piece of tools/first_gpu/pack.py (--piece FILE)."
+    )
 
 BUDGET_S = 25 * 60.0
-"""Time of all parts together."""
-SHORTEST_S = 20.0
-"""Time without which a part does not start."""
+"""Time of all parts together, unless the user gives another."""
+SLOWER = 4
+"""Factor on the time limits of a rehearsal: its machine has few cores, and other work."""
 MOST_CHANGED = 0.1
 """Share of changed elements below which an update is certainly a delta."""
 MIB = 2**20
@@ -52,7 +60,10 @@ def main() -> int:
     """Run the parts; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="tools/first_gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="small versions of all parts")
-    parser.add_argument("--only", action="append", metavar="NAME", help="only parts named so")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only parts named so; * fits"
+    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds of all parts")
     parser.add_argument("--trl-python", metavar="PATH", help="Python of an environment with TRL")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("first-gpu"))
     arguments = parser.parse_args()
@@ -61,6 +72,8 @@ def main() -> int:
     machine = inspect_machine()
     if not (arguments.rehearse or machine.uses_cuda):
         parser.error("no GPU, or a torch without CUDA: megadapo doctor says more; try --rehearse")
+    for problem in cuda_problems(machine) if machine.uses_cuda else ():
+        print(problem)
     setting = Setting(
         folder=arguments.folder.absolute(),
         machine=machine,
@@ -72,13 +85,13 @@ def main() -> int:
         folder.mkdir(parents=True)
     parts = all_parts(setting)
     names = [part.name for part in parts]
-    if unknown := [name for name in arguments.only or () if name not in names]:
+    if unknown := [name for name in arguments.only or () if not fnmatch.filter(names, name)]:
         shutil.rmtree(setting.folder)
         parser.error(f"--only {unknown[0]!r}: no such part; there are {', '.join(names)}")
     outcomes: list[Outcome] = []
-    until = time.monotonic() + BUDGET_S
+    until = time.monotonic() + arguments.budget_s
     for part in parts:
-        if arguments.only and part.name not in arguments.only:
+        if arguments.only and not any(fnmatch.fnmatch(part.name, one) for one in arguments.only):
             continue
         try:
             outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())
@@ -106,13 +119,15 @@ def run_or_skip(part: Part, setting: Setting, done: list[Outcome], *, left_s: fl
     reason = part.skipped
     if enough := [name for name in passed if name in part.unless]:
         reason = f"{enough[0]} has passed"
-    if left_s < SHORTEST_S:
-        reason = f"the {BUDGET_S / 60:.0f} minutes are used up"
+    if lacking := [name for name in part.needs if find_spec(name) is None]:
+        reason = f"needs {' and '.join(lacking)}"
+    limit_s = part.limit_s * (SLOWER if setting.rehearses else 1)
+    if left_s < limit_s / 2:
+        reason = f"takes up to {limit_s} s, and {max(0.0, left_s):.0f} s are left"
     if reason is not None:
         return Outcome(part=part, result="skipped", reason=reason)
-    log = setting.folder / "logs" / f"{part.name.replace(' ', '-')}.log"
-    limit_s = min(part.limit_s, left_s)
-    outcome = run_part(part, log, limit_s=limit_s, on_gpu=not setting.rehearses)
+    log = setting.folder / "logs" / f"{part.slug}.log"
+    outcome = run_part(part, log, limit_s=min(limit_s, left_s), on_gpu=not setting.rehearses)
     if part.is_tight and outcome.result == "passed":
         check_pressure(outcome, setting)
     if DELTAS in part.overrides and outcome.result == "passed":
@@ -124,7 +139,8 @@ def check_pressure(outcome: Outcome, setting: Setting) -> None:
     """Fail a part whose updates would have found room for the optimizer beside a waking engine."""
     used = outcome.most_in("rollout")
     free = setting.machine.gpus[0].memory_gib * GIB / MIB - (used or 0.0)
-    needed = optimizer_mib(outcome.part, setting)
+    phases = phases_of(outcome.part.overrides, setting.card).values()
+    needed = max(phase.items.get("optimizer", 0) for phase in phases) / MIB
     note = f"{free:,.0f} MiB were free in rollouts, and the optimizer takes {needed:,.0f} MiB"
     outcome.reason = note
     if free >= needed:

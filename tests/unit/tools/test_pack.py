@@ -75,7 +75,7 @@ def test_piece_above_the_limit_is_an_error(pack, monkeypatch, tmp_path, capsys):
 
 
 def test_tree_has_new_files_and_neither_ignored_ones_nor_the_pieces(pack, tmp_path):
-    """Each would make the printed size another than that of what travels."""
+    """Each would change the printed size, and not the number of bytes that travel."""
     subprocess.run(["git", "init", "--quiet", tmp_path / "tree"], check=True)
     tree = tmp_path / "tree"
     for name, size in ((".gitignore", 8), ("new", 100), ("ignored", 1000), ("pieces/one", 10000)):
