@@ -33,9 +33,14 @@ def alone(ranks):
     return _observe(ranks, tokens_per_micro_batch=100_000)
 
 
-def test_scores_loss_and_gradients_equal_the_definition(models, alone):
+@pytest.fixture(scope="module")
+def expected(models):
+    """The definition in fp64."""
+    return reward_models.definition(models / "deep-tied", PAIRS)
+
+
+def test_scores_loss_and_gradients_equal_the_definition(alone, expected):
     """A score of another token than the last, or a pair's sign or weight, would show."""
-    expected = reward_models.definition(models / "deep-tied", PAIRS)
     np.testing.assert_allclose(alone["scores"], expected["scores"], rtol=0, atol=1e-5)
     assert alone["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert 0.0 < alone["accuracy"] < 1.0
@@ -43,13 +48,14 @@ def test_scores_loss_and_gradients_equal_the_definition(models, alone):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_keeps_loss_and_gradient(ranks, alone, layout):
+def test_layout_keeps_loss_and_gradient(ranks, alone, expected, layout):
     """A pair may be split over micro-batches and ranks, which must not change its loss."""
     found = _observe(ranks, **LAYOUTS[layout])
     np.testing.assert_allclose(found["scores"], alone["scores"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-    assert_close_by_block(found["gradients"], alone["gradients"], 1e-6)
+    # the rounding of one rank alone would add to the split's
+    assert_close_by_block(found["gradients"], expected["gradients"], 1e-6)
 
 
 def test_training_orders_its_pairs(ranks):
