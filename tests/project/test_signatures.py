@@ -90,10 +90,21 @@ def test_memory_is_offered_as_torch_shares_it():
     assert shared == list(in_place._HANDLE_FIELDS)
 
 
-def methods_of(file: str, name: str) -> dict[str, str]:
-    """Return the parameters of the methods of one of vLLM's classes, without importing it."""
+def test_vllms_attention_in_triton_names_no_precision():
+    """Its float32 is exact by Triton's variable alone, which engines get."""
+    kernel = source_of("v1/attention/ops/triton_unified_attention.py")
+    assert "tl.dot(" in kernel and "input_precision" not in kernel
+
+
+def source_of(file: str) -> str:
+    """Return the text of one of vLLM's files, without importing it."""
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    tree = ast.parse((Path(folder) / file).read_text())
+    return (Path(folder) / file).read_text()
+
+
+def methods_of(file: str, name: str) -> dict[str, str]:
+    """Return the parameters of the methods of one of vLLM's classes."""
+    tree = ast.parse(source_of(file))
     (found,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
     methods = [one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {one.name: TOOL["written"](one.args) for one in methods}

@@ -11,7 +11,6 @@ from megadapo.weights.disk.load import collect_runs, import_weights, match_param
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.layout.shards import EnginePosition
 from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
 from tests.support.weights.connection import rank_params
 
@@ -133,16 +132,6 @@ def test_unsupported_configs_are_rejected_by_name(model_folders):
         layout_for(config | {"mlp_only_layers": [0]})
     with pytest.raises(WeightError, match="hidden_size"):
         layout_for(config | {"hidden_size": "32"})
-
-
-def test_engine_stages_match_vllm(model_folders):
-    from vllm.distributed.utils import get_pp_indices
-
-    layout = open_layout(model_folders["Qwen2"])
-    for pp_size in (1, 2, 3, 4, 5):
-        for pp_rank in range(pp_size):
-            layers = layout.engine_layers(EnginePosition(pp_rank=pp_rank, pp_size=pp_size))
-            assert (layers.start, layers.stop) == get_pp_indices(5, pp_rank, pp_size)
 
 
 @pytest.mark.parametrize("tp_size, rows", [(1, 320), (3, 384), (5, 320), (128, 384)])

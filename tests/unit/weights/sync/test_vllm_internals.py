@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
+from megadapo.weights.disk.sources import open_layout
+from megadapo.weights.layout.shards import EnginePosition
 from megadapo.weights.sync import vllm_internals
 from megadapo.weights.sync.vllm_plugin import NAME, register
 
@@ -34,6 +36,16 @@ def test_loader_is_unwrapped_to_model_loader():
     param = torch.zeros(2)
     param.weight_loader = online_process_loader
     assert vllm_internals._original_loader(param) is models_own
+
+
+def test_engine_stages_match_vllm(model_folders):
+    from vllm.distributed.utils import get_pp_indices
+
+    layout = open_layout(model_folders["Qwen2"])
+    for pp_size in (1, 2, 3, 4, 5):
+        for pp_rank in range(pp_size):
+            layers = layout.engine_layers(EnginePosition(pp_rank=pp_rank, pp_size=pp_size))
+            assert (layers.start, layers.stop) == get_pp_indices(5, pp_rank, pp_size)
 
 
 def test_plugin_can_be_registered_twice():
