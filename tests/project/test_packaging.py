@@ -74,6 +74,20 @@ def test_make_real_adds_the_extras_and_changes_no_locked_package(python, metadat
         assert one.specifier.contains(known[one.name]), one
 
 
+def test_make_test_oldest_has_the_floors_of_the_package(metadata):
+    """A floor that no test runs on is a guess."""
+    makefile = (ROOT / "Makefile").read_text()
+    (oldest,) = re.findall(r"^OLDEST_PINS := (.*)", makefile, re.M)
+    tested = {one.name: one.specifier for one in map(Requirement, oldest.split())}
+    assert {"torch", "transformers", "triton"} <= tested.keys()
+    for one in map(Requirement, metadata.get_all("Requires-Dist")):
+        if one.marker is None and one.name in tested:
+            (floor,) = one.specifier
+            assert floor.operator == ">=" and floor.version in tested[one.name], one
+    (megatron,) = re.findall(r"^NEWEST_MEGATRON := megatron-core==(.*)", makefile, re.M)
+    assert megatron == pins(PYTHONS[-1])["megatron-core"]
+
+
 def test_package_and_pages_name_the_same_pythons(metadata):
     known = [f"3.{minor}" for minor in range(30)]
     assert [one for one in known if one in SpecifierSet(metadata["Requires-Python"])] == [*PYTHONS]

@@ -3,8 +3,6 @@
 import contextlib
 import faulthandler
 import gc
-import importlib.metadata
-import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,8 +24,6 @@ from megadapo.trainer.config import (
 from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.processes.forked import fork_context
 
-MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
-"""Version of megatron-core that the ranks must run on, where it is not the installed one."""
 NUM_PROCESSES = 4
 ANSWER_TIMEOUT_S = 240
 DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
@@ -153,19 +149,6 @@ def _serve(end: Connection) -> None:
         # a trainer is full of cycles, and holds its groups' threads until they are collected
         gc.collect()
         end.send(answer)
-
-
-def expected_megatron() -> str:
-    """Version of megatron-core that this test run is about."""
-    return os.environ.get(MEGATRON_VARIABLE) or importlib.metadata.version("megatron-core")
-
-
-def megatron_version(rank: object) -> str:
-    """Version of megatron-core that the rank's process has imported."""
-    import megatron.core
-
-    # later versions append the commit of the git repository that they lie in, here ours
-    return megatron.core.__version__.partition("+")[0]
 
 
 _SHORT = {

@@ -18,7 +18,7 @@ from megadapo.trainer.trainer import Trainer, rank_environment
 from megadapo.trainer.types import UpdateRequest
 from tests.support.processes.running import wait_until
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.ranks import expected_megatron, megatron_version, settings_for
+from tests.support.trainer.ranks import settings_for
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
     group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
     pids = group.call_all("apply", pid_of)
-    assert group.call_all("apply", megatron_version) == [expected_megatron()] * 2
 
     first = group.update(UpdateRequest(batch=batch, policy_version=4, step=1))
     assert first.metrics["policy/ratio_first_max_error"] == 0.0
