@@ -113,6 +113,19 @@ def test_package_and_pages_name_the_same_pythons(metadata):
     assert all(f"python{python} " in MAKE_VENV.read_text() for python in PYTHONS)
 
 
+def test_wheel_has_every_file_of_the_packages(tmp_path, monkeypatch):
+    """Catches C sources, models' shapes or parts of the report that only a checkout has."""
+    monkeypatch.chdir(tmp_path)
+    built = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "megadapo", "megadapo", ignore=built)
+    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, name)
+    expected = {str(path) for path in Path("megadapo").rglob("*") if path.is_file()}
+    assert {"megadapo/kernels/cpu/vectors.h", "megadapo/train.py"} < expected
+    wheel = zipfile.ZipFile(build_meta.build_wheel(str(tmp_path)))
+    assert {name for name in wheel.namelist() if name.startswith("megadapo/")} == expected
+
+
 def test_a_lock_marks_only_what_differs_between_pythons():
     resolved = {python: ["shared==1", "a-z==2"] for python in PYTHONS}
     resolved[PYTHONS[0]] += ["core==1"]
