@@ -44,6 +44,21 @@ def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
+@contextmanager
+def _sums_in_fp32_on_cuda() -> Iterator[None]:
+    """Let cuBLAS split a long sum only into parts that it adds in fp32."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names]
+    for name, (_, may_split) in zip(names, before, strict=True):
+        setattr(matmul, name, (False, may_split))
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)
+
+
 def mm_fp32_scratch(b: Tensor) -> Tensor | None:
     """Return the scratch of `mm_fp32` for b; None if the device has a product with fp32 result."""
     if b.device.type == "cpu" and b.dtype != torch.float32 and not has_fp32_product(b, b):
@@ -74,9 +89,9 @@ def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> Non
 def mm_rows(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     """Write out [M, N] = a [M, K] @ b [K, N] in `out`'s dtype, accumulated in fp32 over all of K.
 
-    On CUDA a low-precision product may split K and add the parts in low precision. K is the
-    vocabulary here, so the product is made in fp32 and rounded once. On the CPU a product of few
-    rows adds all of K one by one, which loses a digit at 130,000 terms: it is made in pieces.
+    K is the vocabulary. On CUDA a low-precision product may split it and add the parts in low
+    precision, which is forbidden here: the result is rounded once. On the CPU a product of few rows
+    adds all of K one by one, which loses a digit at 130,000 terms: it is made in pieces.
     """
     if a.device.type == "cpu" and a.dtype == torch.float32 and len(a) <= FEW_ROWS:
         torch.mm(a[:, :K_PIECE], b[:K_PIECE], out=out)
@@ -84,8 +99,9 @@ def mm_rows(a: Tensor, b: Tensor, *, out: Tensor) -> None:
             piece = slice(start, start + K_PIECE)
             # addmm would add the piece's terms to the running sum one by one
             out.add_(torch.mm(a[:, piece], b[piece]))
-    elif a.device.type == "cuda" and a.dtype != torch.float32:
-        out.copy_(torch.mm(a, b, out_dtype=torch.float32))
+    elif a.device.type == "cuda":
+        with _sums_in_fp32_on_cuda():
+            torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out=out)
 

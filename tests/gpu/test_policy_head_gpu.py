@@ -5,6 +5,7 @@ import torch
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from megadapo.kernels.policy_head.products import mm_rows
 from megadapo.kernels.policy_head.rows import merge_stats, row_stats
 from megadapo.kernels.policy_head.tiles import Tile, VocabShards
 from megadapo.lab.bench.head import HeadShape, bench_head, step_of_ours
@@ -37,6 +38,18 @@ def test_matches_fp64(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_vocabularies(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
     check_head(make_case(130, 256, vocab_size, padded=padded, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1000])
+def test_long_sums_are_rounded_once(num_rows: int) -> None:
+    """cuBLAS splits the sum of a small product, by default into parts rounded to its dtype."""
+    torch.manual_seed(0)
+    a = torch.randn(num_rows, 130_000, device="cuda").bfloat16()
+    b = torch.randn(130_000, 128, device="cuda").bfloat16()
+    out = torch.empty(num_rows, 128, device="cuda", dtype=torch.bfloat16)
+    mm_rows(a, b, out=out)
+    exact = a.double() @ b.double()
+    assert relative_error(out, exact) <= 1.05 * relative_error(exact.bfloat16(), exact)
 
 
 def test_every_option_matches_fp64() -> None:

@@ -130,8 +130,7 @@ def _head_bytes(
     num_blocks = -(-num_tokens // tiling.block_rows)
     # reused buffers: a block's gradient of the logits, and a tile's logits
     logits = 0 if size == FP32_BYTES else min(tiling.tile_rows, block) * columns * FP32_BYTES
-    wide = block * widths.hidden * FP32_BYTES if widths.on_gpu and size < FP32_BYTES else 0
-    buffers = block * columns * size + logits + int(wide)
+    buffers = block * columns * size + logits
     residual = num_tokens * widths.residual * size
     # gradients of the output weight's local rows, and of the hidden states: first the predicted
     # rows, then all

@@ -70,6 +70,8 @@ def test_kernels_are_launched_on_one_device(launches, dtype):
 def test_products_are_made_in_fp32(dtype):
     hidden, weight = fake(TOKENS, SIZE, dtype=dtype), fake(VOCAB, SIZE, dtype=dtype)
     products.mm_fp32(hidden, weight, out=fake(TOKENS, VOCAB), scratch=None)
+    products.mm_rows(fake(TOKENS, VOCAB, dtype=dtype), weight, out=fake(TOKENS, SIZE, dtype=dtype))
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     total = products.Fp32Sum(weight.shape, weight)
     total.add(fake(TOKENS, VOCAB, dtype=dtype), hidden)
     assert total.result().dtype == FP32
@@ -121,6 +123,8 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names[func._schema.name] += 1
+        if func is torch.ops.aten.mm.out and args[0].dtype != FP32:
+            assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         if func is torch.ops.aten.addmm.dtype_out:
             assert kwargs["out"] is args[0] and args[0].dtype == FP32
             return kwargs["out"]

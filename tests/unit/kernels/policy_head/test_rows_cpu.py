@@ -63,6 +63,7 @@ def truth(logits, targets, num_valid, *, temperature=1.0, d_logprobs=None, d_ent
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 63, 64, 65, 130, 2047, 2049, 6145])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_all_row_lengths_match_fp64(passes, columns, temperature):
+    torch.manual_seed(0)  # one draw in a thousand has a gradient of nothing but cancellation
     rows = 5
     logits = torch.randn(rows, columns) * 4.0
     targets = torch.arange(rows) * 7 % columns
