@@ -192,8 +192,6 @@ class _PolicyHead(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wants_hidden, wants_weight = (needs_grad and need for need in ctx.needs_input_grad[:2])
         into = getattr(weight, "main_grad", None) if call.accumulate_in_forward else None
-        if into is not None and into.dtype != torch.float32:
-            into = None  # a sum over blocks would be rounded for each
         outputs, d_hidden, d_weight = policy_blocks(
             hidden,
             weight,

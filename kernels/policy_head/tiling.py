@@ -68,7 +68,7 @@ class HeadOptions(TypedDict, total=False):
     It takes eight products with parts of the vocabulary, which fill a GPU less than one does.
     """
     accumulate_in_forward: bool
-    """Whether the forward pass adds the weight's gradient to an fp32 main_grad; default False.
+    """Whether the forward pass adds the weight's gradient to `main_grad`; default False.
 
     It saves a buffer as large and the passes over it. A backward pass with gradient 1 must follow.
     """
@@ -190,12 +190,8 @@ def plan_call(
     for name, value in ({} if inputs is None else vars(inputs)).items():
         if value is not None:
             check_token_tensor(name, value, num_tokens, hidden.device)
-    shards = plan_shards(
-        weight,
-        process_group,
-        options.get("vocab_size"),
-        is_invariant=options.get("tp_invariant", True),
-    )
+    tp_invariant = options.get("tp_invariant", True)
+    shards = plan_shards(weight, process_group, options.get("vocab_size"), tp_invariant)
     selection = select_rows(
         targets,
         vocab_size=shards.vocab_size,
@@ -246,9 +242,8 @@ def plan_tiling(
     tile = tile_tokens
     if tile is None:
         tile = block if is_fp32 else _fitting_rows(kind, TILE_BYTES[kind], 4 * padded_vocab)
-    for name, rows in (("chunk_tokens", block), ("tile_tokens", tile)):
-        if rows < 1:
-            raise ValueError(f"{name} must be at least 1, got {rows}")
+    if block < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {block}")
     return Tiling(block_rows=block, tile_rows=min(block, tile), is_even=kind == "cpu")
 
 
@@ -276,13 +271,9 @@ def plan_shards(
     weight: Tensor,
     process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
-    *,
-    is_invariant: bool,
+    tp_invariant: bool,
 ) -> VocabShards:
-    """Cut the vocabulary into shards: one per rank, or as many for every tensor-parallel size.
-
-    `is_invariant` asks for the second, which small vocabularies and other sizes do not have.
-    """
+    """Cut the vocabulary into shards: one per rank, or if asked as many for every TP size."""
     tp, rank = process_group_size(process_group), process_group_rank(process_group)
     columns = weight.shape[0]
     padded = columns * tp
@@ -292,10 +283,8 @@ def plan_shards(
             f"vocab_size {vocab_size} is not in 1..{padded}, the rows of weight over {tp} ranks"
         )
     divides = NUM_VIRTUAL_SHARDS % tp == 0 and columns % (NUM_VIRTUAL_SHARDS // tp) == 0
-    is_invariant = (
-        is_invariant and divides and padded >= NUM_VIRTUAL_SHARDS * SMALLEST_VIRTUAL_SHARD
-    )
-    num_local = NUM_VIRTUAL_SHARDS // tp if is_invariant else 1
+    divides = divides and padded >= NUM_VIRTUAL_SHARDS * SMALLEST_VIRTUAL_SHARD
+    num_local = NUM_VIRTUAL_SHARDS // tp if tp_invariant and divides else 1
     return VocabShards(
         size=columns // num_local,
         num_local=num_local,

@@ -244,7 +244,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:
-    """Parse a shape T,H,V,DTYPE or T,H,V,DTYPE,TP, whose V is that of one rank of TP."""
+    """Parse a shape T,H,V,DTYPE or T,H,V,DTYPE,TP, in which V is the part of one rank."""
     try:
         whole = text if text.count(",") == 4 else f"{text},1"
         tokens, hidden, vocab, dtype, ranks = whole.split(",")

@@ -158,7 +158,7 @@ def test_other_shards_agree_up_to_rounding_and_with_old_logprobs_exactly(results
 
 def test_one_product_is_what_a_rank_computes_without_invariance(results):
     """Eight products that fill a GPU less would still be right, and 2 % slower."""
-    whole = plan_shards(torch.empty(1024, 1), None, None, is_invariant=False)
+    whole = plan_shards(torch.empty(1024, 1), None, None, False)
     assert (whole.num_local, whole.size) == (1, 1024)
-    assert plan_shards(torch.empty(1024, 1), None, None, is_invariant=True).num_local == 8
+    assert plan_shards(torch.empty(1024, 1), None, None, True).num_local == 8
     assert not torch.equal(results[1][0]["plain"]["loss"], results[1][0]["one_product"]["loss"])
