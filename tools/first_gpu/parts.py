@@ -25,7 +25,7 @@ MEGADAPO = (sys.executable, "-m", "megadapo.cli")
 KILL_AND_RESUME = "kill-and-resume"
 HEAD_SHAPES = {
     "32B": (65, "20480,5120,152064,bfloat16"),
-    "32B slice": (30, "20480,5120,19008,bfloat16"),
+    "32B slice": (30, "20480,5120,19008,bfloat16,8"),
     "7B": (40, "20480,3584,152064,bfloat16"),
     "1.5B": (25, "20480,1536,151936,bfloat16"),
 }

@@ -131,7 +131,7 @@ def _kept(rendezvous, settings, lengths: list[int]) -> tuple[int, float]:
 
 @pytest.mark.parametrize("model", ["qwen2-tied", "qwen3"])
 def test_layer_keeps_what_is_planned(ranks, model):
-    """Catches a view that keeps a larger tensor, and padding where there is none."""
+    """Catches a view that keeps a larger tensor, and padding that is not needed."""
     ((found, planned),) = ranks.on(model, _kept, [50, 7, 300, 1])
     assert found == pytest.approx(planned, rel=0.01)
 
