@@ -16,5 +16,5 @@ if [ "${1-}" = --piece ]; then
   shift 2
 fi
 export PYTHONPATH="$PWD${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 python3 tools/first_gpu/runner.py "$@"
