@@ -211,7 +211,7 @@ def _script(name: str, *words: str) -> tuple[str, ...]:
 
 def _tests(setting: Setting) -> tuple[str, ...]:
     # the slow ones are of speed, which other parts measure
-    words = ("-m", "pytest", "-q", "-m", "gpu and not slow", "tests/gpu")
+    words = ("-m", "pytest", "-v", "-m", "gpu and not slow", "tests/gpu")
     return (sys.executable, *words, *(["--collect-only"] if setting.rehearses else []))
 
 

@@ -56,12 +56,12 @@ KILLED = "MEGADAPO_KILLED"
 """Variable in the environment of the processes of the killed run."""
 
 
-def main() -> int:
-    """Run the parts; return 1 if one of them failed."""
+def read_arguments() -> argparse.Namespace:
+    """Return the user's choices, and the machine that they fit."""
     parser = argparse.ArgumentParser(prog="tools/first_gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="small versions of all parts")
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="only parts named so; * fits"
+        "--only", action="append", default=[], metavar="NAME", help="only such parts: 'head*'"
     )
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds of all parts")
     parser.add_argument("--trl-python", metavar="PATH", help="Python of an environment with TRL")
@@ -69,14 +69,20 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.folder.exists():
         parser.error(f"{arguments.folder} exists; name another folder")
-    machine = inspect_machine()
-    if not (arguments.rehearse or machine.uses_cuda):
+    arguments.machine = inspect_machine()
+    if not (arguments.rehearse or arguments.machine.uses_cuda):
         parser.error("no GPU, or a torch without CUDA: megadapo doctor says more; try --rehearse")
-    for problem in cuda_problems(machine) if machine.uses_cuda else ():
+    return arguments
+
+
+def main() -> int:
+    """Run the parts; return 1 if one of them failed."""
+    arguments = read_arguments()
+    for problem in () if arguments.rehearse else cuda_problems(arguments.machine):
         print(problem)
     setting = Setting(
         folder=arguments.folder.absolute(),
-        machine=machine,
+        machine=arguments.machine,
         rehearses=arguments.rehearse,
         trl_python=arguments.trl_python,
     )
@@ -85,13 +91,13 @@ def main() -> int:
         folder.mkdir(parents=True)
     parts = all_parts(setting)
     names = [part.name for part in parts]
-    if unknown := [name for name in arguments.only or () if not fnmatch.filter(names, name)]:
+    if unknown := [name for name in arguments.only if not fnmatch.filter(names, name)]:
         shutil.rmtree(setting.folder)
-        parser.error(f"--only {unknown[0]!r}: no such part; there are {', '.join(names)}")
+        sys.exit(f"--only {unknown[0]!r}: no such part; there are {', '.join(names)}")
     outcomes: list[Outcome] = []
     until = time.monotonic() + arguments.budget_s
     for part in parts:
-        if arguments.only and not any(fnmatch.fnmatch(part.name, one) for one in arguments.only):
+        if not any(fnmatch.fnmatch(part.name, one) for one in arguments.only or ["*"]):
             continue
         try:
             outcome = run_or_skip(part, setting, outcomes, left_s=until - time.monotonic())

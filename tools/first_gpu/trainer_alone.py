@@ -28,7 +28,7 @@ from megadapo.lab.record import write_record
 from megadapo.run.processes import trainer_settings
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.trainer.checkpoint.save import POLL_S, RankReport, complete_save
-from megadapo.trainer.types import Metrics, Rendezvous, UpdateRequest
+from megadapo.trainer.types import Rendezvous, UpdateRequest
 from megadapo.trainer.worker import TrainerWorker
 
 T = TypeVar("T")
@@ -76,7 +76,6 @@ def main() -> int:
     """Train, offload, save and load; return 1 if bits are lost, or not repeated as promised."""
     recipe, *words, option = sys.argv[1:]
     config = load_config(recipe, [word.removeprefix("--") for word in words])
-    is_deterministic = config.trainer.deterministic or not ON_GPU
     stages = Stages(Path(option.removeprefix("--json=")))
     worker, settings, numbers = TrainerWorker(0), trainer_settings(config), count(1)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -86,43 +85,50 @@ def main() -> int:
     size = worker.apply(lambda rank: rank.layout.shape.vocab_size)
     batch = random_batch(config, config.algorithm.responses_per_mini_batch, vocab_size=size)
 
-    def update() -> Metrics:
+    def update() -> float | None:
         request = UpdateRequest(batch=batch, policy_version=0, step=next(numbers))
-        return worker.update(request).metrics
+        return worker.update(request).metrics["policy/ratio_first_max_error"]
+
+    error = stages.measure("first update", update)
+    stages.note(ratio_first_max_error=error)
+    for _ in range(2):
+        stages.measure("train", update)
+    stages.note(**worker.apply(speed, batch, stages.seconds["train"]))
+    found = compare_bits(worker, stages, update, config.run.folder / CHECKPOINTS)
+    stages.note(**found)
+    if config.trainer.deterministic or not ON_GPU:
+        return int(error != 0.0 or not all(found.values()))
+    return int(not (found["offload_keeps_bits"] and found["load_keeps_bits"]))
+
+
+def compare_bits(
+    worker: TrainerWorker, stages: Stages, update: Callable[[], object], folder: Path
+) -> dict[str, bool]:
+    """Return whether weights and optimizer keep their bits, and whether an update repeats its."""
 
     def written() -> RankReport:
         while (report := worker.save_report()) is None:
             time.sleep(POLL_S)
         return report
 
-    metrics = stages.measure("first update", update)
-    ratio_error = metrics["policy/ratio_first_max_error"]
-    stages.note(ratio_first_max_error=ratio_error)
-    for _ in range(2):
-        stages.measure("train", update)
-    stages.note(**worker.apply(speed, batch, stages.seconds["train"]))
     before = worker.apply(bits)
     stages.measure("leave to engines", worker.leave_to_engines)
     stages.measure("rollout", lambda: None)
     worker.take_gpu()
-    offload_keeps_bits = stages.measure("load back", lambda: worker.apply(bits)) == before
-    folder = config.run.folder / CHECKPOINTS
+    loaded_back = stages.measure("load back", lambda: worker.apply(bits))
     folder.mkdir(parents=True)
     stages.measure("checkpoint", lambda: worker.begin_save(folder))
     files = complete_save(folder, [stages.measure("write", written)])
     update()
     after = worker.apply(bits)
     stages.measure("load", lambda: worker.load(folder, files))
-    load_keeps_bits = worker.apply(bits) == before
+    loaded = worker.apply(bits)
     update()
-    update_repeats_bits = worker.apply(bits) == after
-    stages.note(
-        offload_keeps_bits=offload_keeps_bits,
-        load_keeps_bits=load_keeps_bits,
-        update_repeats_bits=update_repeats_bits,
-    )
-    repeats = (update_repeats_bits and ratio_error == 0.0) or not is_deterministic
-    return int(not (offload_keeps_bits and load_keeps_bits and repeats))
+    return {
+        "offload_keeps_bits": loaded_back == before,
+        "load_keeps_bits": loaded == before,
+        "update_repeats_bits": worker.apply(bits) == after,
+    }
 
 
 def speed(rank: Any, batch: PackedBatch, seconds: float) -> dict[str, float | None]:
