@@ -112,11 +112,14 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def _take(rank: TrainerRank) -> Gradient:
     """Copy the gradient in the buffers, which are summed over ranks."""
     rank.optimizer.prepare_grads()
+    name = "get_grads_for_grad_norm"
+    if not hasattr(rank.optimizer, name):
+        name = "get_main_grads_for_grad_norm"  # until megatron-core 0.18
     return Gradient(
         parts=[
             []
             if part.is_stub_optimizer
-            else [grad.detach().clone() for grad in part.get_main_grads_for_grad_norm()]
+            else [grad.detach().clone() for grad in getattr(part, name)()]
             for part in rank.optimizer.chained_optimizers
         ],
         norm=float(rank.optimizer.get_grad_norm()),
