@@ -101,8 +101,8 @@ class Machine:
     """CUDA version torch was built for; None for a CPU build."""
     nvidia_apex: bool
     """Whether apex is NVIDIA's with its kernels, and not PyPI's project of that name."""
-    python_headers: bool = True
-    """Whether Python's C headers are installed."""
+    can_launch_triton: bool = True
+    """Whether Triton finds a C compiler ($CC, gcc or clang) and Python's headers."""
 
     @property
     def uses_cuda(self) -> bool:
@@ -134,11 +134,12 @@ def cuda_problems(machine: Machine, *, deterministic: bool = False) -> Iterator[
     """
     if machine.torch_cuda is None:
         yield "torch is built for the CPU: pip install '.[cuda]' in a checkout installs the other"
-    if machine.c_compiler is None:
-        yield "Triton needs a C compiler to launch kernels: apt install gcc, or set CC"
-    if not machine.python_headers:
+    if not machine.can_launch_triton:
         version = ".".join(machine.python.split(".")[:2])
-        yield f"Triton needs Python's C headers to launch kernels: apt install python{version}-dev"
+        yield (
+            "Triton needs a C compiler (gcc, clang or $CC) and Python's headers to launch kernels: "
+            f"apt install gcc python{version}-dev"
+        )
     if not machine.gpus:
         return
     gpu = machine.gpus[0]
@@ -174,7 +175,7 @@ def inspect_machine() -> Machine:
         packages={name: _version(distributions) for name, distributions in PACKAGES.items()},
         torch_cuda=_torch_cuda(),
         nvidia_apex=_has_nvidia_apex(),
-        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        can_launch_triton=_can_launch_triton(),
     )
 
 
@@ -207,6 +208,11 @@ def _has_nvidia_apex() -> bool:
     folder = _package_folder("apex")
     has_fused_adam = folder is not None and (folder / "optimizers" / "fused_adam.py").exists()
     return has_fused_adam and importlib.util.find_spec("amp_C") is not None
+
+
+def _can_launch_triton() -> bool:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def _num_cores() -> int:

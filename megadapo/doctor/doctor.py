@@ -18,12 +18,12 @@ from megadapo.observe.tables import TextTable
 
 # The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.
 _OLDEST = {
-    "torch": (2, 13),
+    "torch": (2, 11),
     "megatron-core": (0, 16, 1),
     "vllm": (0, 32),
     "ray": (2, 58),
-    "transformers": (5, 16, 1),
-    "triton": (3, 7),
+    "transformers": (5, 17),
+    "triton": (3, 6),
 }
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The first driver for each major version of CUDA, from NVIDIA's table of compatibility."""

