@@ -133,7 +133,7 @@ def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
 
 def planned_refit(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) -> Refit:
     """Return the work of a full weight update by the plan that the run will use."""
-    from megadapo.commands.lab.weights import plan_for, refit_of
+    from megadapo.lab.plan.refit import plan_for, refit_of
     from megadapo.weights.layout.layout import ModelLayout
 
     layout = ModelLayout(model.family, model.shape)

@@ -16,11 +16,9 @@ from megadapo.errors import DataError
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.lab.plan.cards import Card
-    from megadapo.lab.plan.refit import Refit
     from megadapo.weights.layout.layout import ModelLayout
     from megadapo.weights.sync.plan import UpdatePlan
     from megadapo.weights.sync.planning import Hosts
-    from megadapo.weights.sync.topology import Topology
 
 MIB = 1 << 20
 
@@ -44,6 +42,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
+    from megadapo.lab.plan.refit import plan_for
 
     config = load_config(arguments.config, arguments.overrides)
     layout = model_layout(config, arguments.model_config)
@@ -95,20 +94,9 @@ def report(plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes:
     ]
 
 
-def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool = False) -> Refit:
-    """Count the work of one update of a run."""
-    from megadapo.lab.plan.refit import count_refit, delta_sizes
-    from megadapo.weights.sync.buckets import pack
-
-    schedule = pack(plan, int(config.weights.bucket_mib * MIB))
-    is_shared = config.cluster.placement == "colocated"
-    sizes = delta_sizes(plan) if delta else None
-    return count_refit(schedule, hosts, is_shared=is_shared, sizes=sizes)
-
-
 def work_table(config: RunConfig, plan: UpdatePlan, hosts: Hosts, card: Card) -> str:
     """Return the work of the busiest process of each kind, and forecast seconds."""
-    from megadapo.lab.plan.refit import DELTA_SHARE
+    from megadapo.lab.plan.refit import DELTA_SHARE, refit_of
     from megadapo.observe.tables import TextTable
 
     both = [refit_of(config, plan, hosts, delta=delta) for delta in (False, True)]
@@ -146,73 +134,6 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
-
-
-def plan_for(
-    config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
-) -> tuple[UpdatePlan, Hosts]:
-    """Return the plan of a run's updates, and the nodes of ranks and receivers."""
-    from megadapo.weights.layout.placement import replica_positions, stage_layers
-    from megadapo.weights.sync.buckets import max_bundle_bytes
-    from megadapo.weights.sync.plan import EngineShape
-    from megadapo.weights.sync.planning import make_plan
-
-    trainer, rollout = config.trainer, config.rollout
-    positions = replica_positions(
-        layout,
-        tp_size=trainer.tensor_parallel,
-        pp_size=trainer.pipeline_parallel,
-        stages=stage_layers(
-            layout.shape.num_layers,
-            pp_size=trainer.pipeline_parallel,
-            vpp_size=trainer.virtual_pipeline,
-            first=trainer.first_stage_layers,
-            last=trainer.last_stage_layers,
-        ),
-        ep_size=trainer.expert_parallel,
-        etp_size=trainer.expert_tensor_parallel,
-        num_dp=trainer.num_replicas,
-    )
-    topology = _topology(config, len(positions), gpus_per_node)
-    plan = make_plan(
-        layout,
-        positions,
-        EngineShape(
-            tp_size=rollout.tensor_parallel,
-            pp_size=rollout.pipeline_parallel,
-            expert_parallel=rollout.expert_parallel,
-            nodes=tuple(topology.receivers),
-            engines_per_receiver=topology.engines_per_receiver,
-        ),
-        itemsize=4 if config.model.dtype == "float32" else 2,
-        max_bundle_bytes=max_bundle_bytes(int(config.weights.bucket_mib * MIB)),
-        source_nodes=topology.sources,
-        hosts=topology.hosts,
-    )
-    return plan, topology.hosts
-
-
-def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology:
-    """Return the topology of a run on nodes with this number of GPUs."""
-    from megadapo.weights.sync.topology import find_topology
-
-    has_gpus = config.cluster.device != "cpu"
-
-    def device(gpu: int) -> tuple[str, str | None]:
-        return f"node {gpu // gpus_per_node}", str(gpu % gpus_per_node) if has_gpus else None
-
-    first = 0 if config.cluster.placement == "colocated" else num_ranks
-    engines = [
-        [device(first + engine * config.rollout.ranks_per_engine + rank)
-         for rank in range(config.rollout.ranks_per_engine)]
-        for engine in range(config.rollout.num_engines)
-    ]  # fmt: skip
-    return find_topology(
-        config.weights.transport,
-        [device(rank) for rank in range(num_ranks)],
-        [gpus[0][0] for gpus in engines],
-        [[gpu for _, gpu in gpus if gpu is not None] for gpus in engines],
-    )
 
 
 def model_layout(config: RunConfig, model_config: Path | None) -> ModelLayout:

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megadapo.lab.plan.cards import Card
+from megadapo.config import RunConfig
+from megadapo.lab.plan.cards import MIB, Card
 from megadapo.weights.layout.cuts import round_up
-from megadapo.weights.sync.buckets import Schedule
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.placement import replica_positions, stage_layers
+from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta.state import bundle_number
-from megadapo.weights.sync.plan import ALIGNMENT, UpdatePlan
-from megadapo.weights.sync.planning import Hosts
+from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, UpdatePlan
+from megadapo.weights.sync.planning import Hosts, make_plan
+from megadapo.weights.sync.topology import Topology, find_topology
 from megadapo.weights.sync.update import SPAN
 
 LINK_SHARE = 0.70
@@ -149,3 +153,71 @@ def count_refit(
 
 
 _COUNTED = ("filled", "fills", "compared", "sent", "received", "linked", "read", "reads")
+
+
+def plan_for(
+    config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
+) -> tuple[UpdatePlan, Hosts]:
+    """Return the plan of a run's updates, and the nodes of ranks and receivers."""
+    trainer, rollout = config.trainer, config.rollout
+    positions = replica_positions(
+        layout,
+        tp_size=trainer.tensor_parallel,
+        pp_size=trainer.pipeline_parallel,
+        stages=stage_layers(
+            layout.shape.num_layers,
+            pp_size=trainer.pipeline_parallel,
+            vpp_size=trainer.virtual_pipeline,
+            first=trainer.first_stage_layers,
+            last=trainer.last_stage_layers,
+        ),
+        ep_size=trainer.expert_parallel,
+        etp_size=trainer.expert_tensor_parallel,
+        num_dp=trainer.num_replicas,
+    )
+    topology = _topology(config, len(positions), gpus_per_node)
+    plan = make_plan(
+        layout,
+        positions,
+        EngineShape(
+            tp_size=rollout.tensor_parallel,
+            pp_size=rollout.pipeline_parallel,
+            expert_parallel=rollout.expert_parallel,
+            nodes=tuple(topology.receivers),
+            engines_per_receiver=topology.engines_per_receiver,
+        ),
+        itemsize=4 if config.model.dtype == "float32" else 2,
+        max_bundle_bytes=max_bundle_bytes(int(config.weights.bucket_mib * MIB)),
+        source_nodes=topology.sources,
+        hosts=topology.hosts,
+    )
+    return plan, topology.hosts
+
+
+def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology:
+    """Return the topology of a run on nodes with this number of GPUs."""
+    has_gpus = config.cluster.device != "cpu"
+
+    def device(gpu: int) -> tuple[str, str | None]:
+        return f"node {gpu // gpus_per_node}", str(gpu % gpus_per_node) if has_gpus else None
+
+    first = 0 if config.cluster.placement == "colocated" else num_ranks
+    engines = [
+        [device(first + engine * config.rollout.ranks_per_engine + rank)
+         for rank in range(config.rollout.ranks_per_engine)]
+        for engine in range(config.rollout.num_engines)
+    ]  # fmt: skip
+    return find_topology(
+        config.weights.transport,
+        [device(rank) for rank in range(num_ranks)],
+        [gpus[0][0] for gpus in engines],
+        [[gpu for _, gpu in gpus if gpu is not None] for gpus in engines],
+    )
+
+
+def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool = False) -> Refit:
+    """Count the work of one update of a run."""
+    schedule = pack(plan, int(config.weights.bucket_mib * MIB))
+    is_shared = config.cluster.placement == "colocated"
+    sizes = delta_sizes(plan) if delta else None
+    return count_refit(schedule, hosts, is_shared=is_shared, sizes=sizes)

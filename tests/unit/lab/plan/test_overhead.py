@@ -6,12 +6,12 @@ from collections import defaultdict
 import pytest
 
 from megadapo.cli import main
-from megadapo.commands.lab.weights import plan_for
 from megadapo.config import RunConfig, load_config
 from megadapo.lab.plan.cards import GIB, H100
 from megadapo.lab.plan.overhead import CHANNEL_BYTES, NUM_TABLES, message_bytes
 from megadapo.lab.plan.phases import GpuKind, gpu_kinds, host_items, models_of
 from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.lab.plan.refit import plan_for
 from megadapo.run.processes import sends_while_training
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support import REPOSITORY

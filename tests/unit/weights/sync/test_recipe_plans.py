@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megadapo
-from megadapo.commands.lab.weights import plan_for
 from megadapo.config import load_config
+from megadapo.lab.plan.refit import plan_for
 from megadapo.models.folder import find_hf_config
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
