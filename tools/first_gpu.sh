@@ -13,6 +13,8 @@ cd "$(dirname "$0")/.." || exit
 if [ "${1-}" = --piece ]; then
   site=$(mktemp -d) && trap 'rm -rf "$site"' EXIT
   python3 -m tarfile --filter data -e "$2" "$site" || exit
+  # Ray gives its agents seconds to start, and all of them would compile the same modules
+  PYTHONWARNINGS=ignore python3 -m compileall -q -j 0 "$site"
   shift 2
 fi
 export PYTHONPATH="$PWD${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"
