@@ -29,11 +29,12 @@ from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.interface import Offer
 
 DTYPE = torch.bfloat16
-BUCKET_BYTES = int(WeightsConfig().bucket_mib * 2**20)
 VERIFIED = (True, False, False, False, True)
 """Whether each update is verified, which takes time."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRANSPORT = "cuda_ipc" if DEVICE.type == "cuda" else "shared_memory"
+# a rehearsal's model has several rounds too
+BUCKET_BYTES = int(WeightsConfig().bucket_mib * 2**20) if DEVICE.type == "cuda" else 2**19
 
 
 class Parameters:
