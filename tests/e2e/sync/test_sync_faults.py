@@ -64,7 +64,7 @@ def wait_for_the_middle_of_an_update(process: subprocess.Popen, sender: int) -> 
             seen.add(memory.read(last - first))
             return len(seen)
 
-        wait_until(lambda: fills() >= 30, process)
+        wait_until(lambda: fills() >= 5, process)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_run_that_loses_three_engines_has_same_metrics(uninterrupted, tmp_path, 
 
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    for number in (1, 2, 3):
-        assert f"restart {number} of 3" in " ".join(output.split()), output
+    # each engine has its own count
+    assert " ".join(output.split()).count("restart 1 of 3") == 3, output
     assert_same_metrics(folder, uninterrupted)
     assert read_evaluations(folder) == read_evaluations(uninterrupted)
     assert descendants(folder) == []
