@@ -7,6 +7,7 @@ FILE gets what is known after each stage. Stages with the name of a phase are in
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
@@ -24,7 +25,7 @@ from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
 from megadapo.lab.plan.cards import MIB, card_of
 from megadapo.lab.plan.step_time import update_flops
 from megadapo.lab.profiling.profiles import random_batch
-from megadapo.lab.record import write_record
+from megadapo.lab.record import write_text
 from megadapo.run.processes import trainer_settings
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.trainer.checkpoint.save import POLL_S, RankReport, complete_save
@@ -69,7 +70,8 @@ class Stages:
         for name, value in values.items():
             print(f"{name}: {value}", flush=True)
         self._values |= values
-        write_record(self._file, self._values)
+        # without the machine, which nvidia-smi would be asked for after each stage
+        write_text(self._file, json.dumps(self._values))
 
 
 def main() -> int:
