@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import MIB, Card
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
-from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
-from megadapo.weights.sync.delta.state import bundle_number
 from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.topology import Topology, find_topology
-from megadapo.weights.sync.update import SPAN
+
+if TYPE_CHECKING:
+    from megadapo.weights.sync.buckets import Schedule
 
 LINK_SHARE = 0.70
 """Share of a link's bandwidth that a weight update reaches."""
@@ -101,6 +102,9 @@ def count_refit(
         is_shared: Whether the engines' ranks, in order, are on the GPUs of the trainer's.
         sizes: Bytes of every transfer, if only the changes are sent.
     """
+    from megadapo.weights.sync.delta.state import bundle_number
+    from megadapo.weights.sync.update import SPAN
+
     plan, work = schedule.plan, {name: Counter[int]() for name in _COUNTED}
     is_delta = sizes is not None
     schedule = schedule if sizes is None else schedule.repack(sizes)
@@ -159,6 +163,8 @@ def plan_for(
     config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
 ) -> tuple[UpdatePlan, Hosts]:
     """Return the plan of a run's updates, and the nodes of ranks and receivers."""
+    from megadapo.weights.sync.buckets import max_bundle_bytes
+
     trainer, rollout = config.trainer, config.rollout
     positions = replica_positions(
         layout,
@@ -217,6 +223,8 @@ def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology
 
 def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool = False) -> Refit:
     """Count the work of one update of a run."""
+    from megadapo.weights.sync.buckets import pack
+
     schedule = pack(plan, int(config.weights.bucket_mib * MIB))
     is_shared = config.cluster.placement == "colocated"
     sizes = delta_sizes(plan) if delta else None

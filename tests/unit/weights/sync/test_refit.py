@@ -155,8 +155,7 @@ class Processes(UpdatePeers):
 @pytest.mark.parametrize("span", [update.SPAN, 3])
 def test_count_is_work_of_real_updates(model_folders, monkeypatch, span):
     """Catches a second copy of a slice, a call for each round, and a delta that does more."""
-    for module in ("megadapo.lab.plan.refit", "megadapo.weights.sync.update"):
-        monkeypatch.setattr(f"{module}.SPAN", span)
+    monkeypatch.setattr(update, "SPAN", span)
     monkeypatch.setattr(publish, "UpdatePeers", Processes)
     monkeypatch.setattr(ray, "put", lambda value: value)
     layout = open_layout(model_folders["Qwen2"])
