@@ -172,7 +172,8 @@ def packed_attention(
         bounds = (cu_seqlens, cu_seqlens, longest, longest)
         # all earlier tokens and no later one
         options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale, **_GROUPS}
-        out: Tensor = _on_gpu(query, key, value, *bounds, **options)
+        # as a view, values would keep the whole product of q, k and v for the backward pass
+        out: Tensor = _on_gpu(query, key, value.contiguous(), *bounds, **options)
         return out
     lengths = cu_seqlens.diff()
     begins, ends = cu_seqlens[:1].tolist(), cu_seqlens[-1:].tolist()

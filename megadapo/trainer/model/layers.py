@@ -94,9 +94,6 @@ class PackedAttention(torch.nn.Module):
         query, key = (rotary(x, packed.cos, packed.sin) for x in (query, key))
         longest = packed.max_seqlen_q
         if self.cp_group is None and should_use_packed_attention(query, key, value, longest):
-            if query.device.type != "cpu":
-                # as a view, it would keep the whole product of q, k and v for the backward pass
-                value = value.contiguous()
             out = packed_attention(
                 query, key, value, packed.cu_seqlens_q, longest=longest, scale=self.scale
             )
