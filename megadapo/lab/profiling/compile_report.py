@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 from megadapo.kernels.launch import warps_for
@@ -254,7 +255,7 @@ def compile_all(architectures: Sequence[int]) -> tuple[list[KernelResources], li
         for architecture in architectures:
             try:
                 results.append(compile_kernel(case, architecture))
-            except Exception as error:  # a boundary: the others compile if one does not
+            except (TritonError, RuntimeError) as error:  # RuntimeError: of LLVM's passes
                 name = f"{case.kernel.__name__}, {case.label}, sm_{architecture}"
                 failures.append(f"{name} does not compile: {type(error).__name__}: {error}")
     return results, failures
