@@ -161,7 +161,7 @@ def _next_ended(
             watch()
         if ready:
             # one by one, hundreds of calls would take a wait for all others each
-            return ray.wait(calls, num_returns=len(calls), timeout=0)[0]
+            return ray.wait(calls, num_returns=len(calls), timeout=0)[0] or ready
         if slice_s >= remaining:
             return []
 
