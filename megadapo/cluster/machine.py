@@ -43,32 +43,6 @@ PACKAGES = {
 """Packages that doctor reports, each with the distributions that provide it."""
 
 
-def attention_problem(
-    capability: tuple[int, int], *, has_flash_attn: bool, deterministic: bool = False
-) -> str | None:
-    """Return why a GPU lacks fused attention over packed sequences; None if it is there.
-
-    Without cuDNN's or flash-attn's kernels, Transformer Engine holds a score for every pair of a
-    micro-batch's tokens. cuDNN's deterministic kernels take too large a workspace for long
-    sequences on compute capability 9.0 (get_attention_backend of Transformer Engine 2.20.2).
-    """
-    what = f"compute capability {capability[0]}.{capability[1]}"
-    if has_flash_attn or capability > PACKED_ATTENTION:
-        return None
-    if capability < PACKED_ATTENTION:
-        return (
-            f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
-            "flash-attn, without which attention holds every pair of a micro-batch's tokens in "
-            "memory"
-        )
-    if deterministic:
-        return (
-            f"{what}, where cuDNN has no deterministic attention for long packed sequences: "
-            "install flash-attn 2.4.1 or later, or set trainer.deterministic = false"
-        )
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU as its driver describes it."""
@@ -133,7 +107,10 @@ def cuda_problems(machine: Machine, *, deterministic: bool = False) -> Iterator[
         deterministic: whether it must compute the same bits twice.
     """
     if machine.torch_cuda is None:
-        yield "torch is built for the CPU: pip install '.[cuda]' in a checkout installs the other"
+        yield (
+            "torch is built for the CPU: pip install '.[cuda]' in a checkout installs the other, "
+            'and cluster.device = "cpu" does without'
+        )
     if not machine.can_launch_triton:
         version = ".".join(machine.python.split(".")[:2])
         yield (
@@ -143,20 +120,28 @@ def cuda_problems(machine: Machine, *, deterministic: bool = False) -> Iterator[
     if not machine.gpus:
         return
     gpu = machine.gpus[0]
+    what = "{} has compute capability {}.{}".format(gpu.name, *gpu.compute_capability)
     if gpu.compute_capability < AMPERE:
-        capability = "{}.{}".format(*gpu.compute_capability)
+        yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
+        return
+    packages = machine.packages
+    if packages["transformer-engine"] is None or packages["flash-attn"] is not None:
+        return
+    # Transformer Engine then has cuDNN's kernels, or holds a score for every pair of tokens. On 9.0
+    # the deterministic ones take too large a workspace for long sequences (get_attention_backend of
+    # Transformer Engine 2.20.2).
+    if gpu.compute_capability < PACKED_ATTENTION:
         yield (
-            f"{gpu.name} has compute capability {capability}; bfloat16 training and the kernels "
-            "need 8.0 (A100) or newer"
+            f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
+            "flash-attn, without which attention holds every pair of a micro-batch's tokens in "
+            "memory, or uninstall transformer-engine"
         )
-    elif machine.packages["transformer-engine"] is not None:
-        problem = attention_problem(
-            gpu.compute_capability,
-            has_flash_attn=machine.packages["flash-attn"] is not None,
-            deterministic=deterministic,
+    elif gpu.compute_capability == PACKED_ATTENTION and deterministic:
+        yield (
+            f"{what}, where cuDNN has no deterministic attention for long packed sequences: "
+            "install flash-attn 2.4.1 or later, set trainer.deterministic = false, or uninstall "
+            "transformer-engine"
         )
-        if problem is not None:
-            yield f"{gpu.name} has {problem}, or uninstall transformer-engine"
 
 
 def inspect_machine() -> Machine:
