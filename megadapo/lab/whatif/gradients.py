@@ -18,6 +18,7 @@ from torch import Tensor
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.model.head import PolicyHead
+from megadapo.trainer.model.megatron_internals import grads_of_norm
 from megadapo.trainer.update.optimizer import finalize_sums
 from megadapo.trainer.update.step import run_schedule
 
@@ -112,14 +113,11 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def _take(rank: TrainerRank) -> Gradient:
     """Copy the gradient in the buffers, which are summed over ranks."""
     rank.optimizer.prepare_grads()
-    name = "get_grads_for_grad_norm"
-    if not hasattr(rank.optimizer, name):
-        name = "get_main_grads_for_grad_norm"  # until megatron-core 0.18
     return Gradient(
         parts=[
             []
             if part.is_stub_optimizer
-            else [grad.detach().clone() for grad in getattr(part, name)()]
+            else [grad.detach().clone() for grad in grads_of_norm(part)]
             for part in rank.optimizer.chained_optimizers
         ],
         norm=float(rank.optimizer.get_grad_norm()),

@@ -178,6 +178,13 @@ def param_groups(part: Any) -> list[dict[str, Any]]:
     return [*whole.param_groups, *subs]
 
 
+def grads_of_norm(part: Any) -> list[Tensor]:
+    """Return the gradients over which a part's norm is taken; megatron-core 0.18 renamed them."""
+    later = getattr(part, "get_grads_for_grad_norm", None)
+    grads: list[Tensor] = (later or part.get_main_grads_for_grad_norm)()
+    return grads
+
+
 def clip_and_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     """Clip prepared gradients by a known norm and update; `optimizer.step` computes the norm again.
 
