@@ -63,15 +63,13 @@ def receive(model: Path, plan: UpdatePlan, offer: Offer, trainer: Connection) ->
     trainer.send("open")
     for verifies in VERIFIED:
         receiver.start(parameters, inbox, with_checksums=verifies)
-        while (number := trainer.recv()) is not None:
-            receiver.take(number)
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-            trainer.send(number)
+        for number in range(pack(plan, BUCKET_BYTES).num_rounds):
+            assert receiver.take(number), "the sender has ended"
         if verifies:
             receiver.verify(trainer.recv())
         receiver.finish()
         trainer.send("complete")
+    receiver.close()
     inbox.close()
 
 
@@ -79,15 +77,7 @@ def send(sender: WeightSender, num_rounds: int, engine: Connection, *, verifies:
     """Return the seconds of one update."""
     started = time.perf_counter()
     sender.begin(None)
-    sums = []
-    for number in range(num_rounds):
-        # two buckets: one is filled while the engine reads the other
-        sums.append(sender.fill(number, with_checksums=verifies))
-        engine.send(number)
-        if number:
-            engine.recv()
-    engine.recv()
-    engine.send(None)
+    sums = sender.fill_rounds(range(num_rounds), with_checksums=verifies)
     if verifies:
         engine.send([sums])
     engine.recv()
