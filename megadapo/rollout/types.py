@@ -79,7 +79,7 @@ class OpenGroup:
     """One seed per response."""
     responses: tuple[Response, ...] = ()
     """Empty, or one per seed; engines continue unfinished ones and keep finished ones."""
-    until: tuple[int, ...] = ()
+    stop_at_tokens: tuple[int, ...] = ()
     """Number of tokens at which each response stops as unfinished; empty: no response stops
     early. Not with branching."""
     settings: SamplingSettings

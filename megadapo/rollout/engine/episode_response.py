@@ -14,7 +14,7 @@ import numpy as np
 from megadapo.data.group import NO_VERSION, Failure, Response, Turn
 from megadapo.errors import ConfigError, DataError
 from megadapo.rollout.engine.episode import Episode, sampled_of
-from megadapo.rollout.engine.response import InFlightResponse, Segment
+from megadapo.rollout.engine.in_flight import InFlightResponse, Segment
 from megadapo.rollout.episodes.types import Outcome
 from megadapo.rollout.types import EpisodeRequest
 
@@ -28,8 +28,6 @@ class EpisodeResponse(InFlightResponse):
     """
 
     _episode: Episode | None = None
-    is_waiting = False
-    """Whether it waits for its environment."""
 
     async def submit(self) -> None:
         """Submit the rest of the response, if its episode is open."""
@@ -42,16 +40,13 @@ class EpisodeResponse(InFlightResponse):
             await self._open()
             await self.submit()
         await super().finish()
-        # one without an action begins anew, under another policy version
+        # a response without an action starts again, under another policy version
         has_ended = self._finish_reason != "unfinished" or not self.response().is_sampled.any()
         if has_ended and not self._group.request.settings.branching.is_on:
-            self._close()
+            self.drop()
 
     def drop(self) -> None:
         """End the episode of a response that is not wanted any more."""
-        self._close()
-
-    def _close(self) -> None:
         if self._episode is not None:
             self._episode.close()
             self._episode = None
@@ -139,7 +134,7 @@ class EpisodeResponse(InFlightResponse):
                 break
             sampled = sampled_of(turn.sampled)
             length = len(self._token_ids) + len(sampled.token_ids)
-            if self._until is not None and length > self._until:
+            if self._stop_at is not None and length > self._stop_at:
                 break
             self._segments += _segments(sampled)
             self._observe(turn.outcome, sampled.token_ids.tolist())
@@ -187,9 +182,9 @@ class EpisodeResponse(InFlightResponse):
         is_call = observation.is_call and not observation.done and bool(turn_ids)
         num_calls = self._num_calls + is_call
         is_last = num_calls >= self._request.max_turns and observation.text is None
-        # the model reads nothing behind its last turn
+        # the model reads nothing after its last turn
         if not observation.done and not is_last:
-            if self._until is not None and len(self._token_ids) >= self._until:
+            if self._stop_at is not None and len(self._token_ids) >= self._stop_at:
                 # the run that is repeated was stopped before this answer
                 return
             if observation.text is not None and {*turn_ids[-1:]} & self._ends:
@@ -239,7 +234,7 @@ class EpisodeResponse(InFlightResponse):
         if asked.done():
             stopping.cancel()
             return asked.result()
-        # the host goes on; only this wait ends
+        # the host continues; only this wait ends
         asked.cancel()
         return None
 

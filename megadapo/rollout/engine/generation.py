@@ -20,8 +20,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.rollout.engine.episode import EpisodeClient
-from megadapo.rollout.engine.in_flight import InFlightGroup
-from megadapo.rollout.engine.response import InFlightResponse
+from megadapo.rollout.engine.episode_response import EpisodeResponse
+from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
 from megadapo.rollout.episodes.actor import HOST_NAME
 from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
 from megadapo.tokens.stops import without_end
@@ -146,6 +146,7 @@ class Generation:
             vocab_size=self._llm.model_config.get_vocab_size(),
             returns_experts=self._returns_experts,
             episodes=self._episodes,
+            response_type=InFlightResponse if request.episode is None else EpisodeResponse,
         )
 
     async def _abort(self, groups: Sequence[InFlightGroup]) -> None:
@@ -194,7 +195,7 @@ class Generation:
             self._wake.set()
 
     async def _finish(self, group: InFlightGroup, responses: Sequence[InFlightResponse]) -> None:
-        """Wait for the end of responses, and count the slots that they free for good."""
+        """Wait for the end of responses, and count the slots that no later response needs."""
 
         async def finish(response: InFlightResponse) -> None:
             await response.finish()

@@ -5,22 +5,235 @@ Imports vLLM: only engine.py does so, inside the actor.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
-from vllm.inputs import TokensInput
-from vllm.sampling_params import SamplingParams
+from vllm.inputs import TokensInput, tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.group import Response
-from megadapo.rollout.engine.branching import choose_branches, response_prefix
+from megadapo.data.group import Failure, FinishReason, Response, Turn
+from megadapo.errors import InfraError
+from megadapo.rollout.engine.branching import choose_branches, normalized_entropy, response_prefix
 from megadapo.rollout.engine.episode import EpisodeClient
-from megadapo.rollout.engine.episode_response import EpisodeResponse
-from megadapo.rollout.engine.response import InFlightResponse
-from megadapo.rollout.types import OpenGroup
+from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
+
+TOP_LOGPROBS = 10
+"""Most probable tokens of a position over which its entropy is summed."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one request, or of an environment."""
+
+    token_ids: Sequence[int]
+    logprobs: LogprobTable | np.ndarray | None
+    """vLLM's table, or the log-probs of the sampled tokens."""
+    policy_version: int
+
+
+class InFlightResponse:
+    """A response of a group in flight.
+
+    Args:
+        prefix: the tokens that exist already: those of a stopped response, or of a branch's parent.
+        stop_at: number of tokens at which it stops as unfinished.
+    """
+
+    def __init__(
+        self,
+        group: InFlightGroup,
+        seed: int,
+        prefix: Response | None,
+        *,
+        branch: Branch | None = None,
+        stop_at: int | None = None,
+    ) -> None:
+        self.collector: RequestOutputCollector | None = None
+        """The running request."""
+        self.num_generated = 0
+        """Number of tokens of finished requests."""
+        self.is_waiting = False
+        """Whether it waits for its environment."""
+        self._group, self._seed, self._prefix, self._branch = group, seed, prefix, branch
+        self._stop_at = stop_at
+        self._segments: list[Segment] = []
+        self._stopping = asyncio.Event()
+        experts = None if prefix is None else prefix.experts
+        self._experts: list[np.ndarray] = [] if experts is None else [experts]
+        self._turns: list[Turn] = [] if prefix is None else list(prefix.turns)
+        self._entropy = math.nan if prefix is None else prefix.entropy
+        self._failure: Failure | None = None
+        self._finish_reason: FinishReason = "unfinished"
+        self._stop_reason: int | str | None = None
+        """The token or text that ended the last request."""
+        if prefix is not None:
+            self._finish_reason = prefix.finish_reason
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no further request is submitted."""
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Submit no further request."""
+        self._stopping.set()
+
+    def drop(self) -> None:
+        """Free what the response holds outside of the engine."""
+
+    async def submit(self) -> None:
+        """Submit the rest of the response, if it is unfinished."""
+        if self._finish_reason != "unfinished" or self.is_stopped:
+            return
+        before, group = self._token_ids, self._group
+        if self._is_stopped_early(before):
+            return
+        prompt = tokens_input(
+            [*group.request.prompt_ids, *before],
+            # the cache must not return keys and values that other weights computed
+            cache_salt=str(group.policy_version),
+        )
+        params = self._sampling_params(before)
+        # tokens that are read again keep their first experts
+        params.routed_experts_prompt_start = self._num_routed
+        self.collector = await group.add_request(group, prompt, params)
+
+    async def finish(self) -> None:
+        """Wait for the end of the response."""
+        while self.collector is not None:
+            # read only after its end: until then the collector accumulates the output
+            await self.collector.ready.wait()
+            output = cast(RequestOutput, await self.collector.get()).outputs[0]
+            self.collector = None
+            self._add_output(output)
+            await self._after_output()
+            await self.submit()
+
+    async def _after_output(self) -> None:
+        """Do what must follow the output of a request before the next one."""
+
+    def response(self) -> Response:
+        """Return the response so far, without its text."""
+        prefix = self._prefix
+        if prefix is not None and not self._segments and self._failure is None:
+            return prefix
+        parts = [_arrays(one) for one in self._segments] or [_arrays(Segment((), None, 0))]
+        if prefix is not None:
+            parts.insert(0, (prefix.token_ids, prefix.logprobs, prefix.policy_versions))
+        token_ids, logprobs, versions = map(np.concatenate, zip(*parts, strict=True))
+        return Response(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=self._finish_reason,
+            text="",
+            policy_versions=versions,
+            turns=tuple(self._turns),
+            entropy=self._entropy,
+            branch=self._branch,
+            experts=np.concatenate(self._experts) if self._experts else None,
+            failure=self._failure,
+        )
+
+    @property
+    def _num_routed(self) -> int:
+        """Number of leading tokens of prompt and response with known experts."""
+        return sum(map(len, self._experts))
+
+    @property
+    def _token_ids(self) -> list[int]:
+        before = [] if self._prefix is None else self._prefix.token_ids.tolist()
+        return [*before, *(token for one in self._segments for token in one.token_ids)]
+
+    def _add_output(self, output: CompletionOutput) -> None:
+        """Add the output of a request."""
+        group = self._group
+        if group.returns_experts:
+            self._add_experts(output)
+        table = cast(LogprobTable | None, output.logprobs)  # because of flat_logprobs
+        if output.finish_reason == "abort":
+            self.stop()
+        logprobs: LogprobTable | np.ndarray | None = table
+        if group.request.settings.branching.is_on and table is not None:
+            self._measure_entropy(table)
+            # the other probable tokens of each position are not needed any more
+            logprobs = sampled_logprobs(output.token_ids, table)
+        self._segments.append(Segment(output.token_ids, logprobs, group.policy_version))
+        self.num_generated += len(output.token_ids)
+        self._finish_reason, self._stop_reason = _finish_reason(output), output.stop_reason
+        if self._finish_reason == "length" and self._is_stopped_early(self._token_ids):
+            self._finish_reason = "unfinished"
+
+    def _add_experts(self, output: CompletionOutput) -> None:
+        """Add the experts of all tokens that the request read, which excludes its last one."""
+        if not output.token_ids:
+            return
+        num_before = len(self._group.request.prompt_ids) + len(self._token_ids)
+        num_read = num_before + len(output.token_ids) - 1 - self._num_routed
+        experts = output.routed_experts
+        if experts is None or len(experts) != num_read:
+            found = 0 if experts is None else len(experts)
+            raise InfraError(f"vLLM returned the experts of {found} tokens, but read {num_read}")
+        self._experts.append(experts)
+
+    def _measure_entropy(self, table: LogprobTable) -> None:
+        """Record the entropy of the first tokens of the response or after a call."""
+        group, num_before = self._group, len(self._token_ids)
+        num_tokens = group.request.settings.branching.num_tokens
+        entropy = normalized_entropy(table, num_tokens=num_tokens, vocab_size=group.vocab_size)
+        if num_before == 0:
+            self._entropy = entropy
+        elif self._turns and self._turns[-1].end == num_before:
+            self._turns[-1] = replace(self._turns[-1], entropy=entropy)
+
+    def _num_left(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens that the response may still have."""
+        return self._group.request.settings.max_tokens - len(token_ids)
+
+    @property
+    def _stop_texts(self) -> Sequence[str]:
+        """Texts that end a request."""
+        return ()
+
+    def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens that may still be generated in this turn."""
+        return self._num_left(token_ids)
+
+    def _is_stopped_early(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the response is at its `stop_at`, although it may have further tokens."""
+        is_there = self._stop_at is not None and len(token_ids) >= self._stop_at
+        return is_there and self._num_left_of_turn(token_ids) > 0
+
+    def _sampling_params(self, before: Sequence[int]) -> SamplingParams:
+        settings = self._group.request.settings
+        num_left = self._num_left_of_turn(before)
+        if self._stop_at is not None:
+            num_left = min(num_left, self._stop_at - len(before))
+        stop_texts = list(self._stop_texts)
+        return SamplingParams(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=num_left,
+            seed=continued_seed(self._seed, np.array(before, dtype=np.int32)),
+            logprobs=TOP_LOGPROBS if settings.branching.is_on else 0,
+            flat_logprobs=True,
+            detokenize=bool(stop_texts),
+            stop=stop_texts or None,
+            # a stop text may have the name of a control token
+            skip_special_tokens=False,
+            stop_token_ids=list(settings.stop_ids),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # no other request uses this object, so vLLM need not copy it
+            skip_clone=True,
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +252,7 @@ class InFlightGroup:
     """Whether the engine returns the experts of each token."""
     episodes: EpisodeClient | None = None
     """The host of the environments, if the group has one."""
+    response_type: type[InFlightResponse] = InFlightResponse
     responses: list[InFlightResponse] = field(default_factory=list)
     """One response per seed; branches are added later."""
     num_slots: int = field(init=False)
@@ -64,7 +278,7 @@ class InFlightGroup:
     @property
     def num_waiting(self) -> int:
         """Number of responses that wait for their environment."""
-        return sum(isinstance(one, EpisodeResponse) and one.is_waiting for one in self.responses)
+        return sum(one.is_waiting for one in self.responses)
 
     def stop(self) -> None:
         """Submit no further requests."""
@@ -75,16 +289,15 @@ class InFlightGroup:
     def drop(self) -> None:
         """End the episodes of responses that are not wanted any more."""
         for response in self.responses:
-            if isinstance(response, EpisodeResponse):
-                response.drop()
+            response.drop()
 
     async def start(self) -> None:
         """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
         prefixes = request.responses or (None,) * len(request.seeds)
         assert len(prefixes) == len(request.seeds), "one response per seed"
-        if request.until:
-            assert len(request.until) == len(request.seeds), "one limit per seed"
+        if request.stop_at_tokens:
+            assert len(request.stop_at_tokens) == len(request.seeds), "one limit per seed"
             assert not request.settings.branching.is_on, "a branch needs its parent's end"
         for prefix in prefixes[: request.num_at_once]:
             await self._add(prefix)
@@ -119,7 +332,29 @@ class InFlightGroup:
 
     async def _add(self, prefix: Response | None, branch: Branch | None = None) -> None:
         number, request = len(self.responses), self.request
-        until = request.until[number] if request.until else None
-        kind = InFlightResponse if request.episode is None else EpisodeResponse
-        self.responses.append(kind(self, request.seeds[number], prefix, branch=branch, until=until))
-        await self.responses[-1].submit()
+        stop_at = request.stop_at_tokens[number] if request.stop_at_tokens else None
+        response = self.response_type(
+            self, request.seeds[number], prefix, branch=branch, stop_at=stop_at
+        )
+        self.responses.append(response)
+        await response.submit()
+
+
+def _finish_reason(output: CompletionOutput) -> FinishReason:
+    match output.finish_reason:
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case "abort":
+            return "unfinished"
+    raise InfraError(f"vLLM ended a response with {output.finish_reason!r}")
+
+
+def _arrays(segment: Segment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return token ids, log-probs and policy versions."""
+    token_ids = np.asarray(segment.token_ids, dtype=np.int32)
+    logprobs = segment.logprobs
+    if not isinstance(logprobs, np.ndarray):
+        logprobs = sampled_logprobs(segment.token_ids, logprobs)
+    return token_ids, logprobs, np.full(len(token_ids), segment.policy_version, dtype=np.int32)

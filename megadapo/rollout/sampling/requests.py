@@ -31,14 +31,15 @@ class GroupRequests:
         prompt_index: int,
         prompt: Prompt,
         responses: tuple[Response, ...],
-        until: tuple[int, ...],
+        stop_at_tokens: tuple[int, ...],
     ) -> OpenGroup | Group | None:
         """Return the request, or its finished group from the journal.
 
-        None: the responses stop where they are. `responses` and `until` are as in `OpenGroup`.
+        None: the responses stop where they are. `responses` and `stop_at_tokens` are as in
+        `OpenGroup`.
         """
         num_tokens = tuple(len(one.token_ids) for one in responses)
-        if until and until == (num_tokens or (0,) * self._num_responses):
+        if stop_at_tokens and stop_at_tokens == (num_tokens or (0,) * self._num_responses):
             return None
         group = OpenGroup(
             key=prompt_index,
@@ -50,7 +51,7 @@ class GroupRequests:
             responses=responses,
             settings=self._settings,
             priority=prompt_index,
-            until=until,
+            stop_at_tokens=stop_at_tokens,
         )
         if self._journal is None:
             return group

@@ -316,8 +316,9 @@ class Sampler:
     def _request(self, window: Window, prompt_index: int) -> OpenGroup | None:
         """Return the group to submit; None if it has ended or stays as it is until the next cut."""
         responses = self._reserve.open[prompt_index].responses
-        prompt, until = self._cursor.prompt(prompt_index), self._schedule.until(prompt_index)
-        request = self._requests.make(prompt_index, prompt, responses, until)
+        prompt = self._cursor.prompt(prompt_index)
+        stop_at = self._schedule.stop_at_tokens(prompt_index)
+        request = self._requests.make(prompt_index, prompt, responses, stop_at)
         if isinstance(request, Group):
             self._counters.num_from_journal += 1
             self._settle(window, request)

@@ -142,7 +142,7 @@ class Schedule:
         """Return whether a scored group counts before the next record."""
         return self.next is None or prompt_index not in self.next.open
 
-    def until(self, prompt_index: int) -> tuple[int, ...]:
+    def stop_at_tokens(self, prompt_index: int) -> tuple[int, ...]:
         """Return the counts at which a group's responses stop at the next cut; empty: nowhere."""
         for record in map(decode_record, self._records[self.position : self.position + 2]):
             if isinstance(record, Cut):

@@ -341,7 +341,7 @@ def test_responses_stop_at_the_tokens_of_an_earlier_stop(engines, host, episode)
 
     call_all(engines, "reset_prefix_cache")
     until = {key: tuple(len(one.token_ids) for one in part) for key, part in parts.items()}
-    again = ask(engines, [replace(group, until=until[group.key]) for group in groups])
+    again = ask(engines, [replace(group, stop_at_tokens=until[group.key]) for group in groups])
     if episode is None:
         assert bits(again) == bits(parts)
     # a response that was stopped while its environment answered may have ended here

@@ -84,7 +84,7 @@ def assert_repeats(engines, publisher, sender, folders, groups, periods) -> None
         finished, stopped = period
         expected = {one.key: one.responses for one in (*finished, *stopped)}
         until = {one.key: (one.num_tokens,) for one in stopped}
-        engines.submit([replace(one, until=until.get(one.key, ())) for one in groups])
+        engines.submit([replace(one, stop_at_tokens=until.get(one.key, ())) for one in groups])
         again = {one.key: one.responses for one in all_finished(engines)}
         assert bits(again) == bits(expected)
         for key, (response,) in again.items():

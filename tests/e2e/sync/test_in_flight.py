@@ -233,7 +233,7 @@ def check_repetition(
         open_groups = {one.key: one for one in cut if one.is_unfinished or not one.responses}
         until = {key: (one.num_tokens,) for key, one in open_groups.items()}
         pool.publish()
-        pool.engines.submit([replace(one, until=until.get(one.key, ())) for one in groups])
+        pool.engines.submit([replace(one, stop_at_tokens=until.get(one.key, ())) for one in groups])
         again = {one.key: one.responses for one in all_finished(pool.engines)}
         parts = {key: one.responses for key, one in open_groups.items() if one.responses}
         expected = bits(parts) | {key: whole[key] for key in again if key not in open_groups}

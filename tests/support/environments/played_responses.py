@@ -141,7 +141,7 @@ class Play:
             returns_experts=True,
             episodes=EpisodeClient(self.tokenizer, SimpleNamespace(**remote, close=closed)),
         )
-        return EpisodeResponse(group, seed, begun, until=until, branch=branch)
+        return EpisodeResponse(group, seed, begun, stop_at=until, branch=branch)
 
     async def finish(self, policy, **given):
         one = self.response(policy, **given)

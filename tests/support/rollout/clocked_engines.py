@@ -113,7 +113,7 @@ class ClockedEngines:
         self._running[group.key] = _Running(group, self.policy_version, engine, responses, noise)
 
     def _has_ended(self, one: _Running, place: int) -> bool:
-        response, until = one.responses[place], one.group.until
+        response, until = one.responses[place], one.group.stop_at_tokens
         is_cut = bool(until) and len(response.token_ids) >= until[place]
         return response.finish_reason != "unfinished" or is_cut
 

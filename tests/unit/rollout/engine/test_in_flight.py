@@ -94,7 +94,7 @@ def generate(
     )
 
     async def run() -> Response:
-        one = InFlightResponse(group, 1, begun, until=until)
+        one = InFlightResponse(group, 1, begun, stop_at=until)
         await one.submit()
         await one.finish()
         return one.response()

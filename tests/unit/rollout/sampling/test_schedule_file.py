@@ -57,12 +57,12 @@ def test_only_a_new_cut_counts(tmp_path):
 
 def test_until_is_of_the_next_cut_only(tmp_path):
     schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"))
-    assert [schedule.until(4), schedule.until(99)] == [(), ()]
+    assert [schedule.stop_at_tokens(4), schedule.stop_at_tokens(99)] == [(), ()]
     for position in (1, 2):
         schedule.resume_at(position)
-        assert [schedule.until(4), schedule.until(99)] == [(7, 0, 12), ()]
+        assert [schedule.stop_at_tokens(4), schedule.stop_at_tokens(99)] == [(7, 0, 12), ()]
     schedule.resume_at(3)
-    assert schedule.until(4) == ()
+    assert schedule.stop_at_tokens(4) == ()
 
 
 def test_every_torn_or_flipped_byte_costs_only_what_follows(tmp_path):
