@@ -146,6 +146,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_prose.py
+	$(BIN)/python tools/check_size.py
 
 format: install
 	$(BIN)/ruff check --fix .
