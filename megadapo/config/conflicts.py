@@ -201,22 +201,6 @@ def _check_timeouts(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[
         )
 
 
-def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator[str]:
-    transport = weights.transport
-    if transport in ("cuda_ipc", "nccl") and cluster.device == "cpu":
-        yield f'weights.transport = "{transport}" needs GPUs, but cluster.device = "cpu"'
-    if transport == "cuda_ipc" and cluster.placement == "separate":
-        yield (
-            'weights.transport = "cuda_ipc" is for engines on the trainer\'s GPUs, but '
-            'cluster.placement = "separate"; use "nccl" or "auto"'
-        )
-    if transport == "nccl" and cluster.placement == "colocated":
-        yield (
-            'weights.transport = "nccl" cannot join two ranks on one GPU, but '
-            'cluster.placement = "colocated"; use "cuda_ipc" or "auto"'
-        )
-
-
 def _check_quantization(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig
 ) -> Iterator[str]:
@@ -330,7 +314,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_process_rewards,
     _check_critic,
     _check_timeouts,
-    _check_transport,
     _check_quantization,
     _check_router_replay,
     _check_cpu_optimizers,

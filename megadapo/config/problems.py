@@ -25,10 +25,12 @@ HINTS = {
     "dapo": "did you mean algorithm?",
     "trainer.overlap_grad_reduce": "did you mean trainer.overlap_data_parallel?",
     "trainer.overlap_param_gather": "did you mean trainer.overlap_data_parallel?",
+    "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
+    "weights.folder": "weights travel over memory or the network only; delete the key",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }
-"""Hints for frequent unknown keys whose nearest name is misleading."""
+"""Hints for frequent unknown keys whose nearest name is misleading, and for deleted keys."""
 
 _BOUNDS = {
     "greater_than_equal": "at least",

@@ -1,9 +1,7 @@
-"""The `[weights]` section: transport and content of weight updates."""
+"""The `[weights]` section: buckets and content of weight updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -31,17 +29,5 @@ class WeightsConfig(Section, title="weights"):
     trainer's GPUs keep theirs there too. "auto" is "delta" for 16-bit weights of engines that never
     sleep, else "full"."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
-    """Seconds that 80 buckets (one of files), or one phase of an update, may take before the run
-    stops. An engine that does not read a bucket is lost after half of this time."""
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"
-    """Transport of the buckets. "auto" selects shared memory on the CPU, CUDA IPC if trainer and
-    engines share GPUs, and NCCL (Gloo on the CPU) for engines on other nodes or GPUs. "folder"
-    writes files."""
-    folder: Annotated[Path, Field(strict=False)] | None = None
-    """Folder for `transport = "folder"`, under the same path on all nodes; one run at a time."""
-
-    def conflicts(self) -> Iterator[str]:
-        if self.transport == "folder" and self.folder is None:
-            yield 'weights.folder is missing: weights.transport = "folder" needs one'
-        if self.transport != "folder" and self.folder is not None:
-            yield f'weights.folder = {self.folder} is only for weights.transport = "folder"'
+    """Seconds that 80 buckets, or one phase of an update, may take before the run stops. An engine
+    that does not read a bucket is lost after half of this time."""

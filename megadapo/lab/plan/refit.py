@@ -214,7 +214,6 @@ def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology
         for engine in range(config.rollout.num_engines)
     ]  # fmt: skip
     return find_topology(
-        config.weights.transport,
         [device(rank) for rank in range(num_ranks)],
         [gpus[0][0] for gpus in engines],
         [[gpu for _, gpu in gpus if gpu is not None] for gpus in engines],

@@ -171,12 +171,6 @@ class RolloutEngine:
         versions: list[int | None] = await self._call("collective_rpc", "weight_version")
         return versions
 
-    async def open_update(self, version: int, wait_s: float) -> list[str | None]:
-        """Open an update that is in files on every rank; return each rank's problem, if any."""
-        arguments = ("open_update", None, (version, wait_s))
-        problems: list[str | None] = await self._call("collective_rpc", *arguments)
-        return problems
-
     async def start_weight_update(self) -> None:
         """Start an update; until it is finished the engine refuses to generate."""
         self._updating = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megadapo.cluster.calls import gather
 from megadapo.errors import InfraError, MegadapoError
+from megadapo.weights.sync.transports.interface import Transport
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -107,7 +108,7 @@ class UpdatePeers:
         self._engines, self._deadline_s = engines, deadline_s
         self._targets: dict[int, Hashable] = {}
         """Number and incarnation of the engines that are being updated."""
-        self.transport = ""
+        self.transport: Transport | None = None
 
     @property
     def targets(self) -> list[int]:
@@ -151,9 +152,9 @@ class UpdatePeers:
                 logs=self._logs,
             )
 
-    def call_engines(self, method: str, *args: object, doing: str) -> dict[int, Any]:
+    def call_engines(self, method: str, *, doing: str) -> dict[int, Any]:
         """Call a method of every target and wait for all."""
-        return self.wait_engines(self.submit_engines(method, *args), doing)
+        return self.wait_engines(self.submit_engines(method), doing)
 
     def submit_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
         return self._engines.call(method, dict.fromkeys(self.targets, args))

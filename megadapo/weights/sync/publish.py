@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta.state import Delta
@@ -22,13 +21,11 @@ from megadapo.weights.sync.sender import SenderInfo
 from megadapo.weights.sync.topology import Device, Topology, find_topology
 from megadapo.weights.sync.update import (
     MAX_DELTA,
-    Sums,
     Update,
     UpdateVersions,
     combine_if_small,
     fill,
     run_rounds,
-    write_files,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +37,6 @@ MIB = 1 << 20
 
 Sender = Literal["weight_sender", "pinned_sender", "published_sender"]
 """Method of a trainer rank that calls one of its senders."""
-FOLDERS = {"weight_sender": "live", "pinned_sender": "pinned", "published_sender": "published"}
-"""Folder of each sender's update files in `weights.folder`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +105,6 @@ class Publisher:
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
         self._versions = UpdateVersions(config, deltas=deltas)
-        self._folder: Path | None = None
-        if config.folder is not None:
-            # each publisher removes its own older updates
-            self._folder = config.folder.absolute() / FOLDERS[sender]
         self._warnings: list[str] = []
         self._schedule: Schedule | None = None
         """Schedule of full updates over the present connection."""
@@ -182,11 +173,7 @@ class Publisher:
         update = self._choose(targets) if targets else None
         if update is not None:
             self._is_broken = True
-            sums: Sums = []
-            if self._folder is not None:
-                update, sums = self._write(update, self._folder)
-            else:
-                sums += fill(self._peers, update, [0])
+            sums = fill(self._peers, update, [0])
         # up to here the engines generate with their old weights; from here on they refuse to
         paused = time.monotonic()
         stop_generating()
@@ -254,8 +241,8 @@ class Publisher:
         assert schedule is not None, "connect first"
         if delta is not None:
             sizes = delta.sizes
-        if self._versions.deltas or self._folder is not None:
-            beginning = self._peers.submit_ranks("begin", sizes, version)
+        if self._versions.deltas:
+            beginning = self._peers.submit_ranks("begin", sizes)
             # all pack the changes at the same time
             schedule = schedule if sizes is None else schedule.repack(sizes)
             self._peers.wait_ranks(beginning, "begin")
@@ -267,23 +254,6 @@ class Publisher:
             density=density,
             delta=delta,
         )
-
-    def _write(self, update: Update, folder: Path) -> tuple[Update, Sums]:
-        """Write an update as files; write all weights if an engine cannot open the delta.
-
-        Returns:
-            The written update, and the checksums of every round.
-        """
-        for is_last in (False, True):
-            sums, problem = write_files(
-                self._peers, update, folder, wait_s=self._config.deadline_s / 2
-            )
-            if problem is None:
-                return update, sums
-            if not is_last:
-                self._warnings.append(f"{problem} All weights are sent.")
-                update = self._begin(self._versions.begin())
-        raise InfraError(f"weights.folder = {self._config.folder}: {problem}")
 
     def _connect(self, targets: Sequence[int]) -> Schedule:
         """Connect to the engines to update, unless the same processes are connected."""
@@ -302,7 +272,7 @@ class Publisher:
         engine_nodes: Sequence[str],
         engine_gpus: Sequence[Sequence[str]],
     ) -> Topology:
-        return find_topology(self._config.transport, ranks, engine_nodes, engine_gpus)
+        return find_topology(ranks, engine_nodes, engine_gpus)
 
     def _open_buckets(self) -> Schedule:
         """Plan the update of the targets, and open the buckets on both sides."""
@@ -341,7 +311,6 @@ class Publisher:
             "prepare",
             ray.put(plan),
             dtype=self._dtype,
-            folder=self._folder,
             # the others of an update go on without an engine that hangs, before their own deadline
             patience_s=self._config.deadline_s / 2,
             **both,

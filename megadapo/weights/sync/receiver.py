@@ -8,15 +8,14 @@ from typing import Protocol
 
 import torch
 
-from megadapo.errors import InfraError, WeightError
+from megadapo.errors import WeightError
 from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta.codec import Changes, Stamp, decode
 from megadapo.weights.sync.delta.state import Delta, bundle_number
 from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
-from megadapo.weights.sync.transports.folder import FolderInbox
 from megadapo.weights.sync.transports.in_place import CudaIpcInbox, SharedMemoryInbox
-from megadapo.weights.sync.transports.interface import Inbox, Offer
+from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointInbox
 from megadapo.weights.sync.transports.turns import ReadingTurns
 
@@ -78,7 +77,7 @@ class WeightReceiver:
 
     def open_inbox(
         self,
-        transport: str,
+        transport: Transport,
         offers: Sequence[Offer | None],
         device: torch.device,
         *,
@@ -87,7 +86,6 @@ class WeightReceiver:
         """Open the trainer ranks' buckets.
 
         Args:
-            transport: The resolved `weights.transport`.
             offers: Offer of every trainer rank.
             member: Number of this rank's engine among the receiver's engines.
         """
@@ -99,14 +97,10 @@ class WeightReceiver:
             self._turns = ReadingTurns(readable, target, device)
             is_shared = transport == "shared_memory"
             return SharedMemoryInbox(readable) if is_shared else CudaIpcInbox(readable, device)
-        if transport in ("nccl", "gloo"):
-            largest_wave = self._full.capacity.waves.get(self._place, 0)
-            position = self._plan.chain_position(*self._place, member)
-            where = device if transport == "nccl" else torch.device("cpu")
-            return PointToPointInbox(offers, largest_wave, where, position)
-        if transport == "folder":
-            return FolderInbox(offers, device)
-        raise InfraError(f"weights.transport: unknown transport {transport!r}.")
+        largest_wave = self._full.capacity.waves.get(self._place, 0)
+        position = self._plan.chain_position(*self._place, member)
+        where = device if transport == "nccl" else torch.device("cpu")
+        return PointToPointInbox(offers, largest_wave, where, position)
 
     def start(
         self,

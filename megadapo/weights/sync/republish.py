@@ -57,4 +57,4 @@ class Republisher(Publisher):
         engine_nodes: Sequence[str],
         engine_gpus: Sequence[Sequence[str]],
     ) -> Topology:
-        return topology_beside_training(self._config.transport, len(ranks), len(engine_nodes))
+        return topology_beside_training(len(ranks), len(engine_nodes))

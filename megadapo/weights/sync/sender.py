@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megadapo.cluster.this_node import node_address
-from megadapo.errors import InfraError
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.host_memory import HostMemory
 from megadapo.weights.layout.layout import ModelLayout
@@ -18,13 +16,11 @@ from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta.state import DeltaState, Encoded
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
-from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
 from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
-from megadapo.weights.sync.transports.interface import Offer, Outbox
+from megadapo.weights.sync.transports.interface import Offer, Outbox, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
 from megadapo.weights.sync.transports.turns import FillingTurns
 
-CPU = torch.device("cpu")
 IN_PLACE = ("shared_memory", "cuda_ipc")
 """Transports whose buckets are read in place."""
 
@@ -89,16 +85,14 @@ class WeightSender:
         *,
         bucket_bytes: int,
         dtype: torch.dtype,
-        transport: str,
+        transport: Transport,
         deltas: bool = False,
-        folder: Path | None = None,
         patience_s: float = 60.0,
     ) -> Offer:
         """Allocate the buckets of a plan and offer them.
 
         Args:
             deltas: Keep the bits that are sent, so that later updates can send only the changes.
-            folder: Folder of update files, for the transport "folder".
             patience_s: Seconds after which an engine that does not read a bucket is left out.
         """
         for one in (self._outbox, self._turns):
@@ -110,27 +104,18 @@ class WeightSender:
         self._sends_changes = False
         # bits that were sent last, if updates may send only the changes
         self._state = DeltaState(dtype.itemsize) if deltas else None
-        self._outbox = self._open_outbox(transport, folder)
+        self._outbox = self._open_outbox(transport)
         self._turns = FillingTurns(patience_s) if transport in IN_PLACE else None
         return self._outbox.offer() | ({} if self._turns is None else {"turns": self._turns.name})
 
-    def _open_outbox(self, transport: str, folder: Path | None) -> Outbox:
+    def _open_outbox(self, transport: Transport) -> Outbox:
         num_bytes = self._full.capacity.buckets[self._rank]
         if transport == "shared_memory":
             return SharedMemoryOutbox(num_bytes)
         if transport == "cuda_ipc":
             return CudaIpcOutbox(num_bytes, self._device)
-        if transport == "nccl":
-            return PointToPointOutbox(
-                num_bytes, self._device, rank=self._rank, num_ranks=self._plan.num_ranks
-            )
-        if transport == "gloo":
-            return PointToPointOutbox(
-                num_bytes, CPU, rank=self._rank, num_ranks=self._plan.num_ranks
-            )
-        if transport == "folder" and folder is not None:
-            return FolderOutbox(folder, num_bytes, self._device, rank=self._rank)
-        raise InfraError(f"weights.transport: unknown transport {transport!r}.")
+        where = self._device if transport == "nccl" else torch.device("cpu")
+        return PointToPointOutbox(num_bytes, where, rank=self._rank, num_ranks=self._plan.num_ranks)
 
     def _use(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -165,15 +150,13 @@ class WeightSender:
             with_checksums=with_checksums,
         )
 
-    def begin(self, sizes: Sequence[int] | None, version: int = 0) -> None:
+    def begin(self, sizes: Sequence[int] | None) -> None:
         """Start an update.
 
         Args:
             sizes: Bytes of every transfer of the plan, as the ranks encoded them; None: the update
                 sends all weights.
-            version: Version of the update.
         """
-        self._buckets.begin(version)
         self._sends_changes = sizes is not None
         self._use(self._full if sizes is None else self._full.repack(sizes))
         if sizes is None and self._state is not None:
@@ -213,10 +196,6 @@ class WeightSender:
         if self._state is not None and round_number == self._schedule.num_rounds - 1:
             self._state.drop_sections()
         return sums
-
-    def written(self) -> dict[str, WrittenFile]:
-        """Return the files of the present update; empty for transports without files."""
-        return self._buckets.written if isinstance(self._buckets, FolderOutbox) else {}
 
     @torch.no_grad()
     def fingerprint(self) -> list[int]:

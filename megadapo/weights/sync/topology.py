@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megadapo.weights.sync.planning import Hosts
+from megadapo.weights.sync.transports.interface import Transport
 
 Device = tuple[str, str | None]
 """Node, and the GPU's name on it; None on a CPU."""
@@ -15,7 +16,7 @@ Device = tuple[str, str | None]
 class Topology:
     """The receivers, and the memory that they share with trainer ranks."""
 
-    transport: str
+    transport: Transport
     receiver_of: list[int]
     """Number of each engine's receiver."""
     receivers: list[str]
@@ -38,15 +39,13 @@ class Topology:
 
 
 def find_topology(
-    transport: str,
     ranks: Sequence[Device],
     engine_nodes: Sequence[str],
     engine_gpus: Sequence[Sequence[str]],
 ) -> Topology:
-    """Decide which engines read from which trainer ranks.
+    """Decide which engines read from which trainer ranks, and over which transport.
 
     Args:
-        transport: The `weights.transport` setting; "auto" is resolved here.
         ranks: Node and GPU of every trainer rank.
         engine_nodes: Node of every engine.
         engine_gpus: GPUs of every engine; empty on a CPU.
@@ -54,13 +53,8 @@ def find_topology(
     devices: list[set[Device]] = [
         {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)
     ]
-    if transport == "auto":
-        transport = _choose_transport(ranks, devices, engine_nodes)
+    transport = _choose_transport(ranks, devices, engine_nodes)
     nodes = [node for node, _ in ranks]
-    if transport == "folder":
-        # all engines read the same files
-        folder = ["folder"]
-        return Topology(transport, [0] * len(devices), folder, None, Hosts(nodes, folder))
     if transport != "cuda_ipc":
         # Engines on one node read the same memory, or forward messages to each other: every byte is
         # written once, or sent there once, for all of them.
@@ -78,23 +72,19 @@ def find_topology(
     return Topology(transport, receiver_of, receivers, sources, Hosts(nodes, engine_nodes))
 
 
-def topology_beside_training(transport: str, num_ranks: int, num_engines: int) -> Topology:
+def topology_beside_training(num_ranks: int, num_engines: int) -> Topology:
     """Return a topology that takes nothing from the trainer's devices and process groups.
 
     Messages go from main memory straight to the engines, since ranks that train cannot relay any.
-
-    Args:
-        transport: The `weights.transport` setting.
     """
-    transport = "folder" if transport == "folder" else "gloo"
     here = ["here"]
     hosts = Hosts(here * num_ranks, here)
-    return Topology(transport, [0] * num_engines, here, None, hosts)
+    return Topology("gloo", [0] * num_engines, here, None, hosts)
 
 
 def _choose_transport(
     ranks: Sequence[Device], engines: Sequence[set[Device]], engine_nodes: Sequence[str]
-) -> str:
+) -> Transport:
     """Return a transport that engines read in place, or NCCL if some engine cannot.
 
     CUDA IPC needs a trainer rank on the engine's GPUs, shared memory one on its node.

@@ -1,18 +1,16 @@
-"""One weight update as the driver runs it: version, content, and rounds or files."""
+"""One weight update as the driver runs it: version, content and rounds."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.delta.state import Delta, Encoded, combine
 from megadapo.weights.sync.peers import UpdatePeers
 from megadapo.weights.sync.plan import UpdatePlan
-from megadapo.weights.sync.transports.folder import Manifest, WrittenFile, remove_other_updates
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -126,8 +124,7 @@ def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
     other, not for the driver.
 
     Args:
-        sums: Checksums of the rounds that are already in a bucket or in files; those of the others
-            are appended.
+        sums: Checksums of the first round, which is in a bucket; those of the others are appended.
     """
     num_rounds, delta = update.num_rounds, update.delta
     begin = {
@@ -136,45 +133,15 @@ def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
         "delta": None if delta is None else asdict(delta),
     }
     peers.call_engines("start_weight_update", doing="start")
-    # files may be as slow as storage, and the deadline is for each call
-    step = 1 if len(sums) == num_rounds else SPAN
-    for first in range(0, num_rounds, step):
-        rounds = list(range(first, min(first + step, num_rounds)))
+    for first in range(0, num_rounds, SPAN):
+        rounds = list(range(first, min(first + SPAN, num_rounds)))
         taking = _take(peers, {"rounds": rounds} | ({"begin": begin} if first == 0 else {}))
-        if len(sums) < num_rounds:
-            following = [number + 1 for number in rounds if number + 1 < num_rounds]
+        if following := [number + 1 for number in rounds if number + 1 < num_rounds]:
             sums += fill(peers, update, following)
         peers.wait_engines(taking, _name(rounds, num_rounds))
     if update.compares_at_end:
         by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
         peers.wait_engines(_take(peers, {"checksums": by_sender}), "checksums", forgive=False)
-
-
-def write_files(
-    peers: UpdatePeers, update: Update, folder: Path, *, wait_s: float
-) -> tuple[Sums, str | None]:
-    """Write all rounds into files, remove older updates, and open the files on every engine rank.
-
-    Args:
-        wait_s: Seconds that an engine waits for files, which storage may show late.
-
-    Returns:
-        Checksums, and the problem of an engine rank that cannot open the files. Its weights are
-        unchanged.
-    """
-    sums = [one for number in range(update.num_rounds) for one in fill(peers, update, [number])]
-    files: dict[str, WrittenFile] = {}
-    for written in peers.call_ranks("written"):
-        files |= written
-    base = None if update.delta is None else update.delta.base
-    Manifest(version=update.version, base=base, files=files).write(folder)
-    remove_other_updates(folder, update.version)
-    opened = peers.call_engines("open_update", update.version, wait_s, doing="open update")
-    for index, problems in opened.items():
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                return sums, f"Rollout engine {index}, rank {rank}: {problem}"
-    return sums, None
 
 
 def fill(peers: UpdatePeers, update: Update, rounds: Sequence[int]) -> Sums:

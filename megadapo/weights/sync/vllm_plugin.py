@@ -31,8 +31,7 @@ from megadapo.weights.layout.layout import ModelLayout, layout_for
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
-from megadapo.weights.sync.transports.folder import FolderInbox
-from megadapo.weights.sync.transports.interface import Inbox, Offer
+from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
 NAME = "megadapo"
@@ -61,7 +60,7 @@ class InitInfo(WeightTransferInitInfo):
     member: int
     """Number of this engine among its receiver's engines."""
     bucket_bytes: int
-    transport: str
+    transport: Transport
     offers: list[Offer | None]
     """Offer of each trainer rank."""
     deltas: bool = False
@@ -155,19 +154,6 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             init_info.transport, init_info.offers, self.device, member=init_info.member
         )
 
-    def open_update(self, version: int, wait_s: float) -> str | None:
-        """Open an update that is in files; changes no weights.
-
-        Returns:
-            The problem, if this rank cannot open it.
-        """
-        assert isinstance(self._inbox, FolderInbox), "only files are opened"
-        try:
-            self._inbox.open(version, current=self.weight_version, wait_s=wait_s)
-        except WeightError as error:
-            return str(error)
-        return None
-
     def start_weight_update(self) -> None:
         """Check the connection; the first `receive_weights` starts the update."""
         if self._inbox is None:
@@ -195,8 +181,6 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _begin(self, version: int, with_checksums: bool, delta: dict[str, Any] | None) -> None:
         """Choose the target of the slices and start the update."""
         assert self._inbox is not None, "start_weight_update checks it"
-        if isinstance(self._inbox, FolderInbox) and not self._inbox.is_open(version):
-            raise WeightError(f"Update {version} was not opened.")
         changes = None if delta is None else Delta(**delta)
         if changes is not None:
             self._connected.check(changes)
@@ -260,7 +244,3 @@ class UpdateExtension:
     def weight_version(self) -> int | None:
         """Return the version of this rank's weights; None after an incomplete update."""
         return self.weight_transfer_engine.weight_version
-
-    def open_update(self, version: int, wait_s: float) -> str | None:
-        """Open an update that is in files; return the problem of a rank that cannot."""
-        return self.weight_transfer_engine.open_update(version, wait_s)

@@ -1,4 +1,4 @@
-"""Updates of real engines of two ranks: deltas, directly and through files, and experts."""
+"""Updates of real engines of two ranks: deltas, and experts."""
 
 from collections.abc import Iterator
 
@@ -113,42 +113,9 @@ def test_delta_updates_give_the_bits_of_a_full_update(peers):
     assert call_all(engines, "fingerprints") != after_changes
 
 
-def test_updates_from_files_give_the_same_bits_and_damage_is_found(peers, tmp_path):
-    """A damaged update is found before any part of it is used, and old files are removed."""
-    engines, senders = peers
-    by_files = WeightsConfig(
-        transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
-    )
-    publisher = publisher_of(peers, by_files, deltas=True)
-    first = publisher.publish(1)
-    assert first.in_full and first.verified and first.num_rounds >= 1
-    train(senders, 101)
-    assert not publisher.publish(2).in_full
-    read = call_all(engines, "fingerprints")
-    assert fingerprints_in_full(peers) == read != []
-
-    # the engine has another publisher's weights now
-    train(senders, 102)
-    assert publisher.publish(3).in_full and len(publisher.drain_warnings()) == 1
-    train(senders, 103)
-    ray.get(senders[1].tear_at.remote(0, tmp_path))
-    torn = publisher.publish(4)
-    (note,) = publisher.drain_warnings()
-    assert torn.in_full and "of" in note and "bytes. All weights are sent." in note
-    (kept,) = (tmp_path / "live").iterdir()
-    read = call_all(engines, "fingerprints")
-    assert fingerprints_in_full(peers) == read != []
-
-
 def publisher_of(peers, config, **options) -> Publisher:
     engines, senders = peers
     return Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16, **options)
-
-
-def fingerprints_in_full(peers):
-    """Return the engine's weights after a full update through memory."""
-    publisher_of(peers, WeightsConfig(verify="off")).publish(0)
-    return call_all(peers[0], "fingerprints")
 
 
 def train(senders, seed) -> None:

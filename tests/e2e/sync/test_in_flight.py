@@ -1,4 +1,4 @@
-"""Publications to two real engines in mid-generation, over each transport; an engine dies in some.
+"""Publications to two real engines in mid-generation, full ones and deltas; an engine dies in some.
 
 A token of other weights, a lost one or a doubled one would differ from the repetition, in which
 every response stops at the tokens of the first time.
@@ -36,9 +36,8 @@ from tests.support.rollout.engine_checks import (
 from tests.support.rollout.engine_specs import engine_spec
 from tests.support.weights.actors import start_senders
 
-NUM_GROUPS = {"full": 60, "delta": 60, "folder": 400}
-"""For each transport: some groups still wait for a slot when a publication is prepared, which takes
-seconds with files."""
+NUM_GROUPS = 60
+"""Some groups still wait for a slot when a publication is prepared."""
 MAX_RESPONSE_TOKENS = 120
 NUM_SLOTS = 4
 CONFIG = RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, max_num_seqs=NUM_SLOTS)
@@ -155,24 +154,17 @@ def pool(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize(
-    ("transport", "dies"),
+    ("mode", "dies"),
     [
-        *(("full", None), ("delta", None), ("folder", None)),
-        *(("full", "before"), ("delta", "in"), ("folder", "after")),
+        *(("full", None), ("delta", None)),
+        *(("full", "before"), ("delta", "in"), ("full", "after")),
     ],
 )
-def test_tokens_of_publications_in_flight_repeat(pool, tmp_path, transport, dies):
-    changes: dict[str, object] = {
-        "full": {},
-        "delta": {"mode": "delta"},
-        "folder": {"transport": "folder", "folder": tmp_path},
-    }[transport]
+def test_tokens_of_publications_in_flight_repeat(pool, mode, dies):
     pool.wait_for_all()
-    pool.connect(SMALL_BUCKETS.model_copy(update=changes))
+    pool.connect(SMALL_BUCKETS.model_copy(update={"mode": mode}))
     engines, first = pool.engines, pool.engines.policy_version + 1
-    groups = [
-        replace(group, settings=SETTINGS) for group in make_requests(NUM_GROUPS[transport], 1)
-    ]
+    groups = [replace(group, settings=SETTINGS) for group in make_requests(NUM_GROUPS, 1)]
     submitted, stopped, finished = groups, [], []
     reports = [pool.publish()]
     for fault in (dies, None):
@@ -193,9 +185,9 @@ def test_tokens_of_publications_in_flight_repeat(pool, tmp_path, transport, dies
     num_reporting = 1 if dies in ("before", "in") else 2
     assert num_running <= num_reporting * NUM_SLOTS, "a dead engine has reported tokens"
     assert len(engines.drain_warnings()) == (dies is not None)
-    assert reports[1].in_full == (transport != "delta")
+    assert reports[1].in_full == (mode == "full")
     # the connection of a lost engine has another base
-    assert reports[2].in_full == (transport != "delta" or dies is not None)
+    assert reports[2].in_full == (mode == "full" or dies is not None)
     assert all(report.pause_seconds < report.seconds for report in reports)
     check_log_probs(pool, finished, first)
     check_repetition(pool, groups, stopped, finished)

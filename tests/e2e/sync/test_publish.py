@@ -21,6 +21,16 @@ SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
+class RemotePublisher(Publisher):
+    """A publisher whose trainer ranks count as ranks on another node than the engines."""
+
+    def _topology(self, ranks, engine_nodes, engine_gpus):
+        elsewhere = [("elsewhere", gpu) for _, gpu in ranks]
+        topology = super()._topology(elsewhere, engine_nodes, engine_gpus)
+        assert topology.transport == "nccl"
+        return topology
+
+
 @pytest.fixture(scope="module")
 def trainer_processes(local_ray: None) -> list[ActorHandle]:
     return start_actors(4)
@@ -79,9 +89,8 @@ def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, ki
         assert_equal(answers[-1], answers[0], atol=0)
     if count > 1:
         # two engines of one node: the first forwards to the second
-        by_messages = SMALL_BUCKETS.model_copy(update={"transport": "nccl"})
         ray.get([sender.load.remote(first) for sender in senders])
-        publisher = Publisher(senders, engines, by_messages, **split, dtype=torch.float32)
+        publisher = RemotePublisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
         assert publisher.publish(9).num_bytes == publisher.plan.num_bytes
         assert_equal(greedy(engines), expected[0], atol=1e-5)
     loses_its_sender(start_senders(second), engines, split)

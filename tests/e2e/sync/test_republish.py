@@ -29,19 +29,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["auto", "folder"])
-def test_restarted_engine_gets_published_weights_while_ranks_are_busy(tmp_path, transport):
+def test_restarted_engine_gets_published_weights_while_ranks_are_busy(tmp_path):
     """It would wait for the end of the update, or get weights that belong to no version."""
     first, second = (make_engine_model(tmp_path / f"{seed}", seed=seed) for seed in (1, 2))
-    files = {"transport": "folder", "folder": tmp_path / "files"} if transport == "folder" else {}
-    config = CONFIG.model_copy(update=files)
     engines = start_engines(first, tmp_path)
     senders = start_senders(
         first, start_actors(2, concurrency_groups={PUBLISHED_GROUP: 1}), tp_size=2
     )
     options = {"tensor_parallel": 1, "dtype": torch.float32}
-    republisher = Republisher(senders, engines, config, **options)
-    publisher = Publisher(senders, engines, config, republisher=republisher, **options)
+    republisher = Republisher(senders, engines, CONFIG, **options)
+    publisher = Publisher(senders, engines, CONFIG, republisher=republisher, **options)
     publisher.publish(1)
     expected = greedy(engines)
 
@@ -51,8 +48,7 @@ def test_restarted_engine_gets_published_weights_while_ranks_are_busy(tmp_path, 
     dead = engines.incarnation(0)
     os.kill(actor_pid(engines, 0), signal.SIGKILL)
     wait_until(lambda: engines.check() or engines.incarnation(0) != dead, timeout_s=60)
-    if transport == "auto":
-        dies_during_its_update(engines, senders[0])
+    dies_during_its_update(engines, senders[0])
     wait_until(lambda: engines.check() or engines.capacity, timeout_s=120)
     assert same(greedy(engines), expected)
     assert not ray.wait(working, timeout=0)[0], "the ranks are not busy any more"

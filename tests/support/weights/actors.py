@@ -35,12 +35,11 @@ class SenderRank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._signal_at: tuple[int, int, int] | None = None
-        self._tear_at: tuple[int, Path] | None = None
         self._late_s = 0.0
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
         """Load the weights of a rank at `position`."""
-        self._layout, self._position, self._rank = open_layout(folder), position, rank
+        self._layout, self._position = open_layout(folder), position
         self._params = {
             shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
             for shard in self._layout.megatron_shards(position)
@@ -64,10 +63,6 @@ class SenderRank:
     def signal_at(self, round_number: int, signal: int, pid: int | None = None) -> None:
         """Send a signal to a process, or this one, before the bucket of a round is filled."""
         self._signal_at = (round_number, signal, pid or os.getpid())
-
-    def tear_at(self, round_number: int, folder: Path) -> None:
-        """Cut a byte off the file of a round below `folder`, once."""
-        self._tear_at = (round_number, folder)
 
     def meet_late(self, seconds: float) -> None:
         """Wait that long before every meeting with the other ranks."""
@@ -94,13 +89,7 @@ class SenderRank:
             _, number, pid = self._signal_at
             self._signal_at = None
             os.kill(pid, number)
-        answer = fill(round_number, **options)
-        if self._tear_at and self._tear_at[0] == round_number:
-            files = self._tear_at[1].rglob(f"rank-{self._rank}-bucket-*")
-            newest = max(files, key=lambda path: path.stat().st_mtime_ns)
-            os.truncate(newest, newest.stat().st_size - 1)
-            self._tear_at = None
-        return answer
+        return fill(round_number, **options)
 
     def pid(self) -> int:
         return os.getpid()

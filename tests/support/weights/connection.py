@@ -71,11 +71,9 @@ def rank_params(folder, layout, position):
 
 
 class Connection:
-    """All trainer ranks and all ranks of one engine, connected by shared memory or by files."""
+    """All trainer ranks and all ranks of one engine, connected by shared memory."""
 
-    def __init__(
-        self, folder, trainer, engine, dtype=torch.float32, *, deltas=False, files=None
-    ):  # fmt: skip
+    def __init__(self, folder, trainer, engine, dtype=torch.float32, *, deltas=False):
         self.folder, self.layout = folder, open_layout(folder)
         self.engine, self.dtype = engine, dtype
         positions = replica_positions(self.layout, **trainer)
@@ -91,14 +89,13 @@ class Connection:
         self.num_rounds = self.schedule.num_rounds
         offers = [
             sender.prepare(
-                self.plan, bucket_bytes=BUCKET, dtype=dtype, deltas=deltas, folder=files,
-                transport="shared_memory" if files is None else "folder",
+                self.plan, bucket_bytes=BUCKET, dtype=dtype, deltas=deltas,
+                transport="shared_memory",
             )
             for sender in self.senders
         ]  # fmt: skip
-        if files is None:
-            assert all(offer["num_bytes"] <= BUCKET for offer in offers)
-            self.inbox = SharedMemoryInbox(offers)
+        assert all(offer["num_bytes"] <= BUCKET for offer in offers)
+        self.inbox = SharedMemoryInbox(offers)
         for sender in self.senders:
             sender.opened()
         self.receivers = [
@@ -134,10 +131,10 @@ class Connection:
         for rank, target in enumerate(targets):
             target.compare(self.folder, self.layout, self.engine.position(rank))
 
-    def begin(self, delta, version=0):
+    def begin(self, delta):
         """Start an update on all senders; return its number of rounds."""
         for sender in self.senders:
-            sender.begin(None if delta is None else delta.sizes, version)
+            sender.begin(None if delta is None else delta.sizes)
         if delta is None:
             return self.num_rounds
         return self.schedule.repack(delta.sizes).num_rounds

@@ -26,13 +26,10 @@ evaluation.every=10; evaluation.placement=engine
 evaluation.every=5; evaluation.placement=engine; cluster.placement=separate
     -> evaluation.every = 5; checkpoint.every = 10
 trainer.sequence_parallel=true -> trainer.sequence_parallel; tensor_parallel
-weights.transport=cuda_ipc; cluster.placement=separate -> weights.transport; cluster.placement
-weights.transport=nccl -> weights.transport; cluster.placement
 trainer.optimizer.cpu_offload_fraction=0.5; cluster.device=cpu
     -> trainer.optimizer.cpu_offload_fraction = 0.5; cluster.device
 trainer.optimizer.cpu_offload_fraction=1.0; cluster.device=cuda; model.dtype=float32
     -> trainer.optimizer.cpu_offload_fraction = 1; model.dtype
-weights.transport=cuda_ipc; cluster.device=cpu -> weights.transport; cluster.device
 algorithm.advantage=maxrl; algorithm.overlong_buffer=0; reward.functions=["length"]
     -> algorithm.advantage; reward.functions
 trainer.router_replay=true; rollout.vllm.enable_prefix_caching=false

@@ -8,7 +8,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megadapo.config import RunConfig, from_dict, load_config, to_dict, to_toml
-from megadapo.config.problems import section_of
+from megadapo.config.problems import HINTS, section_of
 from megadapo.errors import ConfigError
 from megadapo.section import Section
 from tests.support.processes.running import heavy_imports
@@ -163,6 +163,14 @@ def test_five_wrong_keys_and_values_give_five_messages(recipe: Path) -> None:
         "  algorithm.responses_per_mini_batch = 24 splits a group: it must be a multiple of "
         "sampling.responses_per_prompt = 16",
     ]
+
+
+def test_deleted_key_says_what_takes_its_place(recipe: Path) -> None:
+    """A known key with a near name may mean something else."""
+    keys = [key for key in HINTS if "." in key]
+    message = refused(recipe, *(f"--{key}=1" for key in keys))
+    expected = {f"  {key}: unknown key; {HINTS[key]}" for key in keys}
+    assert set(message.splitlines()[1:]) == expected
 
 
 def test_missing_keys_are_named_even_where_their_section_is_missing() -> None:

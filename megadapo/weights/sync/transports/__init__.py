@@ -1,1 +1,1 @@
-"""Transports of a weight update: shared memory, CUDA IPC, NCCL or Gloo, files."""
+"""Transports of a weight update: shared memory, CUDA IPC, NCCL or Gloo."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 NUM_BUCKETS = 2
 """Buckets of a trainer rank; round k uses bucket k % 2."""
+
+Transport = Literal["shared_memory", "cuda_ipc", "nccl", "gloo"]
+"""Transport of the buckets. "nccl" is Gloo if they are in main memory, where "gloo" puts them."""
 
 Offer = dict[str, Any]
 """Plain values that open a trainer rank's buckets; only the transport that made them reads them."""
@@ -50,9 +53,6 @@ class Outbox:
 
     def opened(self) -> None:
         """Note that every receiver has opened the offer."""
-
-    def begin(self, version: int) -> None:
-        """Start an update; later posts belong to this version."""
 
     def bucket(self, round_number: int) -> torch.Tensor:
         """Return the bytes to fill for a round; all readers of two rounds ago have finished."""

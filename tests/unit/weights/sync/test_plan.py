@@ -203,7 +203,7 @@ def test_bytes_cross_to_each_node_once():
     ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
     engine_nodes = [f"node {engine // 2}" for engine in range(32)]
     gpus = [tuple("0123"), tuple("4567")] * 16
-    places = find_topology("auto", ranks, engine_nodes, gpus)
+    places = find_topology(ranks, engine_nodes, gpus)
     plan = make_plan(
         layout, positions, EngineShape(tp_size=4, nodes=tuple(places.receivers)), itemsize=2,
         max_bundle_bytes=max_bundle_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
