@@ -51,13 +51,13 @@ from megadapo.trainer.types import (
 )
 from megadapo.trainer.update.clip_bounds import BoundSearch
 from megadapo.trainer.update.likelihood import fit
-from megadapo.trainer.update.measure import Probe, UpdateRecorder, probe_shape
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
 from megadapo.trainer.update.optimizer import (
     gather_weights_now,
     step_if_finite,
     wait_for_weight,
 )
+from megadapo.trainer.update.recorder import UpdateRecorder
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.disk.files import Files
 from megadapo.weights.sync.sender import WeightSender
@@ -155,9 +155,6 @@ class TrainerRank(TrainedModel):
         if not shares_pass:
             split, spent = self._with_old_policy(split)
             seconds.append(spent)
-        probe = probe_shape(
-            split, self.splitter, request, predicted=predicted, score=self.logprobs_of
-        )
         if self.reference is not None:
             split = self.reference.add_logprobs(
                 batch, predicted, split, self.settings.algorithm, kl_reward_coef=kl_coef
@@ -168,7 +165,7 @@ class TrainerRank(TrainedModel):
             split = critic.split
         search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
         sums, grad_norms, num_left_out = self.apply_updates(
-            request, split, probe=probe, critic=critic, search=search, recorder=recorder
+            request, split, critic=critic, search=search, recorder=recorder
         )
         metrics = summarize(
             sums,
@@ -239,7 +236,6 @@ class TrainerRank(TrainedModel):
         request: UpdateRequest,
         split: Sequence[MiniBatch],
         *,
-        probe: Probe,
         critic: CriticStep | None,
         search: BoundSearch,
         recorder: UpdateRecorder,
@@ -248,7 +244,6 @@ class TrainerRank(TrainedModel):
 
         Args:
             split: mini-batches with their old policy, or one whose first update computes it.
-            probe: compares the first mini-batch with its old policy.
 
         Returns:
             The sums of each measured update over all ranks, the gradient norms of applied updates,
@@ -273,8 +268,6 @@ class TrainerRank(TrainedModel):
                 split[number] = split[number].with_policy(known)
                 if update < len(split):
                     recorder.add_update(split[number], logprobs)
-                if update == 0:
-                    sums = MiniBatchSums.merged([sums, probe(split[0])])
                 sums = sums.reduced(contributes=self.has_results, device=self.device)
                 reduced.append(sums)
                 if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:

@@ -12,8 +12,6 @@ from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import FIRST_RATIO
 
 _PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
-    # a probe of a few sequences of the batch, by its order
-    ("update", ("parity/batch_shape_", "parity/engine_")),
     ("rollout", ("response_length/", "tokens/generated", "tokens/recomputed", "tools/")),
     ("rollout", ("environment/",)),
     ("rollout", ("staleness/token_share", "staleness/mean", "staleness/max")),

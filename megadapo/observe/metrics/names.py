@@ -120,14 +120,6 @@ METRICS = {
     "before the first update.",
     "parity/logprob_abs_max": "Largest |log-prob(trainer) - log-prob(engine)| over fresh tokens, "
     "before the first update.",
-    "parity/batch_shape_abs_mean": "Mean gap between the trainer's log-probs of a token in two "
-    "micro-batch shapes, over a few sequences scored twice.",
-    "parity/batch_shape_abs_max": "Largest gap between the trainer's log-probs of a token in two "
-    "micro-batch shapes.",
-    "parity/engine_abs_mean": "Mean distance of the engine's log-prob from the range of the "
-    "trainer's in two micro-batch shapes. A token's gap is at most the sum of both causes.",
-    "parity/engine_abs_max": "Largest distance of the engine's log-prob from the range of the "
-    "trainer's in two micro-batch shapes.",
     "parity/probe_abs_mean": "Mean |log-prob(trainer) - log-prob(engine)| over some stale tokens, "
     "both with the weights before the update, of the engine that differs most; null without stale "
     "tokens.",

@@ -146,17 +146,6 @@ RUNNING: tuple[Section, ...] = (
                 bound="logprob_abs_max",
             ),
             Panel(
-                "Parity by cause",
-                "nats",
-                {
-                    "parity/engine_abs_max": "engine, largest",
-                    "parity/engine_abs_mean": "engine, mean",
-                    "parity/batch_shape_abs_max": "batch shape, largest",
-                    "parity/batch_shape_abs_mean": "batch shape, mean",
-                },
-                log=True,
-            ),
-            Panel(
                 "First ratio",
                 "largest |ratio - 1|",
                 {"policy/ratio_first_max_error": "error"},

@@ -55,7 +55,6 @@ class MicroBatch:
     whole_sequences: np.ndarray
     """[N] int64, ascending: index among the S sequences of each predicted token. N counts the
     predicted tokens of all context-parallel ranks."""
-    whole_is_current: np.ndarray  # [N] bool, sampled from the current weights
     own: np.ndarray  # [R] indices of this rank's predicted tokens among the N, ascending
     has_stale: bool
     """Whether a predicted token on any context-parallel rank was sampled from other weights."""
@@ -172,7 +171,6 @@ class MicroBatchBuilder:
             num_stale=int(is_stale[own].sum()),
             num_tokens=len(here),
             whole_sequences=np.repeat(np.arange(len(members)), stops - starts)[chosen],
-            whole_is_current=is_current,
             own=own,
             has_stale=bool(is_stale.any()),
             experts=self._experts(batch, members, row_of, num_rows=num_rows),

@@ -90,14 +90,13 @@ class MicroBatchSplitter:
             part=context_part(),
             takes_experts=trainer.router_replay,
         )
-        # the interleaved schedule needs a multiple of the number of stages
-        self.multiple_of = trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
         self._partition = partial(
             partition,
             num_ranks=trainer.data_parallel,
             token_budget=trainer.tokens_per_micro_batch,
             hidden_size=model.shape.hidden_size,
-            multiple_of=self.multiple_of,
+            # the interleaved schedule needs a multiple of the number of stages
+            multiple_of=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
         )
 
     def split(
@@ -125,15 +124,6 @@ class MicroBatchSplitter:
     def split_responses(self, batch: PackedBatch) -> list[MiniBatch]:
         """Return this rank's part of every mini-batch, with all response tokens predicted."""
         return self.split(batch, predicted=response_tokens(batch), policy_version=None)
-
-    def micro_batch(
-        self, batch: PackedBatch, members: np.ndarray, *, predicted: np.ndarray, policy_version: int
-    ) -> MicroBatch:
-        """Return only the given sequences as one micro-batch, on the device."""
-        micro_batch = self._builder.build(
-            batch, members, predicted=predicted, policy_version=policy_version
-        )
-        return micro_batch.to(self._device)
 
 
 def partition(

@@ -10,8 +10,8 @@ import torch
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.offload import BETWEEN_UPDATES
 from megadapo.trainer.types import UpdateRequest, UpdateResult
-from megadapo.trainer.update.measure import UpdateRecorder, no_probe
 from megadapo.trainer.update.metrics import summarize
+from megadapo.trainer.update.recorder import UpdateRecorder
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -41,7 +41,6 @@ def fit(rank: TrainerRank, request: UpdateRequest) -> UpdateResult:
     sums, grad_norms, num_left_out = rank.apply_updates(
         request,
         split,
-        probe=no_probe,
         critic=None,
         search=rank.bound_search(),
         recorder=UpdateRecorder(batch, ()),

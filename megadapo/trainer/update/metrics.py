@@ -90,16 +90,9 @@ class MiniBatchSums(Sums):
     num_with_kl: float = 0.0
     """Number of tokens that the reference policy scored."""
     kl: float = 0.0
-    num_probed: float = 0.0
-    """Number of tokens scored at a second micro-batch shape."""
-    num_probed_fresh: float = 0.0
-    shape_difference: float = 0.0
-    engine_difference: float = 0.0
     max_ratio_error: float = 0.0
     max_logprob_difference: float = 0.0
     max_logprob_drift: float = 0.0
-    max_shape_difference: float = 0.0
-    max_engine_difference: float = 0.0
     max_kl: float = 0.0
 
     @property
@@ -268,22 +261,10 @@ def summarize(
         "kl/mean": mean_of(step.kl, step.num_with_kl),
         "kl/max": step.max_kl if step.num_with_kl else None,
         "kl/coef": kl_coef if step.num_with_kl else None,
-        **_parity(step),
+        "parity/logprob_abs_mean": mean_of(step.logprob_difference, step.num_compared),
+        "parity/logprob_abs_max": step.max_logprob_difference if step.num_compared else None,
         **_staleness(step, version_gaps, importance),
         **_searched_bounds(bounds),
-    }
-
-
-def _parity(step: MiniBatchSums) -> Metrics:
-    fresh, probed = step.num_compared, step.num_probed
-    probed_fresh = step.num_probed_fresh
-    return {
-        "parity/logprob_abs_mean": _measured(_ratio(step.logprob_difference, fresh)),
-        "parity/logprob_abs_max": step.max_logprob_difference if fresh else None,
-        "parity/batch_shape_abs_mean": mean_of(step.shape_difference, probed),
-        "parity/batch_shape_abs_max": step.max_shape_difference if probed else None,
-        "parity/engine_abs_mean": mean_of(step.engine_difference, probed_fresh),
-        "parity/engine_abs_max": step.max_engine_difference if probed_fresh else None,
     }
 
 

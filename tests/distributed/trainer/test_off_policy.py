@@ -127,24 +127,6 @@ def test_leaving_out_stale_tokens_keeps_other_weights(ranks):
     assert found["staleness/logprob_drift_mean"] is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gap_to_the_engine_is_split_by_cause(ranks, dtype):
-    """A trainer that rounds otherwise at another shape would be blamed on the engine."""
-    batch = random_batch(RAGGED, policy_version=PRESENT)
-    causes = step(ranks, batch, dtype=dtype, tokens_per_micro_batch=4096)
-    # the engine's log-probs are made up: nothing of their gap is the trainer's
-    assert causes["parity/engine_abs_max"] > 1e-2
-    assert causes["parity/batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
-    assert (causes["parity/batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
-    stale = random_batch(RAGGED, policy_version=PRESENT - 1)
-    causes = step(ranks, stale, dtype=dtype, data=2, context=2)
-    assert causes["parity/batch_shape_abs_max"] is not None
-    assert causes["parity/engine_abs_max"] is None
-    # a sequence that is alone in its micro-batch has no other shape
-    causes = step(ranks, random_batch([30], policy_version=PRESENT), dtype=dtype)
-    assert causes["parity/batch_shape_abs_max"] is causes["parity/engine_abs_max"] is None
-
-
 @pytest.mark.parametrize(
     ("name", "layout"), [("all", {}), ("sequence-mask", LAYOUTS["cp2-pp2"]), ("rollout", {})]
 )
