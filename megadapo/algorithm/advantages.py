@@ -1,8 +1,7 @@
 """Advantages of a step's responses or tokens from shaped rewards, in float64; dynamic sampling.
 
 Sources: GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) equations 9 and 11; Dr. GRPO (arXiv
-2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710);
-ARPO (arXiv 2507.19849) for tokens that several responses share.
+2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.config import AdvantageRule, AlgorithmConfig
-from megadapo.algorithm.groups import Branch, ScoredGroup, Steps
+from megadapo.algorithm.groups import ScoredGroup, Steps
 from megadapo.algorithm.loss_weights import kept_responses, num_sampled
 from megadapo.algorithm.shaping import complete_steps, shaped_rewards, shaped_steps
 
@@ -34,15 +33,15 @@ def advantages(
 ) -> Advantages:
     """Return the advantages of a step's responses, or of their tokens.
 
-    Tokens of a response differ with grpo-process and with a hard shared prefix. With gae the result
-    is the responses' rewards: the critic's ranks compute the advantages of tokens from them.
+    Tokens of a response differ with grpo-process. With gae the result is the responses' rewards:
+    the critic's ranks compute the advantages of tokens from them.
 
     Args:
         rewards: [S] result of `response_rewards`; None: computed here.
         num_tokens: [S] tokens of each response in the loss; None: all sampled ones.
     """
     if config.compares_steps:
-        values: Advantages = [
+        return [
             of_tokens
             for group in groups
             for of_tokens in process_advantages(
@@ -52,26 +51,16 @@ def advantages(
                 discount=config.discount,
             )
         ]
-    else:
-        counts = num_sampled(groups) if num_tokens is None else num_tokens
-        if rewards is None:
-            rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
-        values = response_advantages(
-            rewards,
-            [len(group.lengths) for group in groups],
-            np.array(counts, dtype=np.int64) * kept_responses(groups, config),
-            rule=config.advantage,
-            normalize_by_std=config.normalize_by_std,
-        )
-    if config.shared_prefix == "soft":
-        return values
-    found, start = [], 0
-    for group in groups:
-        part = values[start : start + len(group.lengths)]
-        keep = [not (is_cut and config.overlong_filtering) for is_cut in group.truncated]
-        found += average_shared_tokens(part, group.lengths, group.branches, keep=keep)
-        start += len(part)
-    return found
+    counts = num_sampled(groups) if num_tokens is None else num_tokens
+    if rewards is None:
+        rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
+    return response_advantages(
+        rewards,
+        [len(group.lengths) for group in groups],
+        np.array(counts, dtype=np.int64) * kept_responses(groups, config),
+        rule=config.advantage,
+        normalize_by_std=config.normalize_by_std,
+    )
 
 
 def response_rewards(
@@ -231,49 +220,6 @@ def advantages_with_kl(
         normalize_by_std=normalize_by_std,
     )
     return np.repeat(values, num_tokens)
-
-
-def average_shared_tokens(
-    values: Sequence[float] | Advantages,
-    lengths: Sequence[int],
-    branches: Sequence[Branch | None],
-    *,
-    keep: Sequence[bool] | None = None,
-) -> list[np.ndarray]:
-    """Return the advantage of every token of a group whose responses share prefixes.
-
-    A shared token is in the batch once per response that contains it. Its advantage is the mean
-    over those responses that are in the loss. A response left out of the loss keeps its own value.
-    Tokens that are equal by chance are not shared. Soft attribution gives every token the value of
-    its response. Both have the same gradient if nothing is clipped and all tokens have one weight.
-
-    Args:
-        values: [G] of whole responses, or arrays with those of their tokens.
-        lengths: [G] tokens of each response.
-        branches: [G] branch points; None for a response that starts at the prompt.
-        keep: [G] False for a response that is left out of the loss; None: all are in the loss.
-
-    Returns:
-        [n] float64 for each of the G responses.
-    """
-    # response of the group for which each token was sampled
-    writers: list[np.ndarray] = []
-    for index, (length, branch) in enumerate(zip(lengths, branches, strict=True)):
-        own_tokens = np.full(length, index, dtype=np.int64)
-        if branch is not None:
-            own_tokens[: branch.num_tokens] = writers[branch.parent][: branch.num_tokens]
-        writers.append(own_tokens)
-    spread = [np.broadcast_to(value, n) for value, n in zip(values, lengths, strict=True)]
-    longest = max(lengths, default=0)
-    # writer and position identify a token
-    keys = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
-    _, tokens = np.unique(keys, return_inverse=True)
-    kept = np.repeat([True] * len(lengths) if keep is None else keep, lengths)
-    own = np.concatenate(spread)
-    sums = np.bincount(tokens, weights=own * kept)
-    counts = np.bincount(tokens, weights=kept)
-    means = sums / np.maximum(1.0, counts)
-    return np.split(np.where(kept, means[tokens], own), np.cumsum(lengths)[:-1])
 
 
 def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

@@ -133,9 +133,6 @@ class AlgorithmConfig(Section, title="algorithm"):
     """Discount of a later reward, per token (gae) or per step (grpo-process)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Horizon of gae: 1 uses the response's own reward, 0 the critic's next value."""
-    shared_prefix: Literal["soft", "hard"] = "soft"
-    """Advantage of a prefix that several responses of a group share (`[sampling.branching]`), which
-    is in the batch once per response. soft: each response's own; hard: the mean over them."""
     loss_aggregation: Aggregation = "token-mean"
     """Reduction of token losses over a mini-batch (see algorithm/loss_weights.py)."""
     loss_length: PositiveInt | None = None
@@ -176,7 +173,6 @@ class AlgorithmConfig(Section, title="algorithm"):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._advantage_conflicts()
-        yield from self._shared_prefix_conflicts()
         yield from self._without_effect()
         if self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward":
             yield from self._kl_reward_conflicts()
@@ -213,15 +209,6 @@ class AlgorithmConfig(Section, title="algorithm"):
             yield (
                 'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '
                 "punishment makes more: set algorithm.overlong_buffer = 0"
-            )
-
-    def _shared_prefix_conflicts(self) -> Iterator[str]:
-        in_reward = self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward"
-        if self.shared_prefix == "hard" and (in_reward or self.advantage == "gae"):
-            yield (
-                'algorithm.shared_prefix = "hard" averages advantages before training, but with '
-                'algorithm.advantage = "gae" or algorithm.objective.kl_in = "reward" the trainer '
-                'computes new ones: set algorithm.shared_prefix = "soft"'
             )
 
     def _without_effect(self) -> Iterator[str]:

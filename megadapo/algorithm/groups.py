@@ -68,8 +68,3 @@ class ScoredGroup(Protocol):
     def steps(self) -> Sequence[Steps]:
         """[G] steps of each response, empty if it was scored as a whole; or () if all were."""
         ...
-
-    @property
-    def branches(self) -> Sequence[Branch | None]:
-        """[G] branch point of each response; None: the response starts at the prompt."""
-        ...

@@ -278,9 +278,7 @@ def _check_environments(reward: RewardConfig, rollout: RolloutConfig) -> Iterato
         )
 
 
-def _check_branching(
-    sampling: SamplingConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
-) -> Iterator[str]:
+def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterator[str]:
     if sampling.branching.is_on and not rollout.environments:
         yield (
             "sampling.branching.initial_rollouts: responses branch behind answers of an "
@@ -292,11 +290,6 @@ def _check_branching(
             f'rollout.environments.recovery = "once" of {", ".join(once)} does not repeat actions, '
             "and a branch needs those of its parent: take another one, or leave "
             "sampling.branching.initial_rollouts out"
-        )
-    if algorithm.shared_prefix == "hard" and not sampling.branching.is_on:
-        yield (
-            'algorithm.shared_prefix = "hard" is for responses that branch: set '
-            "sampling.branching.initial_rollouts, or leave it out"
         )
 
 

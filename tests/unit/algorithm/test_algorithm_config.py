@@ -83,7 +83,6 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ({"objective": IN_REWARD, "advantage": "grpo-process"}, "taken off whole responses"),
         ({"advantage": "grpo-process", "gae_lambda": 0.9}, "algorithm.gae_lambda: read only"),
         ({"discount": 0.5}, "algorithm.discount: read only"),
-        ({"shared_prefix": "hard", "advantage": "gae"}, "algorithm.shared_prefix"),
         (
             RLOO_WITH_KL | {"overlong_filtering": True, "overlong_buffer": 0},
             "algorithm.overlong_filtering = true truncated responses",

@@ -70,7 +70,6 @@ sampling.max_staleness=2; sampling.mode=async -> sampling.mode; cluster.placemen
 sampling.max_staleness=2; sampling.mode=async; cluster.placement=separate; evaluation.every=1
     -> evaluation.placement; engine; evaluation.every
 sampling.branching.initial_rollouts=4 -> sampling.branching.initial_rollouts; rollout.environments
-algorithm.shared_prefix=hard -> algorithm.shared_prefix; sampling.branching.initial_rollouts
 run.seed=-1 -> run.seed
 run.num_steps=0 -> run.num_steps
 run.resume= -> run.resume
