@@ -317,9 +317,6 @@ class Verl:
             ),
             "cispo": self.loss("cispo", clip_ratio_low=1.0, clip_ratio_high=0.5),
             "sapo": self.loss("sapo", SEQUENCES, tau_pos=1.0, tau_neg=1.05),
-            "dppo": self.loss(
-                "dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.1, clip_ratio_c=20.0
-            ),
             **{kind: self.kl(kind) for kind in ("k1", "k2", "k3", "k3+")},
             "value-loss": self.value_loss(),
             "advantages": self.advantages(),

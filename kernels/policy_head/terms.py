@@ -23,7 +23,7 @@ DUAL_CLIPPED = 4
 DROPPED = 8
 """Bits of a token's flags. A dropped token contributes to no sum and no gradient."""
 
-GATES = ("clip", "soft", "weight", "dppo", "ipo", "none", "logprob")
+GATES = ("clip", "soft", "weight", "none", "logprob")
 """Gates that a kernel can be compiled for; "logprob" is an objective without a ratio."""
 
 # Triton reads globals only as constexpr
@@ -58,8 +58,6 @@ class TermNumbers(NamedTuple):
     tau_pos: float
     tau_neg: float
     weight_max: float
-    mask_low: float
-    mask_high: float
     entropy_coef: float
     kl_coef: float
 
@@ -85,8 +83,6 @@ def describe_terms(
         tau_pos=objective.tau_pos,
         tau_neg=objective.tau_neg,
         weight_max=float(objective.weight_max or 0.0),
-        mask_low=objective.mask_low,
-        mask_high=objective.mask_high,
         entropy_coef=objective.entropy_coef,
         kl_coef=objective.kl_loss_coef,
     )
@@ -121,7 +117,9 @@ def policy_terms(
     log_ratio = inputs.logprobs_old if switches.is_sequence else logprobs - inputs.logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    policy, d_policy, flags = _gate_terms(logprobs, ratio, inside, inputs, switches, numbers)
+    policy, d_policy, flags = _gate_terms(
+        logprobs, ratio, inside, inputs.advantages, switches, numbers
+    )
     kept = inputs.logprobs_old.isfinite()
     if importance_weights is not None:
         kept &= importance_weights.isfinite()
@@ -149,12 +147,11 @@ def _gate_terms(
     logprobs: Tensor,
     ratio: Tensor,
     inside: Tensor,
-    inputs: PolicyInputs,
+    advantages: Tensor,
     switches: TermSwitches,
     numbers: TermNumbers,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (policy term, its derivative in the log-prob, flags), each [R]."""
-    advantages = inputs.advantages
     never = torch.zeros_like(inside)
     low, high, dual = never, never, never
     match switches.gate:
@@ -178,13 +175,6 @@ def _gate_terms(
             high = ratio > numbers.weight_max
             slope = -ratio.clamp(max=numbers.weight_max) * advantages
             policy = slope * logprobs
-        case "dppo" | "ipo":
-            change = logprobs.exp() - inputs.logprobs_old.exp()
-            low, high = change < -numbers.mask_low, change > numbers.mask_high
-            if switches.gate == "dppo":
-                low, high = low & (advantages < 0), high & (advantages > 0)
-            policy = torch.where(low | high, 0.0, -ratio * advantages)
-            slope = torch.where(inside, policy, 0.0)
         case "none":
             policy = -ratio * advantages
             slope = torch.where(inside, policy, 0.0)
@@ -234,7 +224,6 @@ def is_finite(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def gate_terms(
     logprob: tl.tensor,
-    logprob_old: tl.tensor,
     ratio: tl.tensor,
     inside: tl.tensor,
     advantage: tl.tensor,
@@ -270,16 +259,6 @@ def gate_terms(
         flags = tl.where(capped, _CLIPPED_HIGH, 0)
         slope = -tl.where(capped, numbers.weight_max, ratio) * advantage
         policy = slope * logprob
-    elif SWITCHES.gate == "dppo" or SWITCHES.gate == "ipo":
-        change = tl.exp(logprob) - tl.exp(logprob_old)
-        low = change < -numbers.mask_low
-        high = change > numbers.mask_high
-        if SWITCHES.gate == "dppo":
-            low = low & (advantage < 0)
-            high = high & (advantage > 0)
-        flags = tl.where(low, _CLIPPED_LOW, 0) + tl.where(high, _CLIPPED_HIGH, 0)
-        policy = tl.where(low | high, 0.0, policy)
-        slope = tl.where(low | high, 0.0, slope)
     elif SWITCHES.gate == "logprob":
         policy = -advantage * logprob
         slope = -advantage
@@ -327,9 +306,7 @@ def token_terms(
         log_ratio = logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
     ratio = tl.exp(clamp_log_ratio(log_ratio))
-    policy, d_policy, flags = gate_terms(
-        logprob, logprob_old, ratio, inside, advantage, numbers, SWITCHES
-    )
+    policy, d_policy, flags = gate_terms(logprob, ratio, inside, advantage, numbers, SWITCHES)
     kept = is_finite(logprob_old)
     if SWITCHES.has_importance_weights:
         kept = kept & is_finite(importance_weight)

@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 """Bound of every log-ratio: exp(20) is far outside any clip window and still finite."""
 
 Ratio = Literal["token", "sequence", "none"]
-Gate = Literal["clip", "bapo", "soft", "weight", "dppo", "ipo", "none"]
+Gate = Literal["clip", "bapo", "soft", "weight", "none"]
 KlEstimator = Literal["k1", "k2", "k3", "corrected-k3"]
 
 KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
@@ -25,8 +25,6 @@ KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
     "bapo": ("dual_clip",),
     "soft": ("tau_pos", "tau_neg"),
     "weight": ("weight_max",),
-    "dppo": ("mask_low", "mask_high"),
-    "ipo": ("mask_low", "mask_high"),
     "none": (),
 }
 """Keys that each gate reads."""
@@ -41,8 +39,7 @@ class PolicyObjective(Section, title="algorithm.objective"):
     none: no ratio, the policy term is -A_t log pi_t (REINFORCE)."""
     gate: Gate = "clip"
     """clip: PPO's, decoupled; bapo: the same, bounds searched (`[algorithm.bapo]`); soft: SAPO's
-    sigmoid; weight: CISPO's detached, truncated weight; dppo, ipo: masks by the change of the
-    token's probability; none: r_t A_t."""
+    sigmoid; weight: CISPO's detached, truncated weight; none: r_t A_t."""
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """Distance below 1 at which the ratio's gradient is cut (A < 0)."""
     clip_high: NonNegativeFloat = 0.28
@@ -56,10 +53,6 @@ class PolicyObjective(Section, title="algorithm.objective"):
     weight_max: PositiveFloat | None = None
     """Upper bound of the detached weight, a ratio and not an offset from 1; gate "weight" needs
     it."""
-    mask_low: PositiveFloat = 0.2
-    """Decrease of a token's probability above which a mask drops the token (dppo: A < 0)."""
-    mask_high: PositiveFloat = 0.2
-    """Increase of a token's probability above which a mask drops the token (dppo: A > 0)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
     kl_coef: NonNegativeFloat = 0.0
@@ -92,9 +85,9 @@ class PolicyObjective(Section, title="algorithm.objective"):
                 f'algorithm.objective.gate = "{self.gate}" needs a ratio, and '
                 'algorithm.objective.ratio is "none": set gate = "none" or ratio = "token"'
             )
-        if self.ratio == "sequence" and self.gate in ("bapo", "dppo", "ipo"):
+        if self.ratio == "sequence" and self.gate == "bapo":
             yield (
-                f'algorithm.objective.gate = "{self.gate}" is defined on single tokens, but '
+                'algorithm.objective.gate = "bapo" is defined on single tokens, but '
                 'algorithm.objective.ratio = "sequence": set it to "token"'
             )
         if self.gate == "weight" and self.weight_max is None:

@@ -86,7 +86,7 @@ def token_losses(
     if objective.ratio == "sequence":
         log_ratio = logprobs_old + (logprobs - logprobs.detach())
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    loss = _policy_term(logprobs, logprobs_old, ratio, advantages, objective)
+    loss = _policy_term(logprobs, ratio, advantages, objective)
     if importance_weights is not None:
         loss = loss * importance_weights
     if objective.kl_loss_coef != 0.0:
@@ -172,11 +172,7 @@ def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
 
 
 def _policy_term(
-    logprobs: Tensor,
-    logprobs_old: Tensor,
-    ratio: Tensor,
-    advantages: Tensor,
-    objective: PolicyObjective,
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
 ) -> Tensor:
     if objective.ratio == "none":
         return -advantages * logprobs
@@ -189,12 +185,6 @@ def _policy_term(
             return -advantages * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
         case "weight":
             return -ratio.detach().clamp(max=objective.weight_max) * advantages * logprobs
-        case "dppo" | "ipo":
-            change = (logprobs.exp() - logprobs_old.exp()).detach()
-            low, high = change < -objective.mask_low, change > objective.mask_high
-            if objective.gate == "dppo":
-                low, high = low & (advantages < 0), high & (advantages > 0)
-            return torch.where(low | high, 0.0, -ratio * advantages)
         case "none":
             return -ratio * advantages
 

@@ -25,6 +25,8 @@ HINTS = {
     "dapo": "did you mean algorithm?",
     "trainer.overlap_grad_reduce": "did you mean trainer.overlap_data_parallel?",
     "trainer.overlap_param_gather": "did you mean trainer.overlap_data_parallel?",
+    "algorithm.objective.mask_low": 'the gate "clip" takes clip_low instead',
+    "algorithm.objective.mask_high": 'the gate "clip" takes clip_high instead',
     "algorithm.shared_prefix": "tokens have the advantage of each response; delete the key",
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
     "weights.folder": "weights travel over memory or the network only; delete the key",

@@ -31,8 +31,6 @@ CASES = {
     "bapo": PolicyObjective(gate="bapo"),
     "sapo": PolicyObjective(gate="soft"),
     "cispo": PolicyObjective(gate="weight", weight_max=1.05),
-    "dppo": PolicyObjective(gate="dppo", mask_low=1e-4, mask_high=1e-4),
-    "ipo": PolicyObjective(gate="ipo", mask_low=2e-4, mask_high=2e-4),
     "no-gate": PolicyObjective(gate="none"),
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),

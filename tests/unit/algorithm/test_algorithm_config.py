@@ -14,15 +14,14 @@ from megadapo.errors import ConfigError
     [
         ({"ratio": "none"}, 'needs a ratio, and algorithm.objective.ratio is "none"'),
         ({"ratio": "sequence", "gate": "bapo"}, 'algorithm.objective.gate = "bapo" is defined on'),
-        ({"ratio": "sequence", "gate": "ipo"}, 'algorithm.objective.gate = "ipo" is defined on'),
         ({"gate": "weight"}, "needs algorithm.objective.weight_max"),
         ({"gate": "soft", "clip_high": 0.3}, "algorithm.objective.clip_high: not read"),
         ({"weight_max": 5.0}, "algorithm.objective.weight_max: not read"),
         ({"gate": "none", "dual_clip": 3.0}, "algorithm.objective.dual_clip: not read"),
         ({"gate": "bapo", "clip_low": 0.4}, "algorithm.objective.clip_low: not read"),
         (
-            {"tau_pos": 2.0, "mask_low": 0.1},
-            "algorithm.objective.tau_pos, algorithm.objective.mask",
+            {"tau_pos": 2.0, "weight_max": 5.0},
+            "algorithm.objective.tau_pos, algorithm.objective.weight_max",
         ),
         ({"kl_value": "k1"}, "algorithm.objective.kl_value: not read"),
         (

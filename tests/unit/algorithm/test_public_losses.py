@@ -155,15 +155,6 @@ def test_updates_of_several_passes(rule, num_passes):
     assert clipped, "without a clipped token other rules would pass, too"
 
 
-def test_dppo_gradient_matches_verl():
-    """Its value is -A r log p there, with r detached, and -A r here."""
-    objective = PolicyObjective(gate="dppo", mask_low=0.1, mask_high=0.1)
-    loss, gradient = loss_and_gradient(objective, "token-mean")
-    expected = results("verl dppo")
-    assert gradient == near(flat(expected["gradient"]))
-    assert 0.0 in gradient and loss != near(expected["loss"])
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
     [("k1", "k1", "k1"), ("k2", "k2", "k2"), ("k3", "k3", "k3"), ("k3+", "k3", "k2")],

@@ -21,8 +21,6 @@ GATES = {
     "bapo": {"gate": "bapo"},
     "soft": {"gate": "soft"},
     "weight": {"gate": "weight", "weight_max": 5.0},
-    "dppo": {"gate": "dppo"},
-    "ipo": {"gate": "ipo"},
     "none": {"gate": "none"},
 }
 OBJECTIVES = {
@@ -30,7 +28,7 @@ OBJECTIVES = {
     **{
         f"sequence-{name}": PolicyObjective(ratio="sequence", **gate)
         for name, gate in GATES.items()
-        if name not in ("bapo", "dppo", "ipo")
+        if name != "bapo"
     },
     "no-ratio": PolicyObjective(ratio="none", gate="none"),
     "corrected-kl": PolicyObjective(kl_coef=0.1, kl_value="k3", kl_gradient="corrected-k3"),

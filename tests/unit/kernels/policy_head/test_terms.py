@@ -159,8 +159,6 @@ def test_policy_term(window, dual_clip):
 GATED = {
     "soft": PolicyObjective(gate="soft", tau_pos=0.7),
     "weight": PolicyObjective(gate="weight", weight_max=5.0),
-    "dppo": PolicyObjective(gate="dppo", mask_low=0.05, mask_high=0.1),
-    "ipo": PolicyObjective(gate="ipo", mask_low=0.05, mask_high=0.1),
     "none": PolicyObjective(gate="none"),
     "logprob": PolicyObjective(ratio="none", gate="none"),
 }
@@ -180,20 +178,6 @@ def test_bapo_clips_at_its_bounds():
     got, expected = terms(values, searched), terms(values, PolicyObjective(**window))
     assert torch.equal(got.d_logprobs, expected.d_logprobs) and got.flags.any()
     check(values, searched)
-
-
-def test_dppo_and_ipo_masks():
-    """A ratio of e of a rare token is a small change; IPO drops a change of either sign of A."""
-    values = make_inputs((0.0, 0.0, 0.0, 0.0), (0.0,))
-    values["logprobs"] = torch.tensor([-0.5, -0.5, -2.0, -7.0]).repeat_interleave(3)
-    values["logprobs_old"] = torch.tensor([-2.0, -0.5, -0.5, -8.0]).repeat_interleave(3)
-    ipo, dppo = (terms(values, PolicyObjective(gate=gate)) for gate in ("ipo", "dppo"))
-    rises, falls, stays = [CLIPPED_HIGH] * 3, [CLIPPED_LOW] * 3, [0] * 3
-    assert ipo.flags.tolist() == [*rises, *stays, *falls, *stays]
-    # advantages of -1.5, 0 and 0.75
-    assert dppo.flags.tolist() == [0, 0, CLIPPED_HIGH, *stays, CLIPPED_LOW, 0, 0, *stays]
-    for got in (ipo, dppo):
-        assert not got.d_logprobs[got.flags != 0].any() and not got.loss[got.flags != 0].any()
 
 
 ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")
