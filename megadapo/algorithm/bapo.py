@@ -37,10 +37,6 @@ class BapoConfig(Section, title="algorithm.bapo"):
     """Quantity of the share. gradient_share: the size of the loss of the tokens with a gradient;
     share: the clipped loss of all tokens; official: as share, lower bound moved first, as in the
     authors' code."""
-    scope: Literal["minibatch", "lagged"] = "minibatch"
-    """Ratios of the search. minibatch: those of the mini-batch itself under the current weights, at
-    the cost of one more forward pass; lagged: those of the step's previous mini-batch, at no
-    cost."""
     low: BoundGrid = (0.6, 0.9, 0.02)
     """Lower bound of the ratio: at the start of the search, its largest value, and its step."""
     high: BoundGrid = (1.2, 3.0, 0.05)

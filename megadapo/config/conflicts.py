@@ -44,12 +44,6 @@ def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) ->
             "sampling.prompts_per_step x sampling.responses_per_prompt = "
             f"{sampling.prompts_per_step} x {group} = {batch}"
         )
-    elif algorithm.bapo.scope == "lagged" and batch == size and algorithm.passes == 1:
-        yield (
-            'algorithm.bapo.scope = "lagged" uses the ratios of the step\'s previous update, and '
-            f"algorithm.responses_per_mini_batch = {size} makes one update of a step: lower it, "
-            'or set the scope to "minibatch"'
-        )
 
 
 def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:

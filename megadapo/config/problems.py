@@ -25,6 +25,7 @@ HINTS = {
     "dapo": "did you mean algorithm?",
     "trainer.overlap_grad_reduce": "did you mean trainer.overlap_data_parallel?",
     "trainer.overlap_param_gather": "did you mean trainer.overlap_data_parallel?",
+    "algorithm.bapo.scope": "the search reads the mini-batch itself; delete the key",
     "algorithm.objective.mask_low": 'the gate "clip" takes clip_low instead',
     "algorithm.objective.mask_high": 'the gate "clip" takes clip_high instead',
     "algorithm.shared_prefix": "tokens have the advantage of each response; delete the key",

@@ -295,9 +295,7 @@ class TrainerRank(TrainedModel):
     ) -> tuple[MiniBatchSums, list[Tensor], list[MicroBatch]]:
         """Search for the update's bounds, and leave its gradients in the buffers."""
         head = replace(self.head, objective=search.objective(self.head.objective, mini_batch))
-        sums, logprobs, known = compute_gradients(self.chunks, head, mini_batch, pretraining)
-        search.observe(known, logprobs)
-        return sums, logprobs, known
+        return compute_gradients(self.chunks, head, mini_batch, pretraining)
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.

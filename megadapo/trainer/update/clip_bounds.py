@@ -38,7 +38,7 @@ class BoundSearch:
         self._config, self._dual_clip = config, dual_clip
         self._score = score
         self._contributes = contributes
-        self._sums = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=device)
+        self._device = device
         self.found: list[BapoBounds] = []
         """Bounds of the updates so far."""
 
@@ -48,25 +48,18 @@ class BoundSearch:
         """Return the objective of the next update with its bounds; collective with gate "bapo"."""
         if objective.gate != "bapo":
             return objective
-        if self._config.scope == "minibatch":
-            # before the first update, the current log-probs are the old ones
-            current = self._score(micro_batches) if self.found else None
-            self._sums = self._own_sums(micro_batches, current)
-        total = self._sums.clone()
+        # before the first update, the current log-probs are the old ones
+        current = self._score(micro_batches) if self.found else None
+        total = self._own_sums(micro_batches, current)
         torch.distributed.all_reduce(total)
         bounds = search_bounds(total.cpu().numpy(), self._config)
         self.found.append(bounds)
         return bounds.put_into(objective)
 
-    def observe(self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
-        """Keep the sums of this update for the next one's bounds, with lagged bounds."""
-        if self.found and self._config.scope == "lagged":
-            self._sums = self._own_sums(micro_batches, logprobs)
-
     def _own_sums(
         self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor] | None
     ) -> Tensor:
-        total = torch.zeros_like(self._sums)
+        total = torch.zeros(num_bapo_sums(self._config), dtype=torch.float64, device=self._device)
         if not self._contributes:
             return total
         known = [None] * len(micro_batches) if logprobs is None else logprobs

@@ -30,9 +30,9 @@ LAYOUTS = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dapo": {"objective": PolicyObjective(clip_low=0.004, clip_high=0.005)},
     "gspo": {"objective": PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)},
-    "bapo-lagged": {
+    "bapo": {
         "objective": PolicyObjective(gate="bapo"),
-        "bapo": BapoConfig(scope="lagged", low=(0.98, 0.99, 0.005), high=(1.01, 1.02, 0.005)),
+        "bapo": BapoConfig(low=(0.98, 0.99, 0.005), high=(1.01, 1.02, 0.005)),
     },
 }
 

@@ -13,8 +13,6 @@ IMPOSSIBLE = """
 algorithm.responses_per_mini_batch=24 -> algorithm.responses_per_mini_batch; multiple
 algorithm.responses_per_mini_batch=48 -> algorithm.responses_per_mini_batch; does not divide
 algorithm.responses_per_mini_batch=16384 -> = 16384 does not divide; 512 x 16 = 8192
-algorithm.objective.gate=bapo; algorithm.bapo.scope=lagged; algorithm.responses_per_mini_batch=8192
-    -> algorithm.bapo.scope; algorithm.responses_per_mini_batch = 8192
 algorithm.responses_per_mini_batch=16; trainer.data_parallel=32
     -> trainer.data_parallel = 32; without a response
 trainer.context_parallel=16384
@@ -115,13 +113,6 @@ QUICKSTART = REPOSITORY / "configs" / "quickstart.toml"
 
 def quickstart(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, overrides)
-
-
-def test_passes_over_one_mini_batch_have_lagged_bounds(recipe: Path) -> None:
-    """The second pass has the ratios of the first."""
-    bapo = ["algorithm.objective.gate=bapo", "algorithm.bapo.scope=lagged"]
-    size = "algorithm.responses_per_mini_batch=8192"
-    assert load_config(recipe, [*bapo, size, "algorithm.passes=2"]).algorithm.passes == 2
 
 
 @pytest.mark.parametrize("overrides,has_gpu,expected", [

@@ -66,7 +66,7 @@ def test_key_that_the_checkpoint_does_not_know_is_asked_for(tmp_path):
     config = config_of(tmp_path)
     before = checkpoint_of(config)
     del before.config["algorithm"]["bapo"]
-    with pytest.raises(ConfigError, match=r"algorithm\.bapo\.scope: null -> "):
+    with pytest.raises(ConfigError, match=r"algorithm\.bapo\.target_share: null -> "):
         check_config_diff(config, before)
 
 
