@@ -68,7 +68,7 @@ FEW_KILLS = (1, 2)
 EPISODE_STEPS, ASYNC_STEPS = 6, 10
 """Steps of a run with an environment, and of an asynchronous one."""
 ONE_RANK = ("--trainer.data_parallel=1",)
-OVERRIDES = ("--trainer.data_parallel=2", "--trainer.num_threads=1")
+OVERRIDES = ("--trainer.data_parallel=2",)
 """Two ranks: one that is killed leaves the other waiting for it."""
 ASYNC = (
     "--sampling.mode=async",

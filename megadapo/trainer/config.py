@@ -133,8 +133,6 @@ class TrainerConfig(Section, title="trainer"):
     1, and a step with another ratio ends the run. The policy head's log-probs, entropy and loss of
     equal hidden states then have the same bits for tensor_parallel 1, 2, 4 and 8, as on CPUs; its
     products then take an estimated 2 % longer."""
-    num_threads: NonNegativeInt = 0
-    """CPU threads of each rank; 0 divides the machine's cores over its ranks."""
     timeout_s: Timeout = 1800.0
     """Time limit in seconds of a save, of a load, and of one collective."""
     progress_timeout_s: Timeout = 600.0

@@ -332,7 +332,7 @@ def rank_environment(
     trainer: TrainerConfig, *, uses_cuda: bool, dtype: str, num_cores: int
 ) -> dict[str, str]:
     """Return the environment of a rank's process; it must be set before torch is imported."""
-    environment = cpu_environment(trainer.num_threads or num_cores)
+    environment = cpu_environment(num_cores)
     if not uses_cuda:
         return environment | fp32_products(dtype) | {"CUDA_VISIBLE_DEVICES": ""}
     environment |= full_precision(dtype) | CUDA_VARIABLES

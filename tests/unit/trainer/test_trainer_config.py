@@ -52,7 +52,6 @@ def test_impossible_optimizer_values_name_their_key(changes, key):
         ({"tensor_parallel": 0}, "trainer.tensor_parallel"),
         ({"sequence_parallel": True}, "trainer.sequence_parallel"),
         ({"tokens_per_micro_batch": 0}, "trainer.tokens_per_micro_batch"),
-        ({"num_threads": -1}, "trainer.num_threads"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"virtual_pipeline": 0}, "trainer.virtual_pipeline"),
         ({"virtual_pipeline": 2}, "trainer.virtual_pipeline = 2 .*trainer.pipeline_parallel"),

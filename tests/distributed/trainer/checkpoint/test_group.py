@@ -146,11 +146,8 @@ def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path
         assert "update" in (tmp_path / f"trainer-rank-{rank}.log").read_text()
 
 
-def test_threads_are_divided_unless_given():
+def test_rank_has_as_many_threads_as_its_share_of_the_cores():
     """More threads than cores make ranks wait for each other."""
     trainer = settings_for("x", tensor=2).trainer
     shared = rank_environment(trainer, uses_cuda=False, dtype="float32", num_cores=2)
     assert shared["OMP_NUM_THREADS"] == "2"
-    three = trainer.model_copy(update={"num_threads": 3})
-    given = rank_environment(three, uses_cuda=False, dtype="float32", num_cores=2)
-    assert given["OMP_NUM_THREADS"] == "3"
