@@ -82,7 +82,7 @@ ASYNC = (
 starts faster."""
 DEADLINES = (
     "--rollout.engine_progress_timeout_s=20",
-    "--trainer.progress_timeout_s=20",
+    "--trainer.timeout_s=60",
     "--weights.deadline_s=20",
 )
 """For processes that are stopped; Ray's and the driver's are constants: 60 and 120 s."""

@@ -187,12 +187,6 @@ def _check_timeouts(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[
             f"{trainer.timeout_s:g}, after which the trainer's own process groups give up: a stuck "
             "update would end without the name of the rank that is stuck"
         )
-    if trainer.progress_timeout_s > trainer.timeout_s:
-        yield (
-            f"trainer.progress_timeout_s = {trainer.progress_timeout_s:g} is above "
-            f"trainer.timeout_s = {trainer.timeout_s:g}, after which the trainer's own process "
-            "groups give up: a rank that hangs would end the run without its name"
-        )
 
 
 def _check_quantization(

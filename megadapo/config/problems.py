@@ -30,6 +30,7 @@ HINTS = {
     "algorithm.objective.mask_high": 'the gate "clip" takes clip_high instead',
     "algorithm.shared_prefix": "tokens have the advantage of each response; delete the key",
     "trainer.num_threads": "ranks divide the cores of their node; delete the key",
+    "trainer.progress_timeout_s": "it is a third of trainer.timeout_s; set that",
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
     "weights.folder": "weights travel over memory or the network only; delete the key",
     "rollout.top_k": _WHOLE_SOFTMAX,

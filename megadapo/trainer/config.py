@@ -134,10 +134,9 @@ class TrainerConfig(Section, title="trainer"):
     equal hidden states then have the same bits for tensor_parallel 1, 2, 4 and 8, as on CPUs; its
     products then take an estimated 2 % longer."""
     timeout_s: Timeout = 1800.0
-    """Time limit in seconds of a save, of a load, and of one collective."""
-    progress_timeout_s: Timeout = 600.0
-    """Seconds without a heartbeat after which a rank counts as hung. In updates and log-probs, also
-    seconds without a micro-batch; then the limit is at least ten times the slowest recent one."""
+    """Time limit in seconds of a save, of a load, and of one collective. A rank without a heartbeat
+    for a third of it counts as hung. In updates and log-probs, so does one without a micro-batch
+    for a third of it and for ten times the slowest recent one."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of the policy."""
     offload: tuple[StateKind, ...] = ()
@@ -148,6 +147,14 @@ class TrainerConfig(Section, title="trainer"):
     main memory. gradients: the buffers are on the GPU only in updates. Each update starts with
     zeros, so nothing is copied. parameters: weights are off the GPU while engines generate. An
     engine that restarts meanwhile gets them from main memory."""
+
+    @property
+    def progress_timeout_s(self) -> float:
+        """Seconds without a heartbeat after which a rank counts as hung.
+
+        Fewer than a collective may take, whose error would not name the rank.
+        """
+        return max(1.0, self.timeout_s / 3)
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()

@@ -299,7 +299,7 @@ class Trainer:
             # they count the micro-batches that are done
             with_progress=("update", "logprobs", "scores"),
             limit_s=self._config.progress_timeout_s,
-            limit="trainer.progress_timeout_s",
+            limit="a third of trainer.timeout_s",
         )
 
     def _check_heartbeats(self) -> None:

@@ -27,8 +27,7 @@ DEADLINE_S = 15
 MANY_BUCKETS = (
     "--weights.bucket_mib=0.004",
     f"--weights.deadline_s={DEADLINE_S}",
-    "--trainer.timeout_s=60",
-    "--trainer.progress_timeout_s=60",
+    "--trainer.timeout_s=180",
     "--rollout.engine_progress_timeout_s=60",
 )
 """Options that make an update take seconds, in hundreds of rounds."""

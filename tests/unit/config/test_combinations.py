@@ -74,7 +74,6 @@ run.resume= -> run.resume
 run.folder= -> run.folder
 weights.deadline_s=1801 -> weights.deadline_s = 1801; at most 1800
 trainer.timeout_s=60 -> weights.deadline_s; trainer.timeout_s
-trainer.timeout_s=60 -> trainer.progress_timeout_s; trainer.timeout_s
 rollout.top_p=0.9 -> rollout.top_p; evaluation.top_p
 rollout.top_k=50 -> rollout.top_k; whole softmax
 rollout.enforce_eager=true -> rollout.vllm.enforce_eager

@@ -127,8 +127,8 @@ def test_an_error_of_every_rank_is_one(ray_started, models, tmp_path):
 def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
     """Its silence alone tells; the other rank, which waits for it in a collective, is as late."""
     settings = settings_for(str(models / "qwen2-tied"), data=2)
-    limits = {"progress_timeout_s": 4.0, "timeout_s": 60.0}
-    settings = replace(settings, trainer=settings.trainer.model_copy(update=limits))
+    trainer = settings.trainer.model_copy(update={"timeout_s": 18.0})
+    settings = replace(settings, trainer=trainer)
     group = start(settings, tmp_path)
     pids = group.call_all("apply", pid_of)
     group.call_all("apply", stop_the_second_in_an_update, tmp_path / "trainer-rank-1.heartbeat")
@@ -139,7 +139,7 @@ def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path
             group.update(UpdateRequest(batch=batch, policy_version=0, step=step))
     assert time.monotonic() - began < 30
     message = str(caught.value)
-    assert message.startswith("trainer rank 1 sent no heartbeat for 4 s in update")
+    assert message.startswith("trainer rank 1 sent no heartbeat for 6 s in update")
     assert message.endswith(f"stacks: {tmp_path}/trainer-rank-1.log")
     wait_until_gone(pids)
     for rank in (0, 1):
