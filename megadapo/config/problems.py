@@ -29,6 +29,7 @@ HINTS = {
     "algorithm.objective.mask_low": 'the gate "clip" takes clip_low instead',
     "algorithm.objective.mask_high": 'the gate "clip" takes clip_high instead',
     "algorithm.shared_prefix": "tokens have the advantage of each response; delete the key",
+    "oracles.max_skipped_steps": "a run stops after three such steps in a row; delete the key",
     "trainer.num_threads": "ranks divide the cores of their node; delete the key",
     "trainer.progress_timeout_s": "it is a third of trainer.timeout_s; set that",
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",

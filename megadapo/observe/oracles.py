@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat
 
 from megadapo.errors import OracleError
 from megadapo.observe.metrics.records import MetricRecord
@@ -23,8 +23,6 @@ class OracleConfig(Section, title="oracles"):
     sum is divided by 100 if they are fewer, and over stale tokens that the engines score again."""
     logprob_abs_max: NonNegativeFloat | None = None
     """Largest |log-prob(trainer) - log-prob(engine)| in nats over the same tokens."""
-    max_skipped_steps: PositiveInt = 3
-    """Steps in a row with a skipped (non-finite) update after which the run stops."""
 
 
 RATIO = "ratio_first_max_error"
@@ -50,6 +48,8 @@ BOUNDED = (
     ("logprob_abs_max", "parity/probe_abs_max", _PROBE_DISAGREES),
 )
 """(key of `[oracles]`, the metric that it bounds, what a broken bound means)."""
+MAX_SKIPPED_STEPS = 3
+"""Steps in a row with a skipped (non-finite) update after which the run stops."""
 MIN_FRESH_TOKENS = 100
 """The sum over fewer fresh tokens is bounded as if they were so many. Else one ill-conditioned
 token among three would break the bound of a mean."""
@@ -95,7 +95,7 @@ def check_oracles(
                 f"{broken}. The run continues, because GPUs promise equal bits only with "
                 "trainer.deterministic = true; later steps are reported in the metrics only"
             )
-    _check_skipped(records, config.max_skipped_steps)
+    _check_skipped(records)
     return notes
 
 
@@ -121,14 +121,14 @@ def _fresh_share(record: MetricRecord) -> float:
     return min(1.0, (1.0 - stale) * num_tokens / MIN_FRESH_TOKENS)
 
 
-def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:
-    recent = records[-limit:]
-    if len(recent) == limit and all(record["policy/skipped_updates"] for record in recent):
+def _check_skipped(records: Sequence[MetricRecord]) -> None:
+    recent = [record["policy/skipped_updates"] for record in records[-MAX_SKIPPED_STEPS:]]
+    if len(recent) == MAX_SKIPPED_STEPS and all(recent):
         raise OracleError(
-            f"step {records[-1]['step']}: updates were skipped in {limit} steps in a row because "
-            "the loss or its gradient was not finite (oracles.max_skipped_steps); weights are "
-            "those of the last finite update: lower trainer.optimizer.lr, or look for NaN "
-            "log-probs in parity/logprob_abs_max"
+            f"step {records[-1]['step']}: updates were skipped in {MAX_SKIPPED_STEPS} steps in a "
+            "row because the loss or its gradient was not finite; weights are those of the last "
+            "finite update: lower trainer.optimizer.lr, or look for NaN log-probs in "
+            "parity/logprob_abs_max"
         )
     loss = records[-1]["policy/loss"]
     if loss is not None and not math.isfinite(loss) and not records[-1]["policy/skipped_updates"]:

@@ -220,7 +220,7 @@ def test_every_error_and_oracle_is_explained():
             assert f"| `{kind.__name__}`, {kind.exit_code} |" in page
     for key, metric, _ in BOUNDED:
         assert f"`{metric}`, `oracles.{key}`" in page
-    assert "`oracles.max_skipped_steps`" in page
+    assert "| `policy/skipped_updates` |" in page
 
 
 def run_in(folder: Path, command: list[str], environment: dict[str, str], **options: object):

@@ -16,7 +16,7 @@ from megadapo.observe.metrics.records import (
     MetricRecord,
     read_evaluations,
 )
-from megadapo.observe.oracles import BOUNDED, is_within
+from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
 from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.report.curves import Series, read_series
 from megadapo.observe.summary import before_after, costs, read_steps
@@ -175,7 +175,7 @@ class Verdict:
     """One oracle over a whole run."""
 
     key: str
-    """Key of `[oracles]`."""
+    """Key of `[oracles]`; "skipped updates" has none."""
     metric: str
     bound: float | None
     worst: str
@@ -193,8 +193,7 @@ def judge(records: Sequence[MetricRecord], bounds: Mapping[str, object]) -> list
         _judge_metric(records, _bound(bounds.get(key)), key, metric, meaning)
         for key, metric, meaning in BOUNDED
     ]
-    limit = _bound(bounds.get("max_skipped_steps"))
-    return [*verdicts, _judge_skipped(records, limit)]
+    return [*verdicts, _judge_skipped(records)]
 
 
 def _bound(value: object) -> float | None:
@@ -227,7 +226,7 @@ def _judge_metric(
     )
 
 
-def _judge_skipped(records: Sequence[MetricRecord], limit: float | None) -> Verdict:
+def _judge_skipped(records: Sequence[MetricRecord]) -> Verdict:
     streak, longest, worst_step = 0, 0, None
     states = []
     for record in records:
@@ -235,15 +234,15 @@ def _judge_skipped(records: Sequence[MetricRecord], limit: float | None) -> Verd
         streak = streak + 1 if skipped else 0
         if streak > longest:
             longest, worst_step = streak, int(record["step"] or 0)
-        states.append(-1 if limit is None or skipped is None else int(streak < limit))
+        states.append(-1 if skipped is None else int(streak < MAX_SKIPPED_STEPS))
     measured = any(r.get("policy/skipped_updates") is not None for r in records)
     return Verdict(
-        key="max_skipped_steps",
+        key="skipped updates",
         metric="policy/skipped_updates",
-        bound=limit,
+        bound=MAX_SKIPPED_STEPS,
         worst=f"{longest} in a row" if measured else "-",
         worst_step=worst_step,
-        status=_status(limit, states),
+        status=_status(MAX_SKIPPED_STEPS, states),
         cells=_cells(states),
         meaning="updates were skipped because the loss or its gradient was not finite",
     )
