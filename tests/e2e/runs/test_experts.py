@@ -2,14 +2,11 @@
 
 import pytest
 
-from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import metrics, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
-MODEL = REPOSITORY / "configs" / "experts-base"
 ASYNC = [
-    "--trainer.router_replay=true",
     "--sampling.mode=async",
     "--sampling.max_staleness=2",
     "--cluster.placement=separate",
@@ -23,16 +20,15 @@ ASYNC = [
     "further",
     [
         [],
-        ["--trainer.router_replay=true", "--sampling.mode=partial", "--sampling.max_staleness=2"],
+        ["--trainer.router_replay=false"],
+        ["--sampling.mode=partial", "--sampling.max_staleness=2"],
         ASYNC,
     ],
-    ids=["free", "replayed-partial", "replayed-async"],
+    ids=["replayed", "free", "replayed-partial", "replayed-async"],
 )
 def test_experts_on_two_ranks_keep_parity(tmp_path, further):
     folder = tmp_path / "run"
-    split = ["--trainer.data_parallel=2", "--trainer.expert_parallel=2"]
-    aux = "--trainer.router_aux_loss_coef=0.001"
-    run(folder, f"--model.path={MODEL}", *split, aux, *further, num_steps=3)
+    run(folder, *further, recipe="configs/experts.toml", num_steps=3)
     records = metrics(folder)
     assert [record["policy/ratio_first_max_error"] for record in records] == [0.0] * 3
     # None if the engines had no token of the newest weights
