@@ -30,8 +30,7 @@ def train(
 
     Args:
         replay: folder of saved rollouts to train on instead of sampling new ones.
-        schedule: folder of a run to repeat, whose batches depended on the engines' speed, or file
-            of a simulated schedule.
+        schedule: folder of a run to repeat, whose batches depended on the engines' speed.
         accept_changes: keys that a resumed run may change although they decide what it learns.
         allow_fewer: start with fewer data-parallel ranks and engines if nodes are missing.
 

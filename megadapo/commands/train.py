@@ -29,10 +29,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--schedule",
         type=Path,
-        metavar="RUN|FILE",
+        metavar="RUN",
         help='repeat a run with sampling.mode = "partial" or "async" bit for bit, with any number '
-        "of engines, and stop at the first difference; or train on tokens as old as those of a "
-        "cluster, by a file of megadapo simulate --schedule",
+        "of engines, and stop at the first difference",
     )
     add_start_options(parser)
     add_gpu(parser, purpose="GPU for whose memory --dry-run plans a run on CUDA")

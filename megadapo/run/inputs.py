@@ -38,7 +38,6 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.rollout.sampling.scoring import SupportsGenerate
-from megadapo.rollout.simulated import SimulatedSampler, SimulatedSchedule
 from megadapo.rollout.types import SamplingSettings
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
@@ -151,12 +150,10 @@ class SamplingInputs(RunPrompts):
         engines: SupportsGenerate,
         journal: Journal | None = None,
         schedule: Schedule | None = None,
-        simulated: SimulatedSchedule | None = None,
         host: EpisodeHostActor | None = None,
     ) -> Sampler:
         """Return the sampler of a run at its first step."""
-        new = Sampler if simulated is None else partial(SimulatedSampler, simulated)
-        return new(
+        return Sampler(
             engines,
             self.stream(config),
             self.scorer,

@@ -18,7 +18,6 @@ from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.sampling.schedule import Schedule
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.inputs import (
@@ -37,7 +36,7 @@ from megadapo.run.processes import (
     start_trainer,
     trainer_settings,
 )
-from megadapo.run.repeat import open_schedule, open_simulated
+from megadapo.run.repeat import open_schedule
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.state.checkpoint import Checkpoint
@@ -80,7 +79,7 @@ def start_workers(
 
     Args:
         replay: folder of saved rollouts to use instead of engines.
-        repeated: folder of a run whose schedule to repeat, or file of a simulated schedule.
+        repeated: folder of a run whose schedule to repeat.
         folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
             None: they are lost.
         unfinished: an evaluation of weights older than the checkpoint's, to resume.
@@ -164,13 +163,10 @@ def _start_live(
     if folder is not None:
         journal = Journal(folder, samples_digest(config))
         stack.callback(journal.close)
-    simulated = open_simulated(config, folder, repeated)
-    schedule = Schedule() if simulated else open_schedule(config, folder, repeated)
+    schedule = open_schedule(config, folder, repeated)
     stack.callback(schedule.close)
     sampler: Sampler | BackgroundSampler
-    sampler = inputs.sampler(
-        config, evaluations.sampling_engines, journal, schedule, simulated, host
-    )
+    sampler = inputs.sampler(config, evaluations.sampling_engines, journal, schedule, host)
     if config.sampling.overlaps:
         sampler = BackgroundSampler(sampler, config.run.num_steps)
     stack.callback(sampler.close)

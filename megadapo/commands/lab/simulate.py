@@ -66,13 +66,6 @@ def add(commands: Commands) -> None:
         help="engines that leave after the first measured step, and when they return",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.add_argument(
-        "--schedule",
-        type=Path,
-        metavar="FILE",
-        help="also write the ages of all tokens in the first --steps steps of async, for "
-        "megadapo train --schedule FILE",
-    )
     # without --gpus a named GPU is refused
     parser.set_defaults(run=run, gpu=None)
 
@@ -107,7 +100,7 @@ def _compare_batches(arguments: argparse.Namespace, assumptions: Assumptions) ->
 
     from megadapo.lab.simulate.simulation import compare, results_table, write_json
 
-    for name in ("trainer_gpus", "staleness", "gpu", "away", "schedule"):
+    for name in ("trainer_gpus", "staleness", "gpu", "away"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
     with Console().status("simulating"):
@@ -122,7 +115,6 @@ def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskS
     from rich.console import Console
 
     from megadapo.lab.plan.phases import models_of
-    from megadapo.lab.simulate.schedule import simulate_schedule
     from megadapo.lab.simulate.step_times import (
         ClusterAssumptions,
         compare_steps,
@@ -133,8 +125,6 @@ def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskS
     for name, default in (("engines", None), ("fit", None), ("seeds", 1)):
         if getattr(arguments, name) != default:
             raise ConfigError(f"--{name} has no effect with --gpus: leave one of them out")
-    if arguments.away is not None and arguments.schedule is not None:
-        raise ConfigError("--away has no effect on --schedule: leave one of them out")
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
     if arguments.away is not None and arguments.steps < 2:
@@ -152,9 +142,6 @@ def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskS
     )
     with Console().status("simulating"):
         results = compare_steps(assumptions, num_steps=arguments.steps, absence=arguments.away)
-        if arguments.schedule is not None:
-            schedule = simulate_schedule(assumptions, results[-1], num_steps=arguments.steps)
-            schedule.write(arguments.schedule)
     print(step_table(results, assumptions.title))
     if arguments.json is not None:
         write_step_json(results, assumptions, arguments.json)

@@ -263,7 +263,7 @@ class Sampler:
 
     def _begin(self) -> Window:
         """Return the window of the next batch, with all groups that wait for it."""
-        window = self._new_window()
+        window = Window.for_step(self.config, self.step, self._most_untrained)
         for index, group in sorted(self._reserve.finished.items()):
             if window.is_too_old(group.oldest_version):
                 self._counters.dropped.append(self._reserve.take(index))
@@ -277,10 +277,6 @@ class Sampler:
         for group in held.values():
             self._settle(window, group)
         return window
-
-    def _new_window(self) -> Window:
-        """Return the window of the next batch, without groups."""
-        return Window.for_step(self.config, self.step, self._most_untrained)
 
     def _is_due(self, kind: type[Take | Cut]) -> bool:
         return self._schedule.is_due(kind, self._cursor.next_index, self._reserve.open)

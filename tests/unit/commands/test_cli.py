@@ -368,13 +368,11 @@ def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
     [
         (("--engines", "65"), "1 to 64"),
         (("--trainer-gpus", "8"), "--trainer-gpus needs --gpus"),
-        (("--schedule", "a.json"), "--schedule needs --gpus"),
         (("--gpu", "H200"), "--gpu needs --gpus"),
         (("--gpus", "128", "--steps", "1", "--away", "1:9"), "--steps 2"),
         # no engine would be left
         ((*SMALL_CLUSTER, "--away", "4:9"), "--away 4"),
         ((*SMALL_CLUSTER, "--away", "0:9"), "--away 0"),
-        (("--gpus", "128", "--away", "1:9", "--schedule", "a.json"), "--away has no effect"),
         (("--gpus", "128", "--trainer-gpus", "12"), "--trainer-gpus 12"),
         (("--gpus", "128", "--engines", "4"), "--engines has no effect"),
         (("--gpus", "128", "--staleness", "1"), "at least 2"),

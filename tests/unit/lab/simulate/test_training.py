@@ -10,13 +10,10 @@ from megadapo.lab.plan.phases import models_of
 from megadapo.lab.plan.split import PUBLISH_S
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
-from megadapo.lab.simulate.schedule import simulate_schedule
 from megadapo.lab.simulate.step_times import (
     Absence,
     ClusterAssumptions,
     compare_steps,
-    modes_of,
-    simulate_steps,
 )
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.lab.simulate.training import TrainedStep, train
@@ -83,21 +80,6 @@ def small_cluster() -> ClusterAssumptions:
         num_gpus=32,
         staleness=4,
     )
-
-
-def test_schedule_has_the_ages_of_the_steps():
-    assumptions = small_cluster()
-    sampling = modes_of(assumptions.config.sampling, 4)[-1]
-    task, split = Task(assumptions.task), assumptions.splits[0]
-    result = simulate_steps(assumptions, sampling, split, task, num_steps=2)
-    schedule = simulate_schedule(assumptions, result, num_steps=6)
-    assert schedule.num_steps == 6 and schedule.title.endswith("24 + 8 of them, async, 4 behind")
-    assert schedule.prompts_per_step == 32 and schedule.max_staleness == 4
-    # the first four steps are no part of the result
-    shares = [sum(ages) for batch in schedule.batches[4:6] for group in batch for ages in group]
-    assert sum(shares) / len(shares) / 1000 == pytest.approx(result.staleness_mean, abs=0.15)
-    assert all(shares == () for shares in schedule.batches[0][0])
-    assert max(len(ages) for batch in schedule.batches for one in batch for ages in one) <= 4
 
 
 def test_modes_on_equally_many_gpus():
