@@ -34,6 +34,7 @@ HINTS = {
     "trainer.progress_timeout_s": "it is a third of trainer.timeout_s; set that",
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
     "weights.folder": "weights travel over memory or the network only; delete the key",
+    "checkpoint.export_every": "a command of run.on_event exports: docs/reliability.md has one",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }

@@ -101,18 +101,10 @@ class CheckpointConfig(Section, title="checkpoint"):
     least 2, because the newest may be damaged."""
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are never deleted; 0: all may be deleted."""
-    export_every: NonNegativeInt = 0
-    """Steps between checkpoints that are also exported to RUN/exports/step-N as Hugging Face
-    folders, in the background. The last step is exported too. 0: no exports."""
 
     def conflicts(self) -> Iterator[str]:
         if self.keep_every % self.every:
             yield (
                 f"checkpoint.keep_every = {self.keep_every} must be 0 or a multiple of "
-                f"checkpoint.every = {self.every}"
-            )
-        if self.export_every % self.every:
-            yield (
-                f"checkpoint.export_every = {self.export_every} must be 0 or a multiple of "
                 f"checkpoint.every = {self.every}"
             )

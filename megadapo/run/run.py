@@ -59,7 +59,7 @@ class Run:
     ) -> Iterator[Self]:
         """Lease the run's folder, and bring it to the checkpoint that the run resumes from.
 
-        On exit, wait for checkpoints and exports, and write to status.json how the run ended.
+        On exit, wait for checkpoints, and write to status.json how the run ended.
 
         Args:
             accept_changes: keys and tables that may differ from the checkpoint's configuration

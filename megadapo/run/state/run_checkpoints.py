@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it resumes from, which ones it writes, keeps and exports."""
+"""The checkpoints of a run: which one it resumes from, which ones it writes and keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import CorruptCheckpointError, InfraError, MegadapoError
 from megadapo.rollout.journal.journal import delete_journals_before
-from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.rollouts import without_samples
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import (
@@ -47,7 +46,7 @@ _VERSIONED = ("megadapo", "torch", "megatron-core", "transformers", "vllm", "ray
 
 
 class RunCheckpoints:
-    """The checkpoints of one run and their exports; one save at a time, beside training."""
+    """The checkpoints of one run; one save at a time, beside training."""
 
     def __init__(
         self,
@@ -62,7 +61,6 @@ class RunCheckpoints:
         self._log = log
         self._phase = phase
         self._store = checkpoint_store(config)
-        self._exports = BackgroundExports(self._folder, log.show)
         self._target: ResumeTarget | None = None
         """Checkpoint that the user chose, if the run resumed from it."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -80,26 +78,22 @@ class RunCheckpoints:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow saves and exports within this block, and complete them on exit.
+        """Allow saves within this block, and complete them on exit.
 
         After an error only the pending save is completed, and its own failure is only shown.
         """
-        with self._exports:
+        try:
+            yield
+        except BaseException:
             try:
-                # a stopped run has ended the export of the checkpoint it resumes from
-                self._start_export()
-                yield
-            except BaseException:
-                try:
-                    self.settle(last=True)
-                except MegadapoError as error:
-                    self._log.show(str(error))
-                raise
-            else:
                 self.settle(last=True)
-                self._finish_exports()
-            finally:
-                self._executor.shutdown()
+            except MegadapoError as error:
+                self._log.show(str(error))
+            raise
+        else:
+            self.settle(last=True)
+        finally:
+            self._executor.shutdown()
 
     def resume_from(self, point: ResumePoint) -> None:
         """Bring the run's folder to the state it had at `point`."""
@@ -117,7 +111,6 @@ class RunCheckpoints:
         if point.target is not None:
             # only now: any newer checkpoint in the folder must have been trained from this one
             point.target.write(self._folder)
-        self._exports.tidy(step)
         # without a checkpoint no record counts, not even the first evaluation
         self._log.rewind(step if checkpoint is not None else -1)
         self._log.show(*point.messages, *(f"set aside: {path}" for path in aside), *dropped)
@@ -132,10 +125,8 @@ class RunCheckpoints:
             raise error
         self._store.damaged[self.current.path] = str(error)
         point = find_resume_point(self._config, self._store)
-        self._exports.end()
         self.resume_from(point)
         self._log.metrics.open_writers()
-        self._start_export()
 
     def is_due(self, step: int) -> bool:
         """Return whether the completed step gets a checkpoint.
@@ -173,8 +164,7 @@ class RunCheckpoints:
         with self._phase("checkpoint"):
             self._saved_step, self._began_at = step, time.monotonic()
             try:
-                self._exports.collect()
-                in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
+                in_use = pinned_steps(self._folder) | {state.get(EVALUATING, step)}
                 begun = self._store.begin(step, write_trainer, num_bytes=num_bytes)
             except OSError as error:
                 failure: MegadapoError = not_written(step, self._store.folder, error)
@@ -219,7 +209,6 @@ class RunCheckpoints:
                 self._log.show(low)
             self._low_space = low
             delete_journals_before(self._folder, self.current.step)
-            self._start_export()
         except OSError as error:
             self._log.show(f"{self._folder} fails: {error.strerror}")
 
@@ -227,13 +216,6 @@ class RunCheckpoints:
         """Wait for the pending save, which needs the trainer; `settle` reports its result."""
         if self._pending is not None:
             wait_for([self._pending])
-
-    def _finish_exports(self) -> None:
-        """Wait for pending exports, then delete checkpoints that only they needed."""
-        if self._exports.steps:
-            with self._phase("export"):
-                self._exports.wait()
-            self._store.prune(self._steps_to_keep())
 
     def _commit(
         self, begun: OpenCheckpoint, state: Mapping[str, Any], in_use: Collection[int]
@@ -246,18 +228,6 @@ class RunCheckpoints:
         except (OSError, InfraError) as error:
             _LOGGER.warning("old checkpoints stay until the next save: %s", error)
         return checkpoint
-
-    def _start_export(self) -> None:
-        """Export the current checkpoint if `checkpoint.export_every` includes its step."""
-        every, checkpoint = self._config.checkpoint.export_every, self.current
-        if every == 0 or checkpoint is None:
-            return
-        if checkpoint.step % every == 0 or checkpoint.step >= self._config.run.num_steps:
-            self._exports.start(checkpoint.path, checkpoint.step)
-
-    def _steps_to_keep(self) -> frozenset[int]:
-        """Return the steps whose checkpoints are being exported or were chosen by the user."""
-        return self._exports.steps | pinned_steps(self._folder)
 
 
 def _provenance(config: RunConfig, *, policy_version: int) -> dict[str, Any]:

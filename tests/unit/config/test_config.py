@@ -121,6 +121,17 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
     assert str(caught.value) == f"{recipe} with its overrides: {problem}"
 
 
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("checkpoint.export_every", "a command of run.on_event exports"),
+    ],
+)
+def test_deleted_key_names_what_replaces_it(recipe: Path, key: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f": {key}: unknown key; .*{instead}"):
+        load_config(recipe, [f"{key}=1"])
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"run": 3}', "[" * 100000])
 def test_damaged_resolved_configuration_is_one_message(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -70,6 +70,22 @@ def test_save_comes_after_the_checkpoint(tmp_path, script):
     assert saved["status"]["checkpoint_step"] == 2
 
 
+def test_example_of_the_page_exports_each_checkpoint_longer_than_a_command_may_take(
+    tmp_path, monkeypatch
+):
+    """Its export was a part of the command, and ended with it."""
+    page = (Path(__file__).parents[4] / "docs" / "reliability.md").read_text()
+    hook, exporter = tmp_path / "export_saves.py", tmp_path / "megadapo"
+    hook.write_text(page.split("```python\n")[1].split("```")[0])
+    exporter.write_text('#!/bin/sh\nsleep 1; echo "GPUs: $CUDA_VISIBLE_DEVICES"; echo "$@"\n')
+    exporter.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_alone(tmp_path, f"{sys.executable} {hook}")
+    run, log = tmp_path / "run", tmp_path / "run" / "logs" / "export-step-2.log"
+    wait_until(lambda: log.read_text().count("\n") == 2, timeout_s=20)
+    assert log.read_text() == f"GPUs: \nexport {run} {run}/exports/step-2 --step 2\n"
+
+
 def test_failed_run_ends_with_its_reason(tmp_path, script):
     command, out = script('cat >> "$out"')
     config = config_of(tmp_path / "run", on_event=command)
