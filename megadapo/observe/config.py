@@ -11,7 +11,7 @@ from megadapo.observe.metrics.reflection import ANY_PHRASE, AREA, metric_name
 from megadapo.section import Section
 
 SavedGroups = int | Literal["all"]
-WriterName = Literal["tensorboard", "wandb", "mlflow"]
+WriterName = Literal["tensorboard", "wandb"]
 
 
 class ObserveConfig(Section, title="observe"):
@@ -22,8 +22,8 @@ class ObserveConfig(Section, title="observe"):
     the rest are all incorrect, all correct, in the reserve or rejected. "all" saves every group
     that was generated or trained on, 0 none."""
     writers: tuple[WriterName, ...] = ("tensorboard",)
-    """Destinations of metrics besides metrics.jsonl. wandb and mlflow need the package of that name
-    and read their own settings."""
+    """Destinations of metrics besides metrics.jsonl. wandb needs the package of that name and
+    reads its own settings."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on the driver's loopback where Prometheus finds the run's state and the metrics of its
     last step, at /metrics. If the port is taken, the run continues without it."""

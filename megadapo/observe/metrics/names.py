@@ -236,7 +236,7 @@ def metrics_page() -> str:
     return f"""# Metrics
 
 `metrics.jsonl` has one object a step with all of these names, null where a step has no value.
-TensorBoard, wandb and mlflow receive the same numbers. `evaluations.jsonl` has each evaluation with
+TensorBoard and wandb receive the same numbers. `evaluations.jsonl` has each evaluation with
 its standard error, under the step that trained its weights.
 
 This page is written by `megadapo config --metrics`.

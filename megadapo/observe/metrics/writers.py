@@ -1,4 +1,4 @@
-"""Writers that send metrics to TensorBoard, wandb or mlflow, besides `metrics.jsonl`.
+"""Writers that send metrics to TensorBoard or wandb, besides `metrics.jsonl`.
 
 Each program is optional and imported on demand. A resumed run starts a new run there.
 """
@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +19,8 @@ from megadapo.observe.config import WriterName
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FOLDER = "tensorboard"
-MLFLOW_FOLDER = "mlflow"
 PROJECT = "megadapo"
-"""Default name of the project or experiment."""
+"""Default name of the project."""
 
 CLOSE_S = 300.0
 """Seconds that a writer may take to send its last metrics."""
@@ -65,8 +63,6 @@ def open_writer(
             return TensorboardWriter(folder, purge_step)
         case "wandb":
             return WandbWriter(folder, config)
-        case "mlflow":
-            return MlflowWriter(folder, config)
 
 
 def close_in_time(writer: MetricWriter) -> None:
@@ -152,56 +148,6 @@ class WandbWriter:
             self._run.finish()
         except self._errors as error:
             logger.warning("wandb did not take the end of the run: %s", error)
-
-
-class MlflowWriter:
-    """A run of MLflow at its tracking URI if one is set, otherwise in `RUN/mlflow`."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        import mlflow
-
-        self._errors = mlflow.exceptions.MlflowException
-        uri = artifacts = None
-        if not mlflow.is_tracking_uri_set():
-            local = folder.absolute() / MLFLOW_FOLDER
-            local.mkdir(exist_ok=True)
-            uri, artifacts = f"sqlite:///{local / 'mlflow.db'}", (local / "artifacts").as_uri()
-        try:
-            self._client = mlflow.MlflowClient(uri)
-            experiment = self._client.get_experiment_by_name(PROJECT)
-            identity = (
-                self._client.create_experiment(PROJECT, artifacts)
-                if experiment is None
-                else experiment.experiment_id
-            )
-            run = self._client.create_run(identity, run_name=folder.absolute().name)
-            self._run_id: str = run.info.run_id
-            self._client.log_dict(self._run_id, dict(config), "config.json")
-        except self._errors as error:
-            raise ConfigError(f'observe.writers: "mlflow" does not start: {error}') from error
-        self._lost = False
-
-    def write(self, record: Record, step: int) -> None:
-        from mlflow.entities import Metric
-
-        if self._lost:
-            return
-        now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, step) for name, value in _measured(record).items()]
-        try:
-            self._client.log_batch(self._run_id, metrics=metrics)
-        except self._errors as error:
-            # a tracking server that is gone must not end a training run
-            self._lost = True
-            logger.warning("mlflow refused metrics; none are sent from step %d on: %s", step, error)
-
-    def close(self) -> None:
-        if self._lost:
-            return
-        try:
-            self._client.set_terminated(self._run_id)
-        except self._errors as error:
-            logger.warning("mlflow did not take the end of the run: %s", error)
 
 
 def _measured(record: Record) -> dict[str, int | float]:

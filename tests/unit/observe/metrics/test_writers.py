@@ -32,12 +32,12 @@ def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     """wandb keeps its files in ./wandb, which Python takes for a package without modules."""
-    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert missing_packages(("tensorboard", "mlflow")) == ["mlflow"]
-    (tmp_path / "mlflow" / "__init__.py").touch()
+    assert missing_packages(("tensorboard", "wandb")) == ["wandb"]
+    (tmp_path / "wandb" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert missing_packages(("tensorboard", "mlflow")) == []
+    assert missing_packages(("tensorboard", "wandb")) == []
 
 
 def test_a_disk_that_refuses_the_events_does_not_end_a_run(tmp_path, caplog):
@@ -106,5 +106,5 @@ def test_impossible_values_are_config_errors(key, value):
 
 def test_importing_writers_imports_none_of_them():
     program = "import megadapo.observe.metrics.records, sys\n"
-    program += "assert not {'wandb', 'mlflow', 'tensorboard', 'torch'} & set(sys.modules)"
+    program += "assert not {'wandb', 'tensorboard', 'torch'} & set(sys.modules)"
     run_python(program)
