@@ -35,9 +35,6 @@ class ReferenceConfig(Section, title="algorithm.reference"):
     path: str | None = None
     """Hugging Face model that is the reference policy (a teacher), with the policy's tokenizer and
     any sizes; it is on the trainer's ranks and split like the policy. none: no other model."""
-    server: str | None = None
-    """Base address of a vLLM server with the teacher, as in http://127.0.0.1:8000. It scores each
-    step's responses at temperature 1. none: no server."""
     refresh_every: PositiveInt | None = None
     """Number of steps after which the reference policy gets the policy's weights; none: never."""
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -49,27 +46,16 @@ class ReferenceConfig(Section, title="algorithm.reference"):
         """Whether the reference policy never changes."""
         return self.refresh_every is None and self.decay is None
 
-    @property
-    def is_teacher(self) -> bool:
-        """Whether the reference policy is another model."""
-        return self.path is not None or self.server is not None
-
     def conflicts(self) -> Iterator[str]:
-        if self.path is not None and self.server is not None:
-            yield (
-                "algorithm.reference.path and algorithm.reference.server are two places of a "
-                "teacher; leave one out"
-            )
-        if self.is_teacher and not self.is_fixed:
+        if self.path is not None and not self.is_fixed:
             yield (
                 "algorithm.reference.refresh_every and algorithm.reference.decay follow the "
-                "policy, and a teacher (algorithm.reference.path, algorithm.reference.server) does "
-                "not change: leave them out"
+                "policy, and a teacher (algorithm.reference.path) does not change: leave them out"
             )
-        if "" in (self.path, self.server):
+        if self.path == "":
             yield (
-                "algorithm.reference.path and algorithm.reference.server must not be empty; leave "
-                "them out for the run's first weights"
+                "algorithm.reference.path must not be empty; leave it out for the run's first "
+                "weights"
             )
         if self.refresh_every is not None and self.decay is not None:
             yield (

@@ -114,15 +114,6 @@ def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[st
         )
 
 
-def _check_teacher_server(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
-    if algorithm.reference.server is not None and rollout.temperature != 1.0:
-        yield (
-            f"rollout.temperature = {rollout.temperature:g}: algorithm.reference.server gives "
-            "log-probs at temperature 1: set the first to 1, or use algorithm.reference.path, "
-            "whose model is computed at the policy's temperature"
-        )
-
-
 def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     control = algorithm.kl_control
     num_responses = sampling.prompts_per_step * sampling.responses_per_prompt
@@ -289,7 +280,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_evaluation,
     _check_evaluation_engine,
     _check_reference,
-    _check_teacher_server,
     _check_kl_control,
     _check_binary_rewards,
     _check_process_rewards,

@@ -19,15 +19,19 @@ from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.data_checks import ColumnReader, check_answers, check_prompts
 from megadapo.config.recipe import RESUME_TARGET_FILE
-from megadapo.config.teacher import check_teacher_folder, check_teacher_server
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
+from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.config import ModelConfig
-from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
+from megadapo.trainer.model.model_layout import (
+    validate_critic,
+    validate_model_layout,
+    validate_teacher,
+)
 from megadapo.weights.disk.files import unreadable
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
@@ -199,22 +203,34 @@ def _check_critic(config: RunConfig) -> list[str]:
 
 
 def _check_teacher(config: RunConfig) -> list[str]:
-    reference, policy = config.algorithm.reference, model_folder(config.model)
-    if reference.path is not None:
-        teacher = _local_folder("algorithm.reference.path", reference.path)
-        if teacher is None or policy is None:
-            return [
-                f"algorithm.reference.path = {reference.path} is not compared with the policy: a "
-                "model is on the Hub"
-            ]
-        check_teacher_folder(config, teacher, policy)
-    elif reference.server is not None:
-        if policy is None:
-            return [
-                f"algorithm.reference.server = {reference.server} is not compared with the "
-                "policy, which is on the Hub"
-            ]
-        check_teacher_server(config, reference.server, policy)
+    path, policy = config.algorithm.reference.path, model_folder(config.model)
+    if path is None:
+        return []
+    folder = _local_folder("algorithm.reference.path", path)
+    if folder is None or policy is None:
+        return [
+            f"algorithm.reference.path = {path} is not compared with the policy: a model is on "
+            "the Hub"
+        ]
+    if not any(folder.glob("*.safetensors")):
+        raise DataError(f"algorithm.reference.path = {folder} has no *.safetensors: not a model")
+    teacher = describe_model(read_hf_config(folder))
+    validate_teacher(teacher, describe_model(read_hf_config(policy)), config.trainer)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > teacher.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above the "
+            f"max_position_embeddings = {teacher.max_positions} of algorithm.reference.path"
+        )
+    own = read_tokenizer(str(policy)).get_vocab()
+    other = read_tokenizer(str(folder), key="algorithm.reference.path").get_vocab()
+    for token in sorted(own.keys() | other.keys()):
+        if own.get(token) != other.get(token):
+            raise ConfigError(
+                f"algorithm.reference.path = {folder} and model.path = {policy} have different "
+                f"tokenizers: {token!r} is token {other.get(token)} there and {own.get(token)} "
+                "here; a teacher reads the policy's tokens"
+            )
     return []
 
 

@@ -35,6 +35,8 @@ HINTS = {
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
     "weights.folder": "weights travel over memory or the network only; delete the key",
     "checkpoint.export_every": "a command of run.on_event exports: docs/reliability.md has one",
+    "algorithm.reference.server": "a teacher is a folder or a model of the Hub: "
+    "algorithm.reference.path",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }

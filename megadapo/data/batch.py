@@ -39,7 +39,8 @@ class PackedBatch:
 
     They stay separate arrays: those of a large model are gigabytes."""
     logprobs_ref: np.ndarray | None = None
-    """[T] float32 of a teacher on a server, NaN on prompts; None without one."""
+    """[T] float32 of the reference policy, if `megadapo whatif` knows them; None: the ranks compute
+    them."""
 
     @property
     def num_sequences(self) -> int:

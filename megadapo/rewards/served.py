@@ -91,10 +91,8 @@ class Client:
         if key := os.environ.get(key_variable):
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def post(self, body: Mapping[str, Any], *, max_reply_bytes: int = 0) -> tuple[Any, int]:
+    def post(self, body: Mapping[str, Any]) -> tuple[Any, int]:
         """Return the answer and the number of retries.
-
-        `max_reply_bytes`: limit of the answer where MAX_REPLY_BYTES is too low.
 
         Raises:
             ServerAwayError: all retries failed.
@@ -107,8 +105,7 @@ class Client:
             request = urllib.request.Request(self._url, data, self._headers)
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
-                    limit = max(MAX_REPLY_BYTES, max_reply_bytes)
-                    return json.loads(reply.read(limit)), attempt
+                    return json.loads(reply.read(MAX_REPLY_BYTES)), attempt
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
                 if error.code not in RETRIED:

@@ -1,8 +1,8 @@
 """The reference policy: a second set of weights in main memory, and the KL divergence to it.
 
 The policy's own modules compute it, with its weights swapped in. So equal weights give equal bits,
-and no second model is on the device. A teacher is another model: its log-probs come from modules of
-its own (trainer/teacher.py), or with the batch from a server (rewards/teacher.py).
+and no second model is on the device. A teacher is another model, with modules of its own
+(trainer/teacher.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ReferencePolicy:
         self._parameters = parameters
         self._teacher = teacher
         self._score = score if teacher is None else teacher.logprobs_of
-        kept = {} if self._config.is_teacher else parameters
+        kept = parameters if teacher is None else {}
         # pinned, if the parameters are on a GPU
         self._weights = {
             name: torch.empty_like(
@@ -116,10 +116,10 @@ class ReferencePolicy:
             trained: [tokens of the batch] bool, tokens that have a KL divergence.
             split: the rank's part of each mini-batch, with its old policy.
         """
-        if self._config.server is not None or batch.logprobs_ref is not None:
-            logprobs_ref = [_from_batch(batch, mini_batch) for mini_batch in split]
-        else:
+        if batch.logprobs_ref is None:
             logprobs_ref = self.logprobs(split)
+        else:
+            logprobs_ref = [_at_rows(batch.logprobs_ref, mini_batch) for mini_batch in split]
         objective = algorithm.objective
         found = [
             mini_batch.with_policy(with_reference(mini_batch, values, objective))
@@ -252,10 +252,8 @@ class ReferencePolicy:
         return kl.cpu().numpy()
 
 
-def _from_batch(batch: PackedBatch, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+def _at_rows(known: np.ndarray, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return [T] of each micro-batch on the last pipeline stage, else an empty list."""
-    known = batch.logprobs_ref
-    assert known is not None, "the driver asks algorithm.reference.server for them"
     if not mpu.is_pipeline_last_stage():
         return []
     return [one.at_rows(known[one.source]) for one in micro_batches]

@@ -278,7 +278,7 @@ def host_items(
         if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
             engine_share += GRAPH_BYTES
     algorithm = config.algorithm
-    has_reference = algorithm.objective.kl_coef != 0.0 and not algorithm.reference.is_teacher
+    has_reference = algorithm.objective.kl_coef != 0.0 and algorithm.reference.path is None
     trainer_share = max(
         state.main_memory
         + (state.optimizer if "optimizer" in offload else 0)

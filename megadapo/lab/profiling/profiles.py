@@ -137,9 +137,6 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
     batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
     if config.trainer.router_replay:
         batch = replace(batch, experts=_spread_experts(batch, rank.model))
-    if config.algorithm.reference.server is not None:
-        # the driver's work; any numbers take as long
-        batch = replace(batch, logprobs_ref=batch.logprobs_rollout)
 
     def update() -> float:
         started = time.perf_counter()

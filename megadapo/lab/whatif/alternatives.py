@@ -109,8 +109,6 @@ def _unsupported(config: RunConfig, own: RunConfig | None = None) -> Iterator[st
     algorithm = config.algorithm
     if algorithm.advantage == "gae" and own is not None and own.algorithm.advantage != "gae":
         yield 'algorithm.advantage = "gae": the run has no critic'
-    if algorithm.objective.kl_coef != 0.0 and algorithm.reference.server is not None:
-        yield "algorithm.reference.server: whatif does not ask a teacher's server"
     has_reference = own is None or own.algorithm.objective.kl_coef != 0.0
     if algorithm.objective.kl_coef != 0.0 and not has_reference:
         yield "algorithm.objective.kl_coef: the run has no reference policy to compare with"

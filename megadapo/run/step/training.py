@@ -15,7 +15,6 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.errors import CheckpointError
-from megadapo.rewards.teacher import TeacherServer
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
@@ -135,8 +134,6 @@ class StepTrainer(TrainerState):
         self._probe = probe
         self._pending_probe: PendingProbe | None = None
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
-        server = algorithm.reference.server
-        self._teacher = None if server is None else TeacherServer(server)
         self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
 
@@ -148,10 +145,8 @@ class StepTrainer(TrainerState):
         `checks_first_ratio`: whether GPUs measure the first ratio.
 
         Raises:
-            InfraError: a rank or an engine failed, or the teacher's server does not answer.
+            InfraError: a rank or an engine failed.
         """
-        if self._teacher is not None:
-            batch = replace(batch, logprobs_ref=self._teacher.logprobs(batch))
         request = UpdateRequest(
             batch=batch,
             policy_version=step - 1,

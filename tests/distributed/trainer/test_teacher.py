@@ -69,17 +69,17 @@ def test_split_keeps_loss_and_gradient(ranks, models, layout):
         assert_same(split["k2"], one["k2"])
 
 
-def test_log_probs_of_a_server_give_the_same_loss(ranks, models):
-    """On one rank and on a last stage of two; the batch has them in float64's rounding."""
+def test_log_probs_of_the_batch_give_the_same_loss(ranks, models):
+    """As in megadapo whatif; on one rank and on a last stage of two."""
     batch = random_batch(RAGGED)
     known = batch_logprobs(models / "deep-untied", batch, torch.float64)
-    served = replace(batch, logprobs_ref=known.astype(np.float32))
+    known_batch = replace(batch, logprobs_ref=known.astype(np.float32))
     by_folder = taught_by(models, "deep-untied")
-    by_server = by_folder | {"reference": ReferenceConfig(server="http://127.0.0.1:1")}
+    by_batch = by_folder | {"reference": ReferenceConfig()}
     run = partial(ranks.on, STUDENT, gradients_by_estimator)
     expected = run(batch, CASES, 1.0, **by_folder)[0]
     for layout in ({}, {"pipeline": 2, "tensor": 2}):
-        found = run(served, CASES, 1.0, **by_server, **layout)[0]
+        found = run(known_batch, CASES, 1.0, **by_batch, **layout)[0]
         for case, gradients in found.items():
             assert gradients.loss == pytest.approx(expected[case].loss, rel=1e-6)
             assert_close_by_block(gradients.by_name, expected[case].by_name, 1e-5)

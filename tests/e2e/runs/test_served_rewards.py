@@ -1,4 +1,4 @@
-"""The judge and the reward model of docs/rewards.md, and a teacher, with vLLM's own server."""
+"""The judge and the reward model of docs/rewards.md, with vLLM's own server."""
 
 from pathlib import Path
 
@@ -8,14 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from megadapo.rewards.runner import FunctionScore
-from megadapo.rewards.teacher import TeacherServer
 from tests.support.processes.vllm_server import served
-from tests.support.trainer.batches import random_batch
-from tests.support.trainer.definition import batch_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -73,23 +69,3 @@ def test_reward_model_served_by_vllm(tmp_path):
         if text == texts[0]:
             assert first[0].score == pytest.approx(expected[0], abs=1e-4)
     assert len({round(one.score, 3) for one in scores}) == 3
-
-
-def test_teacher_served_by_vllm(tmp_path):
-    """Its log-probs are those of the folder's model in fp32, and its tokens are compared."""
-    batch = random_batch([12, 40, 7, 127])
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    ids = sorted(tokenizer.get_vocab().values())
-    with served(BASE, tmp_path / "log") as url:
-        teacher = TeacherServer(url, retries=0)
-        found = teacher.logprobs(batch)
-        teacher.check(tokenizer.decode, ids, longest=127)
-        with pytest.raises(ConfigError, match="max_model_len = 128"):
-            teacher.check(tokenizer.decode, ids, longest=128)
-        with pytest.raises(ConfigError, match=f"token {ids[0]} is"):
-            teacher.check(lambda some: tokenizer.decode(some)[::-1] + "?", ids, longest=127)
-        with pytest.raises(InfraError, match="HTTP 400"):
-            teacher.logprobs(random_batch([128]))
-    expected = batch_logprobs(BASE, batch, torch.float32)
-    assert np.isnan(expected).tolist() == np.isnan(found).tolist()
-    np.testing.assert_allclose(found, expected, atol=2e-5)

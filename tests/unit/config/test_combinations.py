@@ -47,16 +47,12 @@ algorithm.advantage=gae; trainer.optimizer.decay_steps=20; trainer.optimizer.war
     -> trainer.optimizer.decay_steps = 20; critic.optimizer.warmup_steps = 20
 algorithm.objective.kl_coef=0.1; algorithm.reference.refresh_every=3
     -> algorithm.reference.refresh_every; run.num_steps
-algorithm.objective.kl_coef=0.1; algorithm.reference={server = "http://a", path = "b"}
-    -> algorithm.reference.path; algorithm.reference.server
 algorithm.objective.kl_coef=0.1; algorithm.reference={path = "a", decay = 0.9}
     -> algorithm.reference.decay; algorithm.reference.path
-algorithm.objective.kl_coef=0.1; algorithm.reference={server = "http://a", refresh_every = 1}
-    -> algorithm.reference.refresh_every; algorithm.reference.server
+algorithm.objective.kl_coef=0.1; algorithm.reference={path = "a", refresh_every = 1}
+    -> algorithm.reference.refresh_every; algorithm.reference.path
 algorithm.objective.kl_coef=0.1; algorithm.reference.path="" -> algorithm.reference.path; empty
 algorithm.reference.path=a -> algorithm.reference; kl_coef = 0
-algorithm.objective.kl_coef=0.1; algorithm.reference.server=http://a; rollout.temperature=0.5
-    -> algorithm.reference.server; rollout.temperature = 0.5
 algorithm.advantage=rloo; algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'};
     algorithm.kl_control={target = 0.1, horizon = 8}
     -> algorithm.kl_control.horizon = 8; 0.2; sampling

@@ -125,6 +125,7 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
     ("key", "instead"),
     [
         ("checkpoint.export_every", "a command of run.on_event exports"),
+        ("algorithm.reference.server", "algorithm.reference.path"),
     ],
 )
 def test_deleted_key_names_what_replaces_it(recipe: Path, key: str, instead: str) -> None:

@@ -73,12 +73,6 @@ def test_run_with_a_critic_takes_other_advantages_and_their_own_keys():
     assert (rloo.config.algorithm.advantage, rloo.config.critic.warmup) == ("rloo", 0)
 
 
-def test_run_with_a_teachers_server_is_refused():
-    server = "algorithm.reference.server=http://127.0.0.1:1/v1"
-    with pytest.raises(ConfigError, match=r"does not ask a teacher's server"):
-        alternatives(quickstart("algorithm.objective.kl_coef=0.1", server), [])
-
-
 def test_settable_keys_are_values_that_decide_the_loss():
     keys = settable_keys()
     assert {"algorithm.overlong_buffer", "algorithm.importance.high"} <= set(keys)
