@@ -8,7 +8,6 @@ BUILT_IN = {
     "openenv": f"{_ADAPTERS}.openenv:OpenEnv",
     "python": f"{_ADAPTERS}.python_tool:PythonTool",
     "search": f"{_ADAPTERS}.search:Search",
-    "skyrl_gym": f"{_ADAPTERS}.skyrl_gym:SkyRLGym",
     "tools": f"{_ADAPTERS}.toolbox:Toolbox",
     "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",
 }
