@@ -37,6 +37,7 @@ HINTS = {
     "checkpoint.export_every": "a command of run.on_event exports: docs/reliability.md has one",
     "algorithm.reference.server": "a teacher is a folder or a model of the Hub: "
     "algorithm.reference.path",
+    "run.save_before": "the scheduler sends SIGTERM in time, as with Slurm's --signal",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }

@@ -8,18 +8,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from megadapo.section import Section
-
-
-def _time_text(value: object) -> object:
-    """Return TOML's own times as text, and all other values as they are."""
-    return value.isoformat() if isinstance(value, date) else value
 
 
 def _expand_user(path: Path) -> Path:
@@ -44,29 +38,12 @@ class RunSection(Section, title="run"):
     that would not end in time is cancelled. If updates take longer than this, every step is saved,
     because half an update cannot be. 0: always finish the current phase."""
 
-    save_before: Annotated[str | None, BeforeValidator(_time_text)] = None
-    """Time at which the machines are gone, such as "2026-12-01T06:00", local unless it has an
-    offset. The run saves and ends in time before it, and no supervisor starts it again. The reserve
-    is one update, weight sync and evaluation, and one and a half times the slowest save so far, or
-    five minutes before the first save."""
-
     on_event: str | None = None
     """Command that gets the run's events, a JSON object on standard input for each: start, step,
     save, restart, oracle and end. Its words are split as by a shell, but no shell runs. It is
     killed after 10 s, and its failures are one warning."""
 
-    @property
-    def save_before_s(self) -> float | None:
-        """Same time in seconds since the epoch."""
-        if self.save_before is None:
-            return None
-        return datetime.fromisoformat(self.save_before).timestamp()
-
     def conflicts(self) -> Iterator[str]:
-        try:
-            _ = self.save_before_s
-        except ValueError as error:
-            yield f"run.save_before: {error}; expected a time such as 2026-12-01T06:00"
         try:
             if self.on_event is not None and not shlex.split(self.on_event):
                 yield 'run.on_event is empty; "none" stands for no command'

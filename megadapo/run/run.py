@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -28,9 +27,6 @@ from megadapo.run.state.stop_watch import StopWatch
 
 BOUNDED_PHASES = ("train", "evaluate")
 """Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""
-
-FIRST_SAVE_S = 300.0
-"""Seconds to reserve for a save while none has been made."""
 TRAIN, STAGE = "train", "stage"
 """The command of a run with rollouts, and the key of a run's state that names any other command."""
 
@@ -69,8 +65,8 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint or one of another command, or
                 is "never" in a folder that already holds one.
-            ConfigError: `run.folder` is below a file, its run would learn something else that is
-                not in `accept_changes`, or `run.save_before` is past.
+            ConfigError: `run.folder` is below a file, or its run would learn something else that is
+                not in `accept_changes`.
             InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
@@ -85,7 +81,6 @@ class Run:
                 changes = check_config_diff(
                     config, point.checkpoint, accepted=accept_changes, keys=keys
                 )
-            _check_save_before(config, 0 if point.checkpoint is None else point.checkpoint.step)
             run = cls(config, lease, command)
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
@@ -95,14 +90,7 @@ class Run:
             run.log.show(*warnings, *changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
-            stack.enter_context(
-                StopWatch(
-                    folder,
-                    run._stop,
-                    save_before=config.run.save_before_s,
-                    reserve_s=run._reserve_s,
-                )
-            )
+            stack.enter_context(StopWatch(folder, run._stop))
             stack.enter_context(stacks_on_quit(driver_log(folder)))
             stack.enter_context(run.log.opened())
             if not run.finished:
@@ -116,11 +104,6 @@ class Run:
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
         # also if the last save fails
         self.log.end(error, stays_stopped=self._stop.stays_stopped)
-
-    def _reserve_s(self) -> float:
-        """Return the seconds that a step in progress and its save may take."""
-        phases = sum(self.log.expected_s(name) for name in ("train", "sync", "evaluate"))
-        return phases + (self.checkpoints.reserved_s or FIRST_SAVE_S)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
         """Resume from the checkpoint before the current one, which proved to be damaged.
@@ -245,19 +228,6 @@ def _check_command(checkpoint: Checkpoint, command: str) -> None:
             f"megadapo {writer} wrote {checkpoint.path}, so megadapo {command} cannot resume from "
             "it: choose another run.folder; to start from its weights, write them to a folder with "
             "megadapo export, and set model.path to that folder"
-        )
-
-
-def _check_save_before(config: RunConfig, step: int) -> None:
-    """Raise ConfigError if a run with steps left would stop at once.
-
-    config.json keeps the time of an earlier allocation.
-    """
-    until = config.run.save_before_s
-    if until is not None and until <= time.time() and step < config.run.num_steps:
-        raise ConfigError(
-            f"run.save_before = {config.run.save_before} is past, so the run would stop at once: "
-            "give a later time, or --run.save_before=none"
         )
 
 

@@ -37,15 +37,6 @@ class _Bound:
     reserved_s: float
 
 
-@dataclass(frozen=True)
-class _Order:
-    """A request to stop."""
-
-    reason: str
-    stays_stopped: bool
-    kill_at: float
-
-
 class StopSignal:
     """A stop signal, delayed until the run can stop without losing work."""
 
@@ -62,7 +53,8 @@ class StopSignal:
         """Time at which the process is expected to be killed, on the clock `time.monotonic`."""
         self._asked: set[int] = set()
         """Signals of `STEP_SIGNALS` that no step has answered."""
-        self._order: _Order | None = None
+        self._order: tuple[str, bool] | None = None
+        """Arguments of `_begin` that another thread has given."""
         self._lock = threading.Lock()
         self._may_interrupt = False
         self._bound: _Bound | None = None
@@ -93,16 +85,14 @@ class StopSignal:
         self._asked.discard(number)
         return was_asked
 
-    def request(self, reason: str, *, stays_stopped: bool, in_s: float | None = None) -> None:
+    def request(self, reason: str, *, stays_stopped: bool) -> None:
         """Request a stop from another thread, as a signal would, unless one is requested already.
 
         Args:
             reason: name of what asks for it, for the message.
             stays_stopped: whether a supervisor must not start the run again.
-            in_s: seconds that are left, if it is not the grace period.
         """
-        seconds = self._grace_s if in_s is None else in_s
-        self._order = _Order(reason, stays_stopped, time.monotonic() + seconds)
+        self._order = reason, stays_stopped
         with self._lock:
             if self._previous:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
@@ -177,20 +167,21 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled_at = now
-        self._begin(_Order(signal.Signals(number).name, False, now + self._grace_s))
+        self._begin(signal.Signals(number).name, stays_stopped=False)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         order, self._order = self._order, None
         if order is None:
             self._stop_if_late()
         else:
-            self._begin(order)
+            reason, stays_stopped = order
+            self._begin(reason, stays_stopped=stays_stopped)
 
-    def _begin(self, order: _Order) -> None:
-        """Begin to stop, in the main thread; the first reason counts, and the earliest kill."""
-        self._kill_at = min(self._kill_at, order.kill_at)
+    def _begin(self, reason: str, *, stays_stopped: bool) -> None:
+        """Begin to stop, in the main thread; the first request counts."""
         if self._requested is None:
-            self._requested, self.stays_stopped = order.reason, order.stays_stopped
+            self._requested, self.stays_stopped = reason, stays_stopped
+            self._kill_at = time.monotonic() + self._grace_s
         if self._may_interrupt:
             self._may_interrupt = False
             self.check()

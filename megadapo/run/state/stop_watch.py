@@ -1,6 +1,6 @@
-"""Requests to stop that are no signals: the file `stop` in a run's folder, and `run.save_before`.
+"""Requests to stop by the file `stop` in a run's folder.
 
-Any process on any machine can write the file, such as one that hears that its machine will end.
+Any process on any machine can write it, such as one that hears that its machine will end.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -30,23 +29,9 @@ MAX_TEXT = 200
 class StopWatch:
     """A thread that requests a stop. Use as a context manager."""
 
-    def __init__(
-        self,
-        folder: Path,
-        stop: StopSignal,
-        *,
-        save_before: float | None = None,
-        reserve_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """
-        Args:
-            save_before: time at which the run must have ended, in seconds since the epoch.
-            reserve_s: returns the seconds that a run needs to finish its phase and to save.
-        """
+    def __init__(self, folder: Path, stop: StopSignal) -> None:
         self._folder = folder
         self._stop = stop
-        self._save_before = save_before
-        self._reserve_s = reserve_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -65,11 +50,6 @@ class StopWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            if self._save_before is not None:
-                left_s = self._save_before - time.time()
-                if left_s <= self._reserve_s():
-                    self._save_before = None
-                    self._stop.request("run.save_before", stays_stopped=True, in_s=left_s)
             text = take_stop_file(self._folder)
             if text is not None:
                 reason = f"the file {self._folder / STOP_FILE}" + (f": {text}" if text else "")

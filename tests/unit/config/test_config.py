@@ -126,6 +126,7 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
     [
         ("checkpoint.export_every", "a command of run.on_event exports"),
         ("algorithm.reference.server", "algorithm.reference.path"),
+        ("run.save_before", "Slurm's --signal"),
     ],
 )
 def test_deleted_key_names_what_replaces_it(recipe: Path, key: str, instead: str) -> None:

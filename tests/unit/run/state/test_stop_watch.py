@@ -1,16 +1,15 @@
-"""A stop file and a deadline stop a run as a signal does, and only the right driver."""
+"""A stop file stops a run as a signal does, and only the right driver."""
 
 import errno
 import os
 import threading
 import time
-from datetime import UTC, datetime, timedelta, timezone
 from unittest.mock import Mock
 
 import pytest
 
-from megadapo.config import RunConfig, load_config
-from megadapo.errors import ConfigError, InfraError, RunInterruptedError
+from megadapo.config import RunConfig
+from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.status import read_status
@@ -79,41 +78,3 @@ def test_stop_file_is_read_after_its_text_is_written(tmp_path):
     threading.Timer(0.05, lambda: path.write_text("restart")).start()
     assert take_stop_file(tmp_path) == "restart"
     assert take_stop_file(tmp_path) is None
-
-
-def test_run_is_saved_before_its_time(tmp_path, monkeypatch):
-    """An allocation that ends in a rollout of an hour lost all since the last checkpoint."""
-    monkeypatch.setattr("megadapo.run.run.FIRST_SAVE_S", 30.0)
-    until = datetime.now(timezone(timedelta(hours=5))) + timedelta(seconds=31)
-    config = config_of(tmp_path, save_before=until.isoformat())
-    start = time.monotonic()
-    with pytest.raises(RunInterruptedError, match=r"stopped by run\.save_before"):
-        wait_in_a_rollout(config, lambda: None)
-    assert 0.3 < time.monotonic() - start < 10
-    assert saved_steps(tmp_path) == ["step-1"]
-    assert read_status(tmp_path).stays_stopped
-
-
-def test_time_that_is_past_is_refused(tmp_path):
-    """`megadapo train RUN` kept the time of the last allocation: it started and stopped."""
-    config = config_of(tmp_path, save_before="2020-01-01T06:00")
-    with pytest.raises(ConfigError, match="run.save_before=none"):
-        wait_in_a_rollout(config, lambda: None)
-    later = load_config("configs/quickstart.toml", ["run.save_before=none"])
-    assert later.run.save_before is None
-
-
-def test_time_without_an_offset_is_local():
-    section = config_of(save_before="2026-12-01T06:00").run
-    assert section.save_before_s == datetime(2026, 12, 1, 6).timestamp()  # noqa: DTZ001
-    assert config_of().run.save_before_s is None
-
-
-def test_toml_time_is_accepted(tmp_path):
-    assert config_of(save_before=datetime(2026, 12, 1, 6, tzinfo=UTC)).run.save_before_s
-
-
-@pytest.mark.parametrize("text", ["tomorrow", "2026-13-01T06:00", "6:00", ""])
-def test_wrong_time_is_a_configuration_error(text):
-    with pytest.raises(ConfigError, match=r"run\.save_before: .*2026-12-01T06:00"):
-        config_of(save_before=text)

@@ -133,7 +133,7 @@ def test_run_that_must_stay_stopped_is_not_restarted(tmp_path):
         tmp_path,
         """
         from megadapo.errors import RunInterruptedError
-        error = RunInterruptedError("stopped by run.save_before")
+        error = RunInterruptedError("stopped by the file stop")
         resume_and_complete(num).end(error, stays_stopped=num == 2)
         sys.exit(75)
         """,
