@@ -37,6 +37,8 @@ HINTS = {
     "checkpoint.export_every": "a command of run.on_event exports: docs/reliability.md has one",
     "algorithm.reference.server": "a teacher is a folder or a model of the Hub: "
     "algorithm.reference.path",
+    "checkpoint.every_minutes": "checkpoint.every counts steps, and SIGUSR1 saves the present one",
+    "checkpoint.keep_every": "raise checkpoint.keep, or let a command of run.on_event copy some",
     "run.save_before": "the scheduler sends SIGTERM in time, as with Slurm's --signal",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",

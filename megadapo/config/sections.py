@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from megadapo.section import Section
 
@@ -71,17 +71,6 @@ class CheckpointConfig(Section, title="checkpoint"):
     every: PositiveInt = 10
     """Steps between checkpoints. The last completed step of a run is always saved, also if it ends
     early, unless the trainer has failed."""
-    every_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Minutes after which the next completed step is saved; 0: only `every` counts."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Complete checkpoints to keep. An older one is deleted after a newer one is committed. At
     least 2, because the newest may be damaged."""
-    keep_every: NonNegativeInt = 0
-    """Steps between checkpoints that are never deleted; 0: all may be deleted."""
-
-    def conflicts(self) -> Iterator[str]:
-        if self.keep_every % self.every:
-            yield (
-                f"checkpoint.keep_every = {self.keep_every} must be 0 or a multiple of "
-                f"checkpoint.every = {self.every}"
-            )

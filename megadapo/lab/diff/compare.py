@@ -198,7 +198,7 @@ class _Comparer:
         if a is None or b is None:
             lacking = [run.name for run, path in ((self._a, a), (self._b, b)) if path is None]
             if step:
-                keys = "checkpoint.every = 1 and checkpoint.keep_every = 1 keep one of each step"
+                keys = "checkpoint.every = 1, and checkpoint.keep = run.num_steps keeps all"
                 names = " and ".join(lacking)
                 self._gap(f"weights: no checkpoint of the step in {names} ({keys})", step)
             return

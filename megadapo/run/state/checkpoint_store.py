@@ -40,17 +40,12 @@ _DAMAGED_NAME = re.compile(r"damaged-step-(\d+)-[0-9a-f]{8}")
 class CheckpointStore:
     """The checkpoints of one run, in `folder/step-N`."""
 
-    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0):
-        """
-        Args:
-            keep: number of newest checkpoints to keep.
-            keep_every: steps that are a multiple of it are never deleted; 0 turns this off.
-        """
+    def __init__(self, folder: Path, *, keep: int):
+        """`keep`: number of newest checkpoints to keep."""
         self.folder = folder
         self.damaged: dict[Path, str] = {}
         """Reason why each checkpoint that its readers found unusable is unusable."""
         self._keep = keep
-        self._keep_every = keep_every
 
     def begin(
         self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0
@@ -107,14 +102,13 @@ class CheckpointStore:
         return f"; the run continues without {', '.join(parts)}" if parts else ""
 
     def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete checkpoints that no rule keeps and no reader has `in_use`.
+        """Delete all but the newest checkpoints and those of the steps `in_use`.
 
         A damaged one stays until as many newer ones as a run keeps are committed.
         """
         committed = self._committed()
         for path in committed[self._keep :]:
-            step = step_of(path)
-            if step not in in_use and not (self._keep_every and step % self._keep_every == 0):
+            if step_of(path) not in in_use:
                 _delete(path)
         steps = [step_of(path) for path in committed]
         for path in self.folder.glob(f"{_DAMAGED}step-*"):

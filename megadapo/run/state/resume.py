@@ -66,9 +66,7 @@ def pinned_steps(folder: Path) -> frozenset[int]:
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:
     """Return the store of the run's checkpoints."""
-    section = config.checkpoint
-    folder = config.run.folder / CHECKPOINTS
-    return CheckpointStore(folder, keep=section.keep, keep_every=section.keep_every)
+    return CheckpointStore(config.run.folder / CHECKPOINTS, keep=config.checkpoint.keep)
 
 
 def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:

@@ -67,7 +67,8 @@ class RunCheckpoints:
         self._pending: Future[Checkpoint] | None = None
         self._saved_step = 0
         """Step of the newest save, complete or pending, or the step resumed from."""
-        self._began_at = time.monotonic()
+        self._began_at = 0.0
+        """Time at which the newest save began."""
         self._slowest_s = 0.0
         self._failing_since = math.inf
         """Time of the first failed save since one has succeeded."""
@@ -134,12 +135,10 @@ class RunCheckpoints:
         If an update outlasts the grace after a stop signal, every step gets one: the interrupted
         update leaves weights that belong to no step.
         """
-        run, section = self._config.run, self._config.checkpoint
-        if step >= run.num_steps or step % section.every == 0 or self._failing_since < math.inf:
+        run, every = self._config.run, self._config.checkpoint.every
+        if step >= run.num_steps or step % every == 0 or self._failing_since < math.inf:
             return True
-        if 0 < run.grace_s < self._log.expected_s("train") + self.reserved_s:
-            return True
-        return 0 < section.every_minutes <= (time.monotonic() - self._began_at) / 60
+        return 0 < run.grace_s < self._log.expected_s("train") + self.reserved_s
 
     @property
     def reserved_s(self) -> float:

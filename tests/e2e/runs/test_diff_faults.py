@@ -28,7 +28,7 @@ RECIPE = [
     "--evaluation.max_problems=8",
     "--evaluation.every=3",
     "--checkpoint.every=1",
-    "--checkpoint.keep_every=1",
+    "--checkpoint.keep=3",
     "--observe.saved_groups=all",
     # a fault must not end the run
     "--oracles.logprob_abs_mean=none",

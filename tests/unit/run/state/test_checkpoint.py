@@ -189,13 +189,13 @@ def test_pruning_follows_the_commit(tmp_path):
         assert steps_in(tmp_path) == ["step-2", "step-3"]
 
 
-def test_keep_every_stays_and_unfinished_is_removed(tmp_path):
+def test_newest_stay_and_unfinished_is_removed(tmp_path):
     (tmp_path / "tmp-step-1-deadbeef" / "trainer").mkdir(parents=True)
-    store = CheckpointStore(tmp_path, keep=2, keep_every=3)
+    store = CheckpointStore(tmp_path, keep=2)
     store.remove_unfinished()
     for step in range(2, 8):
         save_checkpoint(store, step, write_trainer=written_by(write_shards), state=STATE)
-    assert steps_in(tmp_path) == ["step-3", "step-6", "step-7"]
+    assert steps_in(tmp_path) == ["step-6", "step-7"]
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "foreign"])
