@@ -137,6 +137,7 @@ def campaign(
     if environment is not None:
         port = None if server is None else server.port
         recipe = write_recipe(folder / "recipe", environment, port)
+        overrides += (f"--data.held_out={recipe.with_name('held_out.jsonl')}",)
         num_steps = EPISODE_STEPS
     expected = undisturbed(folder / "undisturbed", overrides, recipe, num_steps)
     log = folder / "kills.json"

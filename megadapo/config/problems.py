@@ -39,6 +39,7 @@ HINTS = {
     "algorithm.reference.path",
     "checkpoint.every_minutes": "checkpoint.every counts steps, and SIGUSR1 saves the present one",
     "checkpoint.keep_every": "raise checkpoint.keep, or let a command of run.on_event copy some",
+    "evaluation.max_problems": "name a file with fewer problems in data.held_out",
     "run.save_before": "the scheduler sends SIGTERM in time, as with Slurm's --signal",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",

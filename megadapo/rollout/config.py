@@ -358,8 +358,6 @@ class EvaluationConfig(Section, title="evaluation"):
     """Sampling temperature; 0: the most probable token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.7
     """Nucleus: probability mass of the most probable tokens that are sampled from."""
-    max_problems: PositiveInt | None = None
-    """Number of problems to use of each held-out set, from the first; none: all."""
 
     @property
     def num_engines(self) -> int:

@@ -72,9 +72,7 @@ class HeldOutRequests:
         Raises:
             DataError: there are no problems.
         """
-        named = [
-            (name, p) for name, prompts in sets.items() for p in prompts[: config.max_problems]
-        ]
+        named = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
         if not named:
             raise DataError("there are no held-out problems to evaluate on; check data.held_out")
         settings = SamplingSettings(

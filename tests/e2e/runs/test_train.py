@@ -173,7 +173,7 @@ def test_killed_run_with_background_evaluation_resumes_the_same(uninterrupted, t
 
 
 LONG = (
-    "--evaluation.max_problems=64",
+    "--data.held_out=arithmetic:held_out:64",
     "--evaluation.samples_per_problem=64",
     "--checkpoint.every=1",
     "--checkpoint.keep=2",

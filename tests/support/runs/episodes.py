@@ -15,6 +15,7 @@ from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support import REPOSITORY
 
 NUM_PROMPTS = 100
+NUM_HELD_OUT = 8
 RESPONSES_PER_PROMPT = 4
 
 
@@ -29,12 +30,14 @@ def write_recipe(folder: Path, recovery: str = "replay", port: int | None = None
     if recipe.exists():
         return recipe
     rows = map(json.loads, (REPOSITORY / "examples/environment/train.jsonl").open())
+    lines = []
+    for row in islice(rows, NUM_PROMPTS):
+        # an OpenEnv server gets no prompt
+        row["extra_info"]["question"] = row["prompt"]
+        lines.append(json.dumps(row) + "\n")
     prompts = folder / "prompts.jsonl"
-    with prompts.open("w") as file:
-        for row in islice(rows, NUM_PROMPTS):
-            # an OpenEnv server gets no prompt
-            row["extra_info"]["question"] = row["prompt"]
-            file.write(json.dumps(row) + "\n")
+    prompts.write_text("".join(lines))
+    (folder / "held_out.jsonl").write_text("".join(lines[:NUM_HELD_OUT]))
     game = f"""
 environment = "tests.support.environments.games:CountedGuess"
 options = {{log = "{folder / "actions"}"}}"""
@@ -51,7 +54,7 @@ path = "{REPOSITORY / "configs" / "agent-base"}"
 dtype = "float32"
 [data]
 train = "{prompts}"
-held_out = "{prompts}"
+held_out = "{folder / "held_out.jsonl"}"
 max_prompt_tokens = 40
 overlap = "warn"
 [rollout]

@@ -20,7 +20,7 @@ SMALL = [
     "--rollout.num_threads=2",
     "--sampling.prompts_per_step=8",
     "--algorithm.responses_per_mini_batch=32",
-    "--evaluation.max_problems=8",
+    "--data.held_out=arithmetic:held_out:8",
     "--evaluation.every=2",
     "--checkpoint.every=2",
 ]

@@ -128,6 +128,7 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
         ("algorithm.reference.server", "algorithm.reference.path"),
         ("checkpoint.every_minutes", "checkpoint.every "),
         ("checkpoint.keep_every", "checkpoint.keep,"),
+        ("evaluation.max_problems", "data.held_out"),
         ("run.save_before", "Slurm's --signal"),
     ],
 )
@@ -226,7 +227,7 @@ def test_overrides_are_toml_values_or_bare_text(recipe: Path) -> None:
             "--run.resume=never",
             "run.folder=runs/a = b",
             "--algorithm.objective.dual_clip=10",
-            "--evaluation.max_problems=none",
+            "--algorithm.max_kl=none",
             '--data.held_out="arithmetic:held_out:8"',
             "--trainer.optimizer.lr=2e-6",
             "--trainer.sequence_parallel=true",
@@ -237,7 +238,7 @@ def test_overrides_are_toml_values_or_bare_text(recipe: Path) -> None:
     assert config.run.resume == "never"
     assert config.run.folder == Path("runs/a = b")
     assert config.algorithm.objective.dual_clip == 10.0
-    assert config.evaluation.max_problems is None
+    assert config.algorithm.max_kl is None
     assert config.data.held_out == "arithmetic:held_out:8"
     assert config.trainer.optimizer.lr == 2e-6
     assert config.trainer.sequence_parallel is True

@@ -42,7 +42,7 @@ def test_every_recipe_names_the_schema_and_fits_it(path: Path) -> None:
         "[dapo]",
         "[run]\nnum_steps = 0",
         "[data]\noverlong_prompts = 'keep'",
-        "[evaluation]\nmax_problems = 'nan'",
+        "[algorithm]\nmax_kl = 'nan'",
         "[trainer.optimizer]\nlr = '1e-6'",
     ],
 )
@@ -52,7 +52,7 @@ def test_the_schema_refuses_what_the_program_refuses(toml: str) -> None:
 
 
 def test_the_schema_takes_none_where_a_field_may_be_none() -> None:
-    table = tomllib.loads("[evaluation]\nmax_problems = 'none'\n[cluster]\naddress = 'none'")
+    table = tomllib.loads("[algorithm]\nmax_kl = 'none'\n[cluster]\naddress = 'none'")
     jsonschema.validate(table, json_schema())
 
 

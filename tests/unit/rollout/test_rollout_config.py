@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_paper():
         (SamplingConfig, {"on_shortfall": "crash"}, "sampling.on_shortfall"),
         (EvaluationConfig, {"every": -1}, "evaluation.every"),
         (EvaluationConfig, {"temperature": -0.1}, "evaluation.temperature"),
-        (EvaluationConfig, {"max_problems": 0}, "evaluation.max_problems"),
+        (EvaluationConfig, {"samples_per_problem": 0}, "evaluation.samples_per_problem"),
         (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: used only"),
         (BranchingConfig, BRANCHES | {"beta": 0.0}, "never exceeds"),
         (BranchingConfig, BRANCHES | {"decision": "draw", "threshold": 0.6}, "branching.threshold"),

@@ -150,8 +150,6 @@ def test_sets_have_the_same_weight():
     assert both.standard_error == pytest.approx(math.sqrt(squares) / 2, abs=1e-15)
     assert both.num_problems == 40
     assert not run(small).sets
-    limited = run({"small": small, "large": large}, max_problems=3)
-    assert [one.num_problems for one in limited.sets.values()] == [3, 3]
 
 
 class ThreeAtATime(RightAtLeast):
@@ -188,7 +186,6 @@ def test_groups_are_scored_in_parallel():
 
 
 def test_number_of_problems():
-    assert run(make_prompts(12), max_problems=4) == run(make_prompts(4))
     assert math.isnan(run(make_prompts(1)).standard_error)
     with pytest.raises(DataError, match="held-out"):
         run([])
