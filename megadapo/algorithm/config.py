@@ -36,31 +36,19 @@ class ReferenceConfig(Section, title="algorithm.reference"):
     """Hugging Face model that is the reference policy (a teacher), with the policy's tokenizer and
     any sizes; it is on the trainer's ranks and split like the policy. none: no other model."""
     refresh_every: PositiveInt | None = None
-    """Number of steps after which the reference policy gets the policy's weights; none: never."""
-    decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of its own weights that the reference policy keeps at a step, as a moving average of
-    the policy's; none: no average."""
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the reference policy never changes."""
-        return self.refresh_every is None and self.decay is None
+    """Number of steps after which the reference policy gets the policy's weights, as in ProRL;
+    none: never."""
 
     def conflicts(self) -> Iterator[str]:
-        if self.path is not None and not self.is_fixed:
+        if self.path is not None and self.refresh_every is not None:
             yield (
-                "algorithm.reference.refresh_every and algorithm.reference.decay follow the "
-                "policy, and a teacher (algorithm.reference.path) does not change: leave them out"
+                "algorithm.reference.refresh_every follows the policy, and a teacher "
+                "(algorithm.reference.path) does not change: leave one of them out"
             )
         if self.path == "":
             yield (
                 "algorithm.reference.path must not be empty; leave it out for the run's first "
                 "weights"
-            )
-        if self.refresh_every is not None and self.decay is not None:
-            yield (
-                "algorithm.reference.decay and algorithm.reference.refresh_every are two ways to "
-                "change the reference policy; leave one out"
             )
 
 

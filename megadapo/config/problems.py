@@ -35,6 +35,7 @@ HINTS = {
     "weights.transport": "the transport follows from the nodes and GPUs; delete the key",
     "weights.folder": "weights travel over memory or the network only; delete the key",
     "checkpoint.export_every": "a command of run.on_event exports: docs/reliability.md has one",
+    "algorithm.reference.decay": "algorithm.reference.refresh_every renews the reference policy",
     "algorithm.reference.server": "a teacher is a folder or a model of the Hub: "
     "algorithm.reference.path",
     "checkpoint.every_minutes": "checkpoint.every counts steps, and SIGUSR1 saves the present one",

@@ -78,7 +78,7 @@ class TrainerRank(TrainedModel):
         )
         algorithm = settings.algorithm
         reference = algorithm.reference
-        uses_first = reference.is_fixed and reference.path is None
+        uses_first = reference.path is None and reference.refresh_every is None
         keeps_first = algorithm.objective.kl_coef != 0.0 and uses_first
         model = describe_model(read_hf_config(folder))
         # every rank raises before it joins: none waits for another

@@ -77,12 +77,6 @@ class ReferencePolicy:
             ).copy_(value.detach())
             for name, value in kept.items()
         }
-        # a bf16 average would not move by a hundredth of a small update
-        self._average = (
-            {name: value.float() for name, value in self._weights.items()}
-            if self._config.decay is not None
-            else None
-        )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -139,13 +133,9 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Take over or average the policy's weights after the updates of `step`, from 1."""
-        decay, refresh_every = self._config.decay, self._config.refresh_every
-        if self._average is not None and decay is not None:
-            for name, average in self._average.items():
-                average.lerp_(self._parameters[name].detach().cpu().float(), 1 - decay)
-                self._weights[name].copy_(average)
-        elif refresh_every is not None and step % refresh_every == 0:
+        """Take over the policy's weights after the updates of `step`, from 1, if it is time."""
+        refresh_every = self._config.refresh_every
+        if refresh_every is not None and step % refresh_every == 0:
             for name, weight in self._weights.items():
                 weight.copy_(self._parameters[name])
 
@@ -157,14 +147,14 @@ class ReferencePolicy:
         Returns:
             A function that writes it into the trainer's checkpoint while training continues.
         """
-        if self._config.is_fixed:
+        if self._config.refresh_every is None:
             return lambda folder: {}
         positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(positions, position)
         rank, shards = torch.distributed.get_rank(), {}
         # data-parallel ranks can hold different experts
         if positions.index(position) == rank:
-            pairs = match_params(self._state, layout, position)
+            pairs = match_params(self._weights, layout, position)
             shards = {shard.name: value.clone() for shard, value in pairs}
         return partial(
             _write_copy,
@@ -181,21 +171,14 @@ class ReferencePolicy:
             CheckpointError: the checkpoint has no reference.
             WeightError: it is damaged, or of another model.
         """
-        if self._config.is_fixed:
+        if self._config.refresh_every is None:
             return
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} has no weights of a reference policy, because its run kept the first "
-                "ones: leave out algorithm.reference.refresh_every and algorithm.reference.decay"
+                "ones: leave out algorithm.reference.refresh_every"
             )
-        import_weights(folder / FOLDER, self._state, layout, position)
-        for name, kept in self._state.items():
-            self._weights[name].copy_(kept)
-
-    @property
-    def _state(self) -> dict[str, Tensor]:
-        """The tensors that carry the reference from step to step."""
-        return self._weights if self._average is None else self._average
+        import_weights(folder / FOLDER, self._weights, layout, position)
 
     @torch.no_grad()
     def _exchange(self) -> None:

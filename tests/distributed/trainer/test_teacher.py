@@ -70,7 +70,7 @@ def test_split_keeps_loss_and_gradient(ranks, models, layout):
 
 
 def test_log_probs_of_the_batch_give_the_same_loss(ranks, models):
-    """As in megadapo whatif; on one rank and on a last stage of two."""
+    """The batch of `megadapo whatif` has them; on one rank and on a last stage of two."""
     batch = random_batch(RAGGED)
     known = batch_logprobs(models / "deep-untied", batch, torch.float64)
     known_batch = replace(batch, logprobs_ref=known.astype(np.float32))

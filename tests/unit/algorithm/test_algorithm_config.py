@@ -76,7 +76,6 @@ RLOO_WITH_KL = {"objective": IN_REWARD, "advantage": "rloo"}
         ({"kl_control": {"target": 0.1}}, "algorithm.kl_control.target: only the KL divergence in"),
         ({"kl_control": {"horizon": 5}}, "algorithm.kl_control.horizon: read only with"),
         ({"reference": {"refresh_every": 3}}, "no reference is kept with"),
-        ({"reference": {"decay": 0.5, "refresh_every": 3}}, "algorithm.reference.decay and"),
         ({"objective": IN_REWARD}, "set normalize_by_std = false"),
         ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
         ({"objective": IN_REWARD, "advantage": "grpo-process"}, "taken off whole responses"),

@@ -47,8 +47,6 @@ algorithm.advantage=gae; trainer.optimizer.decay_steps=20; trainer.optimizer.war
     -> trainer.optimizer.decay_steps = 20; critic.optimizer.warmup_steps = 20
 algorithm.objective.kl_coef=0.1; algorithm.reference.refresh_every=3
     -> algorithm.reference.refresh_every; run.num_steps
-algorithm.objective.kl_coef=0.1; algorithm.reference={path = "a", decay = 0.9}
-    -> algorithm.reference.decay; algorithm.reference.path
 algorithm.objective.kl_coef=0.1; algorithm.reference={path = "a", refresh_every = 1}
     -> algorithm.reference.refresh_every; algorithm.reference.path
 algorithm.objective.kl_coef=0.1; algorithm.reference.path="" -> algorithm.reference.path; empty

@@ -125,6 +125,7 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
     ("key", "instead"),
     [
         ("checkpoint.export_every", "a command of run.on_event exports"),
+        ("algorithm.reference.decay", "algorithm.reference.refresh_every"),
         ("algorithm.reference.server", "algorithm.reference.path"),
         ("checkpoint.every_minutes", "checkpoint.every "),
         ("checkpoint.keep_every", "checkpoint.keep,"),

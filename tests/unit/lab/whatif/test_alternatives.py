@@ -46,7 +46,7 @@ def test_other_gate_drops_the_keys_of_the_runs_gate():
         ("clip_high=0.3", r"not a key of \[algorithm\]; did you mean algorithm\.objective\.clip_h"),
         ("trainer.optimizer.lr=1e-5", r"trainer\.optimizer\.lr is not a key of \[algorithm\]"),
         ("algorithm.passes=2", r"algorithm\.passes changes no loss of a saved batch"),
-        ("algorithm.reference.decay=0.9", r"reference\.decay changes no loss of a saved batch"),
+        ("algorithm.reference.path=a", r"reference\.path changes no loss of a saved batch"),
         ("algorithm.objective={}", r"algorithm\.objective is not a key with a value"),
         ("algorithm.objective.clip_high", r"write algorithm\.objective\.clip_high=VALUE"),
         ("algorithm.objective.clip_high=-1", r"clip_high = -1 must be at least 0"),
