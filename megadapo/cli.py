@@ -51,11 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Raises:
-        MegadapoError: the command failed.
-    """
+    """Run one command and return its exit code."""
     arguments, rest = build_parser().parse_known_args(argv)
     arguments.overrides = _overrides(arguments, rest)
     run: Callable[[argparse.Namespace], int] = arguments.run

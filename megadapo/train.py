@@ -33,11 +33,6 @@ def train(
         schedule: folder of a run to repeat, whose batches depended on the engines' speed.
         accept_changes: keys that a resumed run may change although they decide what it learns.
         allow_fewer: start with fewer data-parallel ranks and engines if nodes are missing.
-
-    Raises:
-        RunInterruptedError: the run was asked to stop; every completed step is saved.
-        OracleError: a step broke an invariant; it is saved, and so is every step before it.
-        MegadapoError: the run failed. Completed steps are saved unless the trainer was lost.
     """
     warnings = config.warnings()
     if replay is not None:
@@ -61,11 +56,7 @@ def train(
 def _train_from_checkpoint(
     config: RunConfig, run: Run, replay: Path | None, schedule: Path | None
 ) -> None:
-    """Start trainer and engines at the run's checkpoint, and do the remaining steps.
-
-    Raises:
-        CorruptCheckpointError: a process that loads the checkpoint found it damaged.
-    """
+    """Start trainer and engines at the run's checkpoint, and do the remaining steps."""
     checkpoint, unfinished = run.checkpoints.current, None
     if replay is None:
         unfinished, warnings = find_unfinished(config, checkpoint)
@@ -88,12 +79,7 @@ def _train_from_checkpoint(
 def training_steps(
     config: RunConfig, run: Run, workers: Workers
 ) -> Generator[MetricRecord, None, None]:
-    """Yield the record of each remaining step; a step runs when its record is requested.
-
-    Raises:
-        RunInterruptedError: the run was asked to stop; every completed step is saved.
-        OracleError: a step broke an invariant; it is saved, and so is every step before it.
-    """
+    """Yield the record of each remaining step; a step runs when its record is requested."""
     trainer, rollouts = workers.trainer, workers.rollouts
     writer = StepWriter(config, run, workers)
     with writer.saving_last_step():

@@ -77,12 +77,6 @@ class Cluster:
         Args:
             tensor_parallel: number of neighbouring trainer ranks that must be on one node.
             needs: folders that every node of a joined cluster must see.
-
-        Raises:
-            ConfigError: the cluster to join needs no token, or `cluster.device` is auto and the
-                nodes differ from this machine.
-            InfraError: the cluster has too few slots in time, an engine or a tensor-parallel group
-                would span nodes, or a node lacks a folder.
         """
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
         daemons = connect_to_ray(config, sum(layout))
@@ -212,9 +206,6 @@ def reserve(config: ClusterConfig, num_slots: int, *, without: Sequence[str]) ->
 
     Args:
         without: ids of nodes to leave out.
-
-    Raises:
-        InfraError: the cluster has too few slots in time.
     """
     (group,) = reserve_all(config, [num_slots], without=without)
     return group

@@ -250,12 +250,7 @@ def _run_rank(rank: int, num_ranks: int, folder: Path, device: Device, limit_s: 
 
 
 def _nvidia_smi(query: str) -> list[list[str]]:
-    """Return the cells of a query, with one row per GPU.
-
-    Raises:
-        OSError: there is no nvidia-smi.
-        SubprocessError: it failed or hung.
-    """
+    """Return the cells of a query, with one row per GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     command += ["-i", visible] if visible else []

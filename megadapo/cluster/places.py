@@ -234,11 +234,7 @@ def locate_gpus(group: PlacementGroup, num_slots: int) -> list[ObjectRef[Any]]:
 
 
 def locate(group: PlacementGroup, num_slots: int, config: ClusterConfig) -> list[Slot]:
-    """Return the slot of each bundle of a group that Ray has placed.
-
-    Raises:
-        InfraError: a node did not run its task in time, as when it died after the reservation.
-    """
+    """Return the slot of each bundle of a group that Ray has placed."""
     places = bundle_nodes(group, num_slots)
     if not config.uses_cuda:
         return [Slot(bundle, node, None) for bundle, node in enumerate(places)]

@@ -63,9 +63,6 @@ def load_checked(
     Args:
         rows: reads the rows of a run without rollouts; None for a run with rollouts.
         has_values: whether the run trains a reward model.
-
-    Raises:
-        MegadapoError: the configuration, or a file that it names, is wrong.
     """
     from megadapo.config import load_config
     from megadapo.config.preflight import check_run
@@ -134,9 +131,6 @@ def start_run(
         warnings: about the configuration, for --dry-run.
         start: trains in this process.
         words: further options for a supervised driver.
-
-    Raises:
-        MegadapoError: the run failed.
     """
     if arguments.dry_run:
         from megadapo.config import to_toml

@@ -52,12 +52,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List or change a run's engines.
-
-    Raises:
-        DataError: the folder is no run's, or its engines.json is damaged.
-        ConfigError: the run cannot follow the request.
-    """
+    """List or change a run's engines."""
     from megadapo.commands.status import observed_status
     from megadapo.rollout.pool.request import write_request
     from megadapo.run.state.status import read_status

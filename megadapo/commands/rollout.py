@@ -80,9 +80,6 @@ def sample_steps(
     Args:
         keep: rows to write of the responses; None writes none.
         max_per_prompt: number of rows of one prompt to write; None writes all.
-
-    Raises:
-        MegadapoError: sampling failed; complete steps are saved.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -74,11 +74,7 @@ class _View:
         """Time and count of generated tokens, at each of the newest growths."""
 
     def frame(self) -> Group:
-        """Read the folder, and return one frame.
-
-        Raises:
-            DataError: it is not a run's folder, or a file is damaged.
-        """
+        """Read the folder, and return one frame."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text

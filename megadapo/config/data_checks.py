@@ -30,11 +30,7 @@ ColumnReader = Callable[[str, DataColumns], Iterator[Row]]
 
 
 def check_prompts(config: RunConfig) -> list[str]:
-    """Check prompts and gold answers, and texts for pretraining.
-
-    Raises:
-        DataError: lists every source without rows or with one that cannot be used.
-    """
+    """Check prompts and gold answers, and texts for pretraining."""
     pretraining = config.algorithm.pretraining.data
     others = (
         {} if pretraining is None else {"algorithm.pretraining.data": (pretraining, read_text_rows)}
@@ -55,11 +51,7 @@ def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
 
 
 def check_answers(rows: ColumnReader, are_pairs: bool, config: RunConfig) -> list[str]:
-    """Check the rows of a run without rollouts, and the conversations in them.
-
-    Raises:
-        DataError: lists every source without rows or with one that cannot be used.
-    """
+    """Check the rows of a run without rollouts, and the conversations in them."""
 
     def read(source: str) -> Iterator[Row]:
         for row in rows(source, config.data.columns):

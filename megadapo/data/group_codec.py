@@ -42,11 +42,7 @@ def encode_group(group: Group) -> dict[str, Any]:
 
 
 def decode_group(entry: Mapping[str, Any]) -> Group:
-    """Return the group that was encoded.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is not a group.
-    """
+    """Return the group that was encoded."""
     responses = tuple(decode_response(response) for response in entry["responses"])
     _check_branches(responses)
     return Group(

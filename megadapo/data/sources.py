@@ -68,10 +68,6 @@ def read_rows(
     Args:
         columns: names of the columns, which are found without them, and texts around each prompt.
         with_extra_info: read this column of parquet files too.
-
-    Raises:
-        DataError: the source does not exist, cannot be read, or lacks a column.
-        InfraError: the Hub does not answer.
     """
     names = _names(source, columns or DataColumns())
     if is_built_in(source):
@@ -115,9 +111,6 @@ def read_pair_rows(source: str, columns: DataColumns | None = None) -> Iterator[
     """Yield rows of preference pairs in order, from files, folders and Hub datasets.
 
     `columns`: texts around each prompt, as in `read_rows`; the columns' names are fixed.
-
-    Raises:
-        DataError: the source does not exist, cannot be read, or lacks a column.
     """
     names = _names(source, columns or DataColumns())
     for file in _files(source, SUFFIXES):
@@ -133,9 +126,6 @@ def read_answered_rows(source: str, columns: DataColumns | None = None) -> Itera
     """Yield rows of answered conversations in order, from files, folders and Hub datasets.
 
     `columns`: name of the prompts' column and texts around each prompt, as in `read_rows`.
-
-    Raises:
-        DataError: the source does not exist or cannot be read.
     """
     names = _names(source, columns or DataColumns())
     optional = (*PROMPTS, *ANSWERS, *OF_ROLLOUTS, *filter(None, [names.config.prompt]))

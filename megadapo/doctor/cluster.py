@@ -41,11 +41,7 @@ def diagnose_cluster(facts: ClusterFacts) -> ClusterDiagnosis:
 
 
 def doctor_cluster(address: str, folder: Path | None, *, as_json: bool = False) -> int:
-    """Check a cluster, print the diagnosis and return the exit code.
-
-    Raises:
-        InfraError: there is no cluster.
-    """
+    """Check a cluster, print the diagnosis and return the exit code."""
     diagnosis = diagnose_cluster(inspect_cluster(address, folder))
     table = _table(diagnosis.facts, folder)
     return report(diagnosis, table, as_json=as_json, healthy="the nodes fit together")

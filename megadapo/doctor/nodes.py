@@ -82,9 +82,6 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
     Args:
         address: HOST:PORT of Ray's head, or "auto" on a node of the cluster.
         folder: the run's folder, created if it is missing.
-
-    Raises:
-        InfraError: there is no cluster, or it refuses this process.
     """
     import ray
 

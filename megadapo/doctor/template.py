@@ -97,9 +97,6 @@ def doctor_template(model: str, *, as_json: bool = False) -> int:
     Args:
         model: folder or Hub name, or a recipe, which names its model and sets the variables of its
             template.
-
-    Raises:
-        MegadapoError: the recipe is wrong, or the model has no usable tokenizer.
     """
     if Path(model).is_file():
         config = load_config(model)
@@ -119,10 +116,6 @@ def diagnose_template(
     Args:
         variables: data.chat_template_kwargs.
         key: name of `model` for errors.
-
-    Raises:
-        DataError: it has no usable tokenizer.
-        ConfigError: its tokenizer changes texts, or the template does not read a variable.
     """
     tokenizer = read_tokenizer(model, key=key, chat_template_kwargs=variables)
     errors: list[str] = []

@@ -117,11 +117,7 @@ class EnvironmentProcesses:
         )
 
     async def seat(self) -> Seat:
-        """Return a place for a new object, in the process with the fewest.
-
-        Raises:
-            CallError: no process can be started, also after a pause.
-        """
+        """Return a place for a new object, in the process with the fewest."""
         # the others play while one cannot be started
         without_process = math.inf if time.monotonic() < self._next_start else 0
 

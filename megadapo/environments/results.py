@@ -83,11 +83,7 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
 
 
 def read_state(value: Any) -> Any:
-    """Return a state that JSON does not change.
-
-    Raises:
-        WrongResult: JSON cannot express it, or changes it.
-    """
+    """Return a state that JSON does not change."""
     return _json(value, "state()")
 
 

@@ -16,11 +16,7 @@ from megadapo.errors import DataError
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results as JSON, below the date and the machine they were measured on.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write results as JSON, below the date and the machine they were measured on."""
     record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **results}
     write_text(path, json.dumps(record, indent=1) + "\n")
 

@@ -88,11 +88,7 @@ class ModelDescription:
 
 
 def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Read a Hugging Face configuration.
-
-    Raises:
-        WeightError: the family is unknown or a size is missing; the error names the key.
-    """
+    """Read a Hugging Face configuration."""
     shape = model_shape(hf_config)
     routing = None
     if shape.num_experts:
@@ -116,11 +112,7 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 
 def describe_critic(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Read the configuration of a language model or of a saved critic; describe the critic.
-
-    Raises:
-        WeightError: the family is unknown or a size is missing; the error names the key.
-    """
+    """Read the configuration of a language model or of a saved critic; describe the critic."""
     names = [
         name.replace(_VALUE_MODEL, _LANGUAGE_MODEL) for name in hf_config.get("architectures") or []
     ]

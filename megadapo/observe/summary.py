@@ -56,9 +56,6 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
     """Print the before/after table of a run, its costs, its files and next commands.
 
     `command`: the command of the run.
-
-    Raises:
-        DataError: no step is recorded yet.
     """
     records, evaluations = read_steps(folder), read_evaluations(folder)
     table = Table(title=f"{folder}: before and after")

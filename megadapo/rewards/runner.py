@@ -62,13 +62,7 @@ class Runner(abc.ABC):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[FunctionScore]:
-        """Score the responses to one prompt.
-
-        Raises:
-            RewardError: the function failed, and its on_failure is "stop".
-            RewardOutageError: the group should be scored again later.
-            InfraError: its processes cannot be restarted.
-        """
+        """Score the responses to one prompt."""
         results = self._results(prompt, texts, token_ids)
         scores = [
             self._read(result, text, ids)

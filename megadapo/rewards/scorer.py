@@ -91,11 +91,6 @@ class Scorer:
         Args:
             token_ids: [n] int32 of each response.
             returns: what each response has earned in its environment, if it had one.
-
-        Raises:
-            RewardError: a function failed, and its on_failure is "stop".
-            RewardOutageError: a function cannot work now; the group should be scored again later.
-            InfraError: the processes of a function cannot be restarted.
         """
         if self._is_rule_alone:
             return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))

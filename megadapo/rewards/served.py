@@ -117,11 +117,7 @@ class Client:
     def chat(
         self, prompt: str, *, model: str, temperature: float, max_tokens: int
     ) -> tuple[str, int]:
-        """Return a model's reply to one message, and the number of retries.
-
-        Raises:
-            NoAnswer: as for `post`, or the answer is no chat completion.
-        """
+        """Return a model's reply to one message, and the number of retries."""
         body = {
             "model": model,
             "messages": [{"role": "user", "content": prompt}],

@@ -105,9 +105,6 @@ class SymbolicPool:
 
         Returns:
             Whether each pair is equal, or None without a result.
-
-        Raises:
-            InfraError: the pool is closed, or workers cannot be restarted.
         """
         with self._lock:
             different = list(dict.fromkeys(pairs))

@@ -117,10 +117,6 @@ class Evaluations:
         """Start to evaluate the published weights; wait with placement "alone" or at the last step.
 
         The evaluation before ends first, because the reserved engine holds one set of weights.
-
-        Raises:
-            DataError: there are no held-out problems.
-            InfraError: an engine failed.
         """
         self.finish()
         is_last = step == self._config.run.num_steps
@@ -158,20 +154,12 @@ class Evaluations:
         return [] if self._reserved is None else self._reserved.engines.drain_warnings()
 
     def finish_pending(self) -> None:
-        """Wait for the running evaluation if it shares engines with training.
-
-        Raises:
-            InfraError: an engine failed.
-        """
+        """Wait for the running evaluation if it shares engines with training."""
         if self._reserved is None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the running evaluation, if any; no training response may be in flight.
-
-        Raises:
-            InfraError: an engine failed.
-        """
+        """Wait for the running evaluation, if any; no training response may be in flight."""
         with self._polling:
             running, self._running = self._running, None
         self.sampling_engines.evaluation = None
@@ -207,11 +195,7 @@ class Evaluations:
         self._finished.append(record)
 
     def check(self) -> None:
-        """Check the reserved engine and score its new groups; any thread may call this.
-
-        Raises:
-            InfraError: the engine is lost and cannot be restarted.
-        """
+        """Check the reserved engine and score its new groups; any thread may call this."""
         if self._reserved is not None and self._polling.acquire(blocking=False):
             try:
                 self._reserved.engines.check()

@@ -64,11 +64,7 @@ class RunPrompts:
 
     @staticmethod
     def load(config: RunConfig) -> RunPrompts:
-        """Load data.train and data.held_out.
-
-        Raises:
-            DataError: prompts, gold answers or the tokenizer cannot be used.
-        """
+        """Load data.train and data.held_out."""
         tokenizer = load_tokenizer(config)
         load = partial(_load_prompts, config, tokenizer=tokenizer)
         held_out = config.data.load_held_out(load)
@@ -104,13 +100,7 @@ class SamplingInputs(RunPrompts):
 
     @classmethod
     def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> SamplingInputs:
-        """Load the prompts and start the scorer, which ends with `stack`.
-
-        Raises:
-            ConfigError: a reward function cannot be imported or called.
-            DataError: prompts, gold answers or the tokenizer cannot be used.
-            InfraError: a process of the scorer did not start.
-        """
+        """Load the prompts and start the scorer, which ends with `stack`."""
         with phases.phase("load prompts"):
             loaded = RunPrompts.load(config)
         with phases.phase("start verifier"):
@@ -189,9 +179,6 @@ def start_cluster(
     """Start or join Ray with slots for trainer ranks, engines or both; leave it with `stack`.
 
     `folder`: the folder that all nodes must see; None means the run's folder.
-
-    Raises:
-        InfraError: the cluster has not enough slots in time.
     """
     paths = {
         "model.path": config.model.path,
@@ -219,23 +206,14 @@ def start_cluster(
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.path.
-
-    Raises:
-        DataError: it has no usable tokenizer.
-        ConfigError: it changes texts, or data.chat_template_kwargs do not fit its chat template.
-    """
+    """Return the tokenizer of model.path."""
     return read_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
 
 
 def load_pretraining_data(
     config: RunConfig, phases: Phases, tokenizer: PreTrainedTokenizerBase
 ) -> PretrainingStream | None:
-    """Return the pretraining data from its start, None if algorithm.pretraining names none.
-
-    Raises:
-        DataError: the data cannot be used.
-    """
+    """Return the pretraining data from its start, None if algorithm.pretraining names none."""
     pretraining = config.algorithm.pretraining
     if pretraining.data is None:
         return None

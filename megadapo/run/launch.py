@@ -85,13 +85,6 @@ def start_workers(
         unfinished: an evaluation of weights older than the checkpoint's, to resume.
         on_progress: called every few seconds while trainer or engines work.
         status: receives the state of the engines; with it and `folder`, engines join and leave.
-
-    Raises:
-        ConfigError: steps to replay are not saved.
-        DataError: prompts, gold answers or the tokenizer cannot be used.
-        InfraError: a process did not start.
-        CheckpointError: the checkpoint belongs to another model.
-        CorruptCheckpointError: a file of the checkpoint is damaged.
     """
     with ExitStack() as stack:
         # a resumed run needs the model's own weights only to finish evaluating them

@@ -35,9 +35,6 @@ def start_processes(
 
     Returns:
         The trainer, the engines for rollouts, and the engine reserved for held-out problems.
-
-    Raises:
-        InfraError: a process did not start.
     """
     # an engine measures the free memory of its GPU, so it must start alone (run/gpu_sharing.py)
     one_by_one = config.cluster.engines_sleep
@@ -128,10 +125,6 @@ def start_environments(
     Args:
         folder: the run's folder, where actions and observations survive a kill.
         log_folder: gets what the environments print.
-
-    Raises:
-        ConfigError: an environment cannot start.
-        InfraError: the host cannot start.
     """
     if not config.rollout.environments:
         return None
@@ -160,9 +153,6 @@ def start_engines_alone(
 
     Returns:
         The engines, and the host of the environments if there are any.
-
-    Raises:
-        InfraError: the cluster lacks slots, or an engine did not start.
     """
     num_engines = config.rollout.num_engines
     cluster = start_cluster(
@@ -207,11 +197,7 @@ def start_trainer(
     stack: ExitStack,
     watch: Watch,
 ) -> Trainer:
-    """Start the trainer of a run; end it with `stack`.
-
-    Raises:
-        InfraError: a rank did not start.
-    """
+    """Start the trainer of a run; end it with `stack`."""
     with phases.phase("start trainer"):
         trainer = Trainer.start(
             settings,

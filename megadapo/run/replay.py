@@ -52,12 +52,7 @@ class ReplayedRollouts(Rollouts):
     """Batches of saved groups; publishing only counts the policy version."""
 
     def __init__(self, config: RunConfig, folder: Path, *, first_step: int) -> None:
-        """Check that every step from `first_step` to the last of the run is saved.
-
-        Raises:
-            ConfigError: a step is not saved.
-            DataError: the model's configuration cannot be read.
-        """
+        """Check that every step from `first_step` to the last of the run is saved."""
         _check_steps(folder, first_step, config.run.num_steps)
         model = resolve_model_folder(config.model.path, with_weights=False)
         self._vocab_size = describe_model(read_hf_config(model)).shape.vocab_size

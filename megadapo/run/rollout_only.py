@@ -56,11 +56,6 @@ def start_rollouts(
     Returns:
         A function that samples and scores the batch of a step, and saves its groups; and what
         knows the prompts' environments.
-
-    Raises:
-        ConfigError: there are no weights to sample from, or the folder holds a run.
-        DataError: prompts, gold answers or the tokenizer cannot be used.
-        InfraError: a process did not start.
     """
     folder = _prepare_folder(config)
     with ExitStack() as stack:
@@ -125,11 +120,7 @@ def keeping_every_group(config: RunConfig, keep: Keep) -> RunConfig:
 def kept_rows(
     config: RunConfig, keep: Keep, episodes: EpisodeRequests, *, max_per_prompt: int | None
 ) -> CorrectRows | PairRows:
-    """Begin the file of rows in the folder of rollouts.
-
-    Raises:
-        DataError: the tokenizer cannot be used.
-    """
+    """Begin the file of rows in the folder of rollouts."""
     path = rollout_folder(config) / KEPT_FILES[keep]
     if keep == "pairs":
         return PairRows(path, max_per_prompt=max_per_prompt)

@@ -61,13 +61,6 @@ class Run:
             accept_changes: keys and tables that may differ from the checkpoint's configuration
                 although they decide what is learned.
             command: the command of the run, which must also have written the checkpoint.
-
-        Raises:
-            CheckpointError: `run.resume` names no usable checkpoint or one of another command, or
-                is "never" in a folder that already holds one.
-            ConfigError: `run.folder` is below a file, or its run would learn something else that is
-                not in `accept_changes`.
-            InfraError: `run.folder` cannot be created or written to, or another driver holds it.
         """
         folder = config.run.folder
         warnings = _make_folder(folder)
@@ -126,12 +119,7 @@ class Run:
         return self.step >= self._config.run.num_steps
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 1.
-
-        Raises:
-            RunInterruptedError: the run was asked to stop between two steps.
-            InfraError: another driver has taken over the run's folder.
-        """
+        """Yield the remaining steps, counted from 1."""
         self._is_stepping = True
         self.log.recall_evaluation()
         while not self.finished:
@@ -199,9 +187,6 @@ class Run:
         Args:
             num_bytes: approximate size of the trainer's files.
             wait: whether to wait for the checkpoint and raise any failure, as after the last step.
-
-        Raises:
-            InfraError: it could not be written, or a rank of the trainer is gone.
         """
         wait = wait or self.finished
         self._lease.check()

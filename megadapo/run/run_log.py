@@ -98,9 +98,6 @@ class RunLog:
         """Write and show one step's metrics; add times, the driver's memory and an evaluation.
 
         The step's saved rollouts are on the disk before its record.
-
-        Raises:
-            InfraError: it could not be written; a second try is allowed.
         """
         self._rollouts.wait()
         seconds = self._seconds

@@ -75,11 +75,6 @@ def run_stage(
     Args:
         accept_changes: keys that a resumed run may change although they decide what it learns.
         allow_fewer: start with fewer data-parallel ranks if nodes are missing.
-
-    Raises:
-        RunInterruptedError: the run was asked to stop; every completed step is saved.
-        OracleError: too many updates in a row were skipped; every step is saved.
-        MegadapoError: the run failed. Completed steps are saved unless the trainer was lost.
     """
     config = with_num_steps(config, stage.num_rows)
     warnings = config.warnings()
@@ -142,12 +137,7 @@ def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerSt
 def stage_steps(
     config: RunConfig, run: Run, stage: Stage, trainer: TrainerState
 ) -> Generator[MetricRecord, None, None]:
-    """Yield the record of each remaining step; a step runs when its record is requested.
-
-    Raises:
-        RunInterruptedError: the run was asked to stop; every completed step is saved.
-        OracleError: too many updates in a row were skipped; every step is saved.
-    """
+    """Yield the record of each remaining step; a step runs when its record is requested."""
     writer = _StageWriter(config, run, trainer, stage.fingerprint)
     rows = RowOrder(config, stage.num_rows, stage.shares)
     with writer.saving_last_step():

@@ -34,11 +34,7 @@ class RewardModel(Stage):
 
     @classmethod
     def load(cls, config: RunConfig) -> Self:
-        """Read and encode the pairs of data.train and data.held_out.
-
-        Raises:
-            DataError: pairs or the tokenizer cannot be used.
-        """
+        """Read and encode the pairs of data.train and data.held_out."""
         data, tokenizer = config.data, load_tokenizer(config)
         max_tokens = data.max_prompt_tokens + config.rollout.max_response_tokens
         load = partial(

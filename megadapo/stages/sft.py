@@ -36,11 +36,7 @@ class FineTuning(Stage):
 
     @classmethod
     def load(cls, config: RunConfig) -> Self:
-        """Read and encode the rows of data.train and data.held_out.
-
-        Raises:
-            DataError: rows or the tokenizer cannot be used.
-        """
+        """Read and encode the rows of data.train and data.held_out."""
         data = config.data
         encoder = AnswerEncoder(
             load_tokenizer(config),

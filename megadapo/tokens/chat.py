@@ -37,11 +37,6 @@ def chat_ids(
 
     Args:
         tools: JSON schemas of the tools that the template shows to the model.
-
-    Raises:
-        DataError: the template damages a message with the name of a control token, or a role has
-            such a name.
-        jinja2.TemplateError: the messages do not fit the template.
     """
     encoder = encoder_of(tokenizer)
     if encoder is not None:

@@ -77,10 +77,6 @@ class Turns:
         Args:
             turn_ids: the sampled tokens of the turn; only the last one matters.
             messages: the new messages, each with "role" and "content".
-
-        Raises:
-            DataError: a message has another role or other keys or is no Unicode text, or the
-                messages do not fit the template together, such as two of a user in a row.
         """
         glue = self._encode(self._pairs(messages))
         # the glue's first token is the close token

@@ -336,11 +336,7 @@ class TrainerRank(TrainedModel):
         return num_bytes
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint of any split.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model.
-        """
+        """Read a checkpoint of any split."""
         with self.offload.resident("parameters", "optimizer"):
             load_checkpoint(self.runs, self.chunks, self.optimizer, folder)
             if self.reference is not None:
@@ -374,10 +370,6 @@ class TrainerRank(TrainedModel):
             return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
 
     def check_experts(self, batch: PackedBatch) -> None:
-        """Check with `trainer.router_replay` that the batch has the engines' experts.
-
-        Raises:
-            DataError: it has not.
-        """
+        """Check with `trainer.router_replay` that the batch has the engines' experts."""
         if self.settings.trainer.router_replay:
             check_choices(batch, self.model)

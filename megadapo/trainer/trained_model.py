@@ -46,9 +46,6 @@ class RankModel:
         Args:
             folder: of the first weights, unless settings.model.init is "random".
             needs_weights: whether they are set; a checkpoint is loaded next otherwise.
-
-        Raises:
-            WeightError: a tensor of the folder is missing, unknown or of another shape.
         """
         self.settings, self.model, self.model_folder = settings, model, folder
         self.layout = ModelLayout(model.family, model.shape)

@@ -111,9 +111,6 @@ class Trainer:
         Args:
             watch: checks of the run's other processes.
             sends_while_training: whether the ranks can send published weights while they train.
-
-        Raises:
-            MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
         """
         options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
         recorder = flight_recorder(log_folder.resolve()) if cluster.uses_cuda else {}
@@ -197,12 +194,7 @@ class Trainer:
         )
 
     def load(self, folder: Path, files: Files) -> None:
-        """Read a checkpoint, saved at any split, whose files must be as listed.
-
-        Raises:
-            CorruptCheckpointError: a file differs.
-            CheckpointError: the state is of another model.
-        """
+        """Read a checkpoint, saved at any split, whose files must be as listed."""
         # twice: files are hashed, then read
         reading_s = 2 * sum(file.bytes for file in files.values()) / SLOWEST_STORAGE
         timeout_s = self._config.timeout_s + reading_s
@@ -231,11 +223,7 @@ class Trainer:
         return self._gather(calls, method, limit_s, "trainer.timeout_s")
 
     def check(self) -> None:
-        """Check the ranks while no call is waiting for them.
-
-        Raises:
-            InfraError: a rank has died, or hangs.
-        """
+        """Check the ranks while no call is waiting for them."""
         import ray
 
         self._check_heartbeats()

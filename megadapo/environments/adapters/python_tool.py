@@ -176,12 +176,7 @@ class Interpreter:
             raise EnvironmentFailure(f"a Python sandbox cannot start: {reason}")
 
     async def run(self, code: bytes, budget: Budget) -> str:
-        """Return the output of code, and count its CPU time.
-
-        Raises:
-            Ended: the code exceeded a limit or ended the process.
-            EnvironmentFailure: the process was killed from outside.
-        """
+        """Return the output of code, and count its CPU time."""
         self._num_calls += 1
         return await self._ask(self._num_calls, code, budget)
 

@@ -45,10 +45,6 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
     """Write all files into the ablation's folder and return their paths.
 
     Without a finished run these are only JSON and Markdown.
-
-    Raises:
-        DataError: a run's folder holds a damaged file, or a table cannot be written.
-        InfraError: a picture cannot be written.
     """
     ablation, num_seeds = result.ablation, len(result.ablation.seeds)
     seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
@@ -213,10 +209,6 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Pa
 
     Args:
         rows: names, and folders of the runs; a row without runs is left out.
-
-    Raises:
-        DataError: a folder holds a damaged file.
-        InfraError: the picture cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure

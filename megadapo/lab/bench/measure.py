@@ -81,11 +81,7 @@ def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | 
 
 
 def reset_resident_peak() -> int:
-    """Reset this process's peak of resident memory; return the present resident bytes.
-
-    Raises:
-        OSError: the kernel does not allow it.
-    """
+    """Reset this process's peak of resident memory; return the present resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 

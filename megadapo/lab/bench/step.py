@@ -68,10 +68,6 @@ def take_turns(
         config: configuration with OVERRIDES and more than `num_steps` steps, as the last one saves.
         records: records of our run, which takes one step per record.
         trl_arguments: additional settings of GRPOConfig.
-
-    Raises:
-        ConfigError: TRL cannot do what the recipe says.
-        InfraError: TRL's environment does not work, or TRL ended.
     """
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)

@@ -119,19 +119,11 @@ class TrlBaseline:
         self._process.wait()
 
     def step(self) -> StepTime:
-        """Take one step with all of its updates.
-
-        Raises:
-            InfraError: the process ended.
-        """
+        """Take one step with all of its updates."""
         return StepTime(**self._ask("step"))
 
     def evaluate(self, step: int, held_out: HeldOutRequests) -> HeldOut:
-        """Evaluate the present weights on the problems that the settings are of.
-
-        Raises:
-            InfraError: the process ended.
-        """
+        """Evaluate the present weights on the problems that the settings are of."""
         results = [ProblemResult(**one) for one in self._ask("evaluate")["results"]]
         found = held_out.evaluation(results)
         return HeldOut(step, found.accuracy, found.standard_error, found.response_length_mean)

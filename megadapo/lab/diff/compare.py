@@ -62,13 +62,7 @@ class Comparison:
 
 
 def compare_runs(folder_a: Path, folder_b: Path) -> Comparison:
-    """Compare two runs up to the first step in which they differ.
-
-    Raises:
-        ConfigError: a folder has no run, or the runs have no step in common.
-        DataError: a file is damaged.
-        CheckpointError: a checkpoint is damaged.
-    """
+    """Compare two runs up to the first step in which they differ."""
     return _Comparer(RunRecord(folder_a, "A"), RunRecord(folder_b, "B")).compare()
 
 

@@ -11,11 +11,7 @@ from megadapo.rollout.sampling.schedule_records import decode_record, describe_d
 
 
 def about_schedules(folder_a: Path, folder_b: Path) -> str:
-    """Return sentences about where the schedules of A and B part; empty if one has none.
-
-    Raises:
-        DataError: a schedule cannot be read.
-    """
+    """Return sentences about where the schedules of A and B part; empty if one has none."""
     paths = [folder / SCHEDULE_FILE for folder in (folder_a, folder_b)]
     if not all(path.is_file() for path in paths):
         return ""

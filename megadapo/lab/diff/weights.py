@@ -86,9 +86,6 @@ def compare_checkpoints(
     Args:
         paths: the step's checkpoint in A and in B.
         previous: the checkpoints of the step before, which show how far each run moved.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
     """
     one, two = (load(path, hashes=False) for path in paths)
     if one.files == two.files:

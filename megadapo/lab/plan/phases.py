@@ -73,12 +73,7 @@ class Models:
 
 
 def models_of(config: RunConfig) -> Models:
-    """Return the run's models from their folders or the built-in list; nothing is downloaded.
-
-    Raises:
-        DataError: a model has neither a folder nor an entry in the list.
-        WeightError: the family of a model is unknown.
-    """
+    """Return the run's models from their folders or the built-in list; nothing is downloaded."""
     from megadapo.models.description import describe_model
     from megadapo.models.folder import find_hf_config
 

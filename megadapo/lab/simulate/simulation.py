@@ -153,11 +153,7 @@ def simulate(
     num_steps: int = NUM_STEPS,
     num_warm_up: int = NUM_WARM_UP,
 ) -> PolicyResult:
-    """Run a policy from a cold start; all of its batches are trained on at once.
-
-    Raises:
-        SamplingError: a batch cannot be filled.
-    """
+    """Run a policy from a cold start; all of its batches are trained on at once."""
     engines = VirtualEngines(engine_settings, task, dispatch=policy.dispatch)
     source = policy.start(policy.sampling, engines, task)
     _run(source, engines, num_warm_up)
@@ -275,11 +271,7 @@ def fit_table(fit: RunFit) -> str:
 
 
 def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: Path) -> None:
-    """Write the assumptions and, under "policies", one object per policy.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write the assumptions and, under "policies", one object per policy."""
     document = {
         "engines": asdict(assumptions.engines),
         "task": assumptions.task.to_json(),

@@ -220,11 +220,7 @@ def simulate_steps(
     num_steps: int,
     absence: Absence | None = None,
 ) -> StepTime:
-    """Simulate a mode's steps from a cold start.
-
-    Raises:
-        SamplingError: a batch cannot be filled.
-    """
+    """Simulate a mode's steps from a cold start."""
     engines = VirtualEngines(replace(assumptions.engines, num_engines=split.num_engines), task)
     steps = train(OurSampler(sampling, engines, task).sampler, engines, split.train_s)
     list(islice(steps, NUM_WARM_UP))
@@ -322,11 +318,7 @@ def step_table(results: Sequence[StepTime], title: str) -> str:
 def write_step_json(
     results: Sequence[StepTime], assumptions: ClusterAssumptions, path: Path
 ) -> None:
-    """Write the assumptions and, under "modes", one object per mode.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write the assumptions and, under "modes", one object per mode."""
     document = {
         "num_gpus": assumptions.num_gpus,
         "card": assumptions.card,

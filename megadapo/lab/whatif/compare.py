@@ -46,11 +46,6 @@ def compare(
 
     Args:
         alternatives: the run's own objective first.
-
-    Raises:
-        DataError: the step has no saved groups, or their file is damaged.
-        CheckpointError: a checkpoint is damaged.
-        InfraError: a rank failed.
     """
     saved = read_step(config, step)
     before = weights_before(config.run.folder, step)

@@ -102,11 +102,7 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
 
 
 def weights_before(folder: Path, step: int) -> Weights:
-    """Return the newest weights of the run from before a step.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Return the newest weights of the run from before a step."""
     earlier = [path for path in step_folders(folder / CHECKPOINTS) if step_of(path) < step]
     if not earlier:
         return Weights(step=0, checkpoint=None)
@@ -115,11 +111,7 @@ def weights_before(folder: Path, step: int) -> Weights:
 
 
 def weights_after(folder: Path, step: int) -> Checkpoint | None:
-    """Return the checkpoint of a step if the run has kept it.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the checkpoint of a step if the run has kept it."""
     for path in step_folders(folder / CHECKPOINTS):
         if step_of(path) == step:
             return load(path, hashes=False)

@@ -36,11 +36,7 @@ def write_json(
     alternatives: Sequence[Alternative],
     comparisons: Sequence[Comparison],
 ) -> None:
-    """Write all numbers.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write all numbers."""
     write_record(
         path,
         {

@@ -93,11 +93,7 @@ class MetricsLog:
         self._last_step = int(last_step)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write one step with every metric name (null if missing) and the run's own names.
-
-        Raises:
-            InfraError: the disk refuses the write; the file is unchanged.
-        """
+        """Write one step with every metric name (null if missing) and the run's own names."""
         own = [name for name in values if name not in METRIC_NAMES]
         unknown = [name for name in own if not name.startswith(OWN_AREAS)]
         assert not unknown, f"not in METRIC_NAMES: {unknown}"
@@ -139,11 +135,7 @@ class MetricsLog:
         self._last_step = min(self._last_step, step)
 
     def open_writers(self) -> None:
-        """Open the writers; call it after `rewind`.
-
-        Raises:
-            ConfigError: a writer cannot be used.
-        """
+        """Open the writers; call it after `rewind`."""
         for name in self._writer_names:
             writer = open_writer(name, self._folder, self._config, self._purge_step)
             self._writers.append(writer)

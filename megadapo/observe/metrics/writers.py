@@ -54,9 +54,6 @@ def open_writer(
         folder: the run's folder, which also has the writers' local files.
         config: the run's configuration as JSON values.
         purge_step: first step that a resumed run repeats; None without a resume.
-
-    Raises:
-        ConfigError: the program cannot be used.
     """
     match name:
         case "tensorboard":

@@ -120,11 +120,7 @@ class RolloutLog:
         self._writing = self._executor.submit(write_rollouts, path, groups)
 
     def wait(self) -> None:
-        """Wait until the current step is on disk.
-
-        Raises:
-            InfraError: the file could not be written.
-        """
+        """Wait until the current step is on disk."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -62,9 +62,6 @@ def show_step(
     Args:
         step: by default the last step with saved groups.
         limit: largest number of groups printed.
-
-    Raises:
-        DataError: the step has no saved groups, or its file is damaged.
     """
     step = _find_step(run_folder, step)
     lines = _render_step(step, read_rollouts(rollouts_path(run_folder, step)), wanted, limit)

@@ -76,9 +76,6 @@ def enter(*, writable: bool = True) -> int:
 
     Returns:
         The user id for `drop_privileges`.
-
-    Raises:
-        OSError: the system does not allow it.
     """
     user = _unshare(_NAMESPACES)
     child = os.fork()
@@ -103,9 +100,6 @@ def enter_alone(*, writable: bool = True) -> int:
 
     Returns:
         The user id for `drop_privileges`.
-
-    Raises:
-        OSError: the system does not allow it.
     """
     user = _unshare(_NAMESPACES & ~CLONE_NEWPID)
     _enter_own_files(writable=writable)
@@ -120,9 +114,6 @@ def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> 
             has no child processes, no signals to others and no files that it may write.
         max_processes: limit for this user, including this process; 0 allows no new process, and no
             signal to another one.
-
-    Raises:
-        OSError: the kernel lacks a part of it.
     """
     _join_own_keyring()
     limits = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_CORE: 0}

@@ -107,9 +107,6 @@ def restrict(*, alone: bool = False) -> None:
     Args:
         alone: also forbid child processes, signals to other processes, and changes to permissions
             and times of files. Namespaces do this where they are allowed.
-
-    Raises:
-        OSError: the kernel or this architecture has no such filter.
     """
     checks: dict[str, list[_Check]] = {
         "clone": [(0, _CLONE_NEW, 0, True)],
@@ -129,11 +126,7 @@ def restrict(*, alone: bool = False) -> None:
 
 
 def program(denied: Iterable[str], checks: dict[str, list[_Check]] | None = None) -> bytes:
-    """Return a filter that denies calls with EPERM, some of them only with certain arguments.
-
-    Raises:
-        OSError: this architecture is not known.
-    """
+    """Return a filter that denies calls with EPERM, some of them only with certain arguments."""
     index, audit = _architecture()
     calls = _SYSTEM_CALLS | _OF_OTHERS | _CHECKED | _OF_ITSELF | _OF_KILLS
     numbers: dict[str, Any] = {name: both[index] for name, both in calls.items()}
@@ -162,11 +155,7 @@ def program(denied: Iterable[str], checks: dict[str, list[_Check]] | None = None
 
 
 def number(name: str) -> int:
-    """Return the number of a denied call on this architecture.
-
-    Raises:
-        OSError: this architecture is not known.
-    """
+    """Return the number of a denied call on this architecture."""
     found = _SYSTEM_CALLS[name][_architecture()[0]]
     assert found is not None, name
     return found

@@ -106,11 +106,7 @@ class RolloutEngine:
             raise InfraError(self._describe("could not start", error)) from None
 
     async def submit(self, groups: Sequence[OpenGroup]) -> None:
-        """Start to generate groups; `collect` returns them when they finish.
-
-        Raises:
-            InfraError: vLLM refused a request, or the engine cannot generate now.
-        """
+        """Start to generate groups; `collect` returns them when they finish."""
         generation = self._ready()
         with self._naming_failures("failed while generating"):
             await generation.submit(groups, self._policy_version)
@@ -122,9 +118,6 @@ class RolloutEngine:
 
         Returns:
             The groups that have ended since the last call.
-
-        Raises:
-            ProcessDiedError: vLLM's processes are dead.
         """
         assert self._generation is not None, "start first"
         with self._naming_failures("failed while generating"):
@@ -140,11 +133,7 @@ class RolloutEngine:
     async def score(
         self, requests: Sequence[ScoreRequest], wait_s: float
     ) -> list[np.ndarray] | None:
-        """Return the log-probs of each request's tokens; None after `wait_s` seconds.
-
-        Raises:
-            InfraError: vLLM refused a request, or the engine cannot generate now.
-        """
+        """Return the log-probs of each request's tokens; None after `wait_s` seconds."""
         from megadapo.rollout.engine.score import score
 
         self._ready()

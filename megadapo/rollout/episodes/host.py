@@ -188,11 +188,7 @@ class EpisodeHost:
 
 
 def check_environments(configs: Sequence[EnvironmentConfig]) -> list[EnvironmentDescription]:
-    """Start and end every environment once; return what prompts need to know of them.
-
-    Raises:
-        ConfigError: lists every environment that cannot be started or created.
-    """
+    """Start and end every environment once; return what prompts need to know of them."""
 
     async def check() -> list[EnvironmentDescription]:
         host = EpisodeHost([one.model_copy(update={"num_workers": 1}) for one in configs], None)

@@ -215,11 +215,7 @@ class EpisodeJournal:
         return record
 
     async def write(self, kind: Kind, episode: str, record: EpisodeRecord) -> None:
-        """Write a record, and return when it is on disk.
-
-        Raises:
-            OSError: it was not written, as the disk is full or fails.
-        """
+        """Write a record, and return when it is on disk."""
         payload = self._payload(kind, episode, record)
         written = asyncio.get_running_loop().create_future()
         self._queue.append((payload, written))

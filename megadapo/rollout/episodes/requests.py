@@ -64,11 +64,7 @@ class EpisodeRequests:
         return None
 
     def prompt_ids(self, prompt: Prompt, max_prompt_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the tokens of a prompt, with the tools of its environment.
-
-        Raises:
-            DataError: it is too long, or does not fit the chat template.
-        """
+        """Return the tokens of a prompt, with the tools of its environment."""
         tools = self.tools(prompt)
         return tuple(render(prompt, self.tokenizer, max_prompt_tokens, tools=tools))
 

@@ -68,28 +68,16 @@ class RecordLog:
         return offset
 
     def read(self, offset: int) -> bytes | None:
-        """Return the payload of the record at an offset; None if it is damaged.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the payload of the record at an offset; None if it is damaged."""
         return _record(self._file, offset)[0]
 
     def clear(self) -> None:
-        """Remove all records.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Remove all records."""
         self._file.truncate(0)
         self._end = 0
 
     def sync(self) -> None:
-        """Force all records to disk.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Force all records to disk."""
         os.fsync(self._file.fileno())
         if not self._entry_is_synced:
             sync_path(self.path.parent)
@@ -112,9 +100,6 @@ def read_records(path: Path, read: Callable[[int, bytes], None]) -> str:
 
     Returns:
         What is wrong behind that record; empty if nothing is.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with io.FileIO(path) as file:
         return _scan(file, read)[1]

@@ -82,11 +82,7 @@ class ElasticEngines:
         self._tokens: dict[int, deque[tuple[float, int]]] = {}
 
     def check(self) -> None:
-        """Compare the engines with the request, and start and end some; any thread may call it.
-
-        Raises:
-            InfraError: all engines are lost with their nodes.
-        """
+        """Compare the engines with the request, and start and end some; any thread may call it."""
         now = time.monotonic()
         if now < self._check_at or not self._checking.acquire(blocking=False):
             return

@@ -82,9 +82,6 @@ class Engines(ChangingPool):
         Returns:
             At least one group; an empty list after `timeout_s` seconds, with no group in flight, or
             if responses have ended so that there is capacity for more.
-
-        Raises:
-            InfraError: an engine refused a request, or too few engines are left.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._in_flight and not self._finished:
@@ -105,9 +102,6 @@ class Engines(ChangingPool):
         Args:
             keep: return the tokens generated so far, so that a later request can continue them.
                 The tokens of an engine that dies meanwhile are lost.
-
-        Raises:
-            InfraError: too few engines are left.
         """
         with self._lock:
             chosen = set(self._in_flight if keys is None else self._in_flight.keys() & set(keys))
@@ -146,9 +140,6 @@ class Engines(ChangingPool):
 
         Args:
             keep_weights: keep the weights in main memory until `wake_weights`.
-
-        Raises:
-            InfraError: too few engines are left.
         """
         if not self._spec.sleeps:
             return
@@ -175,11 +166,7 @@ class Engines(ChangingPool):
         self.check()
 
     def check(self) -> None:
-        """Watch over the engines while no thread waits for groups; any thread may call it.
-
-        Raises:
-            InfraError: too few engines are left.
-        """
+        """Watch over the engines while no thread waits for groups; any thread may call it."""
         if self._lock.acquire(blocking=False):
             try:
                 self._wait(0.0)
@@ -233,9 +220,6 @@ class Engines(ChangingPool):
 
         Returns:
             Whether there was a report.
-
-        Raises:
-            InfraError: an engine refused a request, or too few engines are left.
         """
         import ray
 

@@ -237,12 +237,7 @@ class EngineHandle:
         self._stalled_s = self._stalled_s + seconds if is_due else 0.0
 
     def read(self, ref: ObjectRef[Any], doing: str) -> Any:
-        """Return the result of a finished call.
-
-        Raises:
-            ProcessDiedError: the engine's process is dead.
-            InfraError: the call failed.
-        """
+        """Return the result of a finished call."""
         return result_of(ref, name=self.name, doing=doing, describe_death=self.describe_death)
 
     def describe_death(self) -> str:

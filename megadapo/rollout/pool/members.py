@@ -86,11 +86,7 @@ class ChangingPool(EnginePool):
         return [number for number in super().updatable() if number not in left]
 
     def fail(self, index: int, cause: str) -> None:
-        """Mark an engine as dead that cannot take the weights.
-
-        Raises:
-            InfraError: too few engines are left.
-        """
+        """Mark an engine as dead that cannot take the weights."""
         self.mark_dead(self._handles[index], cause, hangs=True)
 
     def note(self, line: str) -> None:

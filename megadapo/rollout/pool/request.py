@@ -74,11 +74,7 @@ def read_request(folder: Path) -> EngineRequest | None:
 
 
 def write_request(folder: Path, request: EngineRequest) -> None:
-    """Replace the request in a run's folder.
-
-    Raises:
-        InfraError: the disk refuses the write.
-    """
+    """Replace the request in a run's folder."""
     replace_text(folder / REQUEST_FILE, request.model_dump_json(indent=2) + "\n")
 
 

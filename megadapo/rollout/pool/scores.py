@@ -52,9 +52,6 @@ class PendingScores:
         """Wait for the engines, and return the log-probs of each request per engine that answered.
 
         An engine that dies meanwhile, or has no free slot in time, is left out with a warning.
-
-        Raises:
-            InfraError: an engine failed and is not dead, or too few engines are left.
         """
         import ray
 

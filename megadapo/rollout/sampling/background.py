@@ -33,12 +33,7 @@ class BackgroundSampler:
         self._thread.start()
 
     def next_batch(self) -> SampledBatch:
-        """Return the batch of the next step.
-
-        Raises:
-            SamplingError: too few groups are mixed.
-            InfraError: an engine failed.
-        """
+        """Return the batch of the next step."""
         with self._inside():
             self._works = True
         with self._inside(lambda: self._sampler.can_take):
@@ -68,12 +63,7 @@ class BackgroundSampler:
             return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, as JSON values.
-
-        Raises:
-            CheckpointError: the state is damaged.
-            DataError: the state belongs to other prompts.
-        """
+        """Restore the state that `state_dict` returned, as JSON values."""
         with self._inside():
             self._sampler.load_state_dict(state)
 

@@ -187,19 +187,11 @@ class EvaluationInProgress:
         return others
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Take finished groups from engines that only this evaluation uses.
-
-        Raises:
-            InfraError: an engine failed.
-        """
+        """Take finished groups from engines that only this evaluation uses."""
         self.take(self._engines.finished(timeout_s))
 
     def finish(self) -> Evaluation:
-        """Submit the remaining requests and wait for all; no other caller may use the engines.
-
-        Raises:
-            InfraError: an engine failed.
-        """
+        """Submit the remaining requests and wait for all; no other caller may use the engines."""
         self.submit()
         while self._pool.open:
             self._add(self._pool.wait())

@@ -78,11 +78,7 @@ class Reserve:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Self:
-        """Return the groups that `to_json` wrote.
-
-        Raises:
-            AttributeError, KeyError, TypeError, ValueError: the entries are damaged.
-        """
+        """Return the groups that `to_json` wrote."""
         reserve = cls()
         for entry in state["finished"]:
             group = decode_group(entry["group"])

@@ -137,9 +137,6 @@ class Sampler:
 
         It waits `timeout_s` for them, or until there is something to do, and returns whether groups
         are in flight.
-
-        Raises:
-            InfraError: an engine failed, or reward functions failed on too many responses.
         """
         window = self._window = self._window or self._begin()
         never_waits = self.config.carries and self.config.overlaps
@@ -164,12 +161,7 @@ class Sampler:
         return bool(self._pool.open)
 
     def take(self) -> SampledBatch:
-        """Return the next batch; groups that are not in it continue, or are dropped.
-
-        Raises:
-            SamplingError: max_asked_per_prompt is reached with too few mixed groups.
-            OracleError: the batch differs from the one that the run repeats.
-        """
+        """Return the next batch; groups that are not in it continue, or are dropped."""
         window, counters, config = self._window, self._counters, self.config
         assert window is not None, "the batch is not complete"
         if config.carries and not config.overlaps:
@@ -210,11 +202,7 @@ class Sampler:
         self._requests.sync()
 
     def go_on(self, policy_version: int, weights: str = "") -> None:
-        """Continue with new weights, whose fingerprint is `weights`.
-
-        Raises:
-            OracleError: weights or numbers of tokens differ from the repeated run.
-        """
+        """Continue with new weights, whose fingerprint is `weights`."""
         self._is_ahead = False
         self._requests.begin(policy_version, weights)
         if self.config.carries:

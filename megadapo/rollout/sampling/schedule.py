@@ -162,11 +162,7 @@ class Schedule:
     def take(
         self, step: int, next_index: int, open_groups: Iterable[int], batch: Sequence[Group]
     ) -> None:
-        """Record that a batch was taken, or compare it with the record to repeat.
-
-        Raises:
-            OracleError: it differs from the schedule that the run repeats.
-        """
+        """Record that a batch was taken, or compare it with the record to repeat."""
         digests = {group.prompt_index: contents_digest(group) for group in batch}
         self._done(Take(step, next_index, frozenset(open_groups), digests))
 
@@ -176,9 +172,6 @@ class Schedule:
         Returns:
             False if the cut is done already: a resumed run publishes the weights of its checkpoint
             again.
-
-        Raises:
-            OracleError: it differs from the schedule that the run repeats.
         """
         last = decode_record(self._records[self.position - 1]) if self.position else None
         if isinstance(last, Cut) and last.policy_version == policy_version:

@@ -155,9 +155,6 @@ class ScoringPool:
 
         Args:
             timeout_s: longest wait; None: no limit.
-
-        Raises:
-            InfraError: an engine failed, or the outage of a reward function is too long.
         """
         if self._engines.num_in_flight:
             finished = self._engines.finished(SCORING_POLL_S if self._scoring else timeout_s)

@@ -209,11 +209,7 @@ class StepCounters:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], saved_groups: SavedGroups) -> Self:
-        """Return the counters that `to_json` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError: the entry is damaged.
-        """
+        """Return the counters that `to_json` wrote."""
         counters = cls(
             **{name: entry[name] for name in cls._numbers()},
             stats=[GroupStats.from_json(one) for one in entry["stats"]],

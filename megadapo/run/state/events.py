@@ -138,11 +138,7 @@ class EventHook:
                 )
 
     def _call(self, text: bytes, limit_s: float, output: BinaryIO) -> str | None:
-        """Run the command once; return why it failed, or None.
-
-        Raises:
-            OSError: it could not be started.
-        """
+        """Run the command once; return why it failed, or None."""
         if limit_s <= 0:
             return f"it was too slow to be called within {self._finish_s:g} s of the run's end"
         command = subprocess.Popen(

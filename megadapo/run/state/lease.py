@@ -70,10 +70,6 @@ class Lease:
         """Take the lease on a run's folder, also from a dead driver.
 
         If that driver ran on another machine, wait until its heartbeat is overdue.
-
-        Raises:
-            InfraError: another driver is alive, and no file was changed; or the folder cannot be
-                written to.
         """
         driver = Driver.here()
         while not _claim(folder / LEASE_FILE, driver):

@@ -35,11 +35,7 @@ class ResumeTarget:
             return None
 
     def write(self, folder: Path) -> None:
-        """Write the target into the run's folder.
-
-        Raises:
-            InfraError: the disk refuses.
-        """
+        """Write the target into the run's folder."""
         replace_text(folder / RESUME_TARGET_FILE, json.dumps(asdict(self)) + "\n")
 
 
@@ -73,9 +69,6 @@ def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:
     """Return the point in the run's store that `run.resume` asks for.
 
     A path is used once: as soon as the run has a newer checkpoint, the path means the newest.
-
-    Raises:
-        CheckpointError: it does not exist, or "never" would mix two runs in one folder.
     """
     if config.run.resume in ("auto", "never"):
         return ResumePoint(*find_checkpoint(config, store))

@@ -108,11 +108,7 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal stop the run at once within this block, not only at the next `check`.
-
-        Raises:
-            RunInterruptedError: a stop was requested before or within the block.
-        """
+        """Let a signal stop the run at once within this block, not only at the next `check`."""
         self.check()
         self._may_interrupt = True
         try:
@@ -128,9 +124,6 @@ class StopSignal:
         Args:
             expected_s: expected seconds of the block.
             reserved_s: seconds of the grace that must remain after the block.
-
-        Raises:
-            RunInterruptedError: a stop was requested and the block takes too long.
         """
         if self._grace_s == 0:
             yield

@@ -80,12 +80,7 @@ class RecordWriter:
         save_rollouts()
 
     def record_step(self, metrics: MetricRecord, warnings: Iterable[str]) -> MetricRecord:
-        """Record and check the step that began; begin its checkpoint if one is due.
-
-        Raises:
-            OracleError: the step broke an invariant; it is recorded.
-            MegadapoError: the record or a checkpoint failed.
-        """
+        """Record and check the step that began; begin its checkpoint if one is due."""
         run = self._run
         record = self._until_written(partial(self._record, metrics))
         run.log.show(*warnings, *self._drain_warnings())

@@ -78,11 +78,7 @@ class TrainerState:
         self.gpus = gpus
 
     def apply(self, request: UpdateRequest) -> UpdateResult:
-        """Apply the updates of a step. Engines on shared GPUs sleep until the next publish.
-
-        Raises:
-            InfraError: a rank failed.
-        """
+        """Apply the updates of a step. Engines on shared GPUs sleep until the next publish."""
         # fails, if an engine cannot sleep, while the weights are still those of a step
         self.gpus.start_update()
         self.step = None
@@ -91,11 +87,7 @@ class TrainerState:
         return result
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restore the ranks, and what `state_dict` returned.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-        """
+        """Restore the ranks, and what `state_dict` returned."""
         self.ranks.load(checkpoint.trainer_folder, checkpoint.files)
         self.step = checkpoint.step
 
@@ -143,9 +135,6 @@ class StepTrainer(TrainerState):
         """Train on one step's batch while engines score some of its stale tokens (`with_probe`).
 
         `checks_first_ratio`: whether GPUs measure the first ratio.
-
-        Raises:
-            InfraError: a rank or an engine failed.
         """
         request = UpdateRequest(
             batch=batch,
@@ -167,9 +156,6 @@ class StepTrainer(TrainerState):
         """Return the update's result with the metrics of the engines' scores; wait for them.
 
         Engines may fail here, so the step must already count as complete.
-
-        Raises:
-            InfraError: an engine failed.
         """
         pending, self._pending_probe = self._pending_probe, None
         if pending is None:
@@ -177,12 +163,7 @@ class StepTrainer(TrainerState):
         return replace(result, metrics=result.metrics | pending.metrics(result.recorded))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restore the ranks, and what `state_dict` returned.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-            DataError: the pretraining data differs from the checkpoint's.
-        """
+        """Restore the ranks, and what `state_dict` returned."""
         super().load(checkpoint)
         state = checkpoint.state
         self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))

@@ -80,12 +80,7 @@ class StepWriter(RecordWriter):
         update: UpdateResult,
         published: PublishReport | None,
     ) -> MetricRecord:
-        """Evaluate, record and check a published step; begin its checkpoint if one is due.
-
-        Raises:
-            OracleError: the step broke an invariant; it is recorded.
-            MegadapoError: a record, an evaluation or a checkpoint failed.
-        """
+        """Evaluate, record and check a published step; begin its checkpoint if one is due."""
         self.evaluate(step)
         metrics = step_metrics(step, sampled, update, config=self._config, published=published)
         return self.record_step(metrics, step_warnings(step, sampled, update, self._config))

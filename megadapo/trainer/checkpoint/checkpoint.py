@@ -96,12 +96,7 @@ def num_bytes_written(runs: Sequence[OwnedRun]) -> int:
 def write_snapshot(
     snapshot: Snapshot, folder: Path, *, rank: int
 ) -> tuple[Files, list[StoredPiece]]:
-    """Write this rank's files into `folder`, freeing copies with their own memory on the way.
-
-    Raises:
-        CheckpointError: the file differs from the trained weights.
-        OSError: a file could not be written.
-    """
+    """Write this rank's files into `folder`, freeing copies with their own memory on the way."""
     files: Files = {}
     stored = []
     if snapshot.pieces:

@@ -150,11 +150,7 @@ class RewardModelRank:
         return num_bytes
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint of any split.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model.
-        """
+        """Read a checkpoint of any split."""
         self.critic.load(folder)
 
     def _scores(self, mini_batch: MiniBatch, num_sequences: int) -> np.ndarray:

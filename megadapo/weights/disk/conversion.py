@@ -54,10 +54,6 @@ def hf_to_megatron(
     """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
 
     It needs memory for the shards of one rank.
-
-    Raises:
-        WeightError: The folder does not hold exactly the model of its config.json, or the model
-            cannot be split this way.
     """
     layout, tensors, dtype = _open_checked(source)
     positions = replica_positions(
@@ -85,11 +81,7 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = None) -> None:
-    """Write a folder of trainer shards as a Hugging Face folder, optionally in FP8.
-
-    Raises:
-        WeightError: A shard is missing or does not fit; the error names it.
-    """
+    """Write a folder of trainer shards as a Hugging Face folder, optionally in FP8."""
     layout, tensors, dtype = _open_checked(source)
     if quantize is not None:
         with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:

@@ -59,10 +59,6 @@ def export_weights(
         base_folder: Model folder to copy configuration and tokenizer from.
         max_file_bytes: Largest safetensors file.
         on_tensor: Called with the name of each tensor after it is added.
-
-    Raises:
-        WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
-        InfraError: The disk refuses a write.
     """
     with new_folder(folder) as partial:
         copy_config_and_tokenizer(base_folder, partial, dtype)

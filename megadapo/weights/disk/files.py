@@ -127,11 +127,7 @@ def _forget_cached(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, or only the link if `path` is one.
-
-    Raises:
-        OSError: It could not be deleted.
-    """
+    """Delete a folder, or only the link if `path` is one."""
     if path.is_symlink():
         path.unlink()
     else:

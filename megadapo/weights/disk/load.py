@@ -28,9 +28,6 @@ def import_weights(
         params: Megatron-named parameters of this rank, with global layer numbers.
         layout: Layout of the model that `params` belong to.
         position: Position of this rank in the model.
-
-    Raises:
-        WeightError: A tensor or parameter is missing, unknown or misshapen; the error names it.
     """
     source = open_source(folder)
     check_tensors(source, layout, folder)

@@ -86,9 +86,6 @@ def make_plan(
             every rank reaches every engine.
         hosts: Node of every trainer rank and receiver. Each node gets every byte from other nodes
             once. None: `source_nodes` and `engine.nodes`.
-
-    Raises:
-        WeightError: No trainer rank holds some slice of an engine's parameter; the error names it.
     """
     planned = _blocks(layout, sources, engine)
     templates: list[list[Bundle]] = []

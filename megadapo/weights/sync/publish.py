@@ -129,11 +129,6 @@ class Publisher:
         Args:
             stop_generating: called once, when all is prepared; afterwards the engines must be idle
                 until this method returns.
-
-        Raises:
-            InfraError: A rank failed or missed `weights.deadline_s`, or a checksum differs. The
-                message names the bucket and the rank, or the parameter. The engines either have
-                their old weights or refuse to generate.
         """
         with self._engines.publishing():
             if self._sender == "pinned_sender":

@@ -117,9 +117,6 @@ class WeightReceiver:
             with_checksums: Whether to keep checksums of all slices for `verify`.
             version: Version of the update.
             delta: Header of an update that sends only the changes.
-
-        Raises:
-            WeightError: The delta has another base than this rank's weights, which are unchanged.
         """
         if delta is not None:
             self.check(delta)
@@ -155,9 +152,6 @@ class WeightReceiver:
 
         Returns:
             False if a trainer rank has ended. The driver knows why; the update stays incomplete.
-
-        Raises:
-            WeightError: A bundle cannot be applied; none of its elements was changed.
         """
         own = self._rounds.get(round_number, [])
         messages = [placed for _, placed in own]

@@ -40,9 +40,6 @@ class Republisher(Publisher):
 
         An engine that fails meanwhile, which breaks the connection for the trainer's ranks too, is
         started again.
-
-        Raises:
-            InfraError: too few engines are left.
         """
         try:
             return super().republish(index)
