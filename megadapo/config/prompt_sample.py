@@ -26,7 +26,7 @@ MAX_IDS = 512
 
 
 def first_prompt(config: RunConfig) -> list[str]:
-    """Return lines about the first prompt: columns, text, token ids, gold answer and stop tokens."""
+    """Return lines about the first prompt: columns, text, tokens, gold answer and stop tokens."""
     key, one = next(iter(config.data.train_sources.items()))
     if not is_built_in(one.source) and is_hub_dataset(one.source):
         return [f"no prompt is shown: {key} = {one.source} is on the Hub"]

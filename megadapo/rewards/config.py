@@ -63,6 +63,7 @@ WITH_NETWORK = ("judge", "reward_model")
 LOADING_TIMEOUT_S = 60.0
 """Shortest limit of a call that loads a model."""
 REQUEST_TIMEOUT_S = 60.0
+SCORE_PATTERN = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"
 """Default timeout of one request to a server."""
 OnFailure = Literal["retry", "exclude", "score", "stop"]
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -203,10 +204,7 @@ class RewardFunction(Section, title="reward.functions"):
         elif self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
         elif self.function in WITH_NETWORK:
-            # it imports this module
-            from megadapo.rewards.served import wrong_options
-
-            yield from wrong_options(self.function, self.options, self.timeout_s)
+            yield from self._wrong_server_options()
         elif self.function == LOCAL_MODEL and self.timeout_s < LOADING_TIMEOUT_S:
             yield (
                 f"reward.functions.timeout_s = {self.timeout_s:g} ends the first call of "
@@ -219,6 +217,32 @@ class RewardFunction(Section, title="reward.functions"):
                 re.compile(pattern)
             except re.error as error:
                 yield f"reward.functions.options.pattern is no regular expression: {error}"
+
+    def _wrong_server_options(self) -> Iterator[str]:
+        limit = self.options.get("request_timeout_s", REQUEST_TIMEOUT_S)
+        if self.timeout_s <= limit:
+            yield (
+                f"reward.functions.timeout_s = {self.timeout_s:g} ends the call of a group before "
+                f"options.request_timeout_s = {limit} ends one request: raise the first, with room "
+                "for retries, or lower the second"
+            )
+        url = self.options.get("url", "http://")
+        if not url.startswith(("http://", "https://")):
+            yield f'reward.functions.options.url = "{url}" must begin with http:// or https://'
+        if self.function != "judge":
+            return
+        if self.options.get("scale", 1.0) <= 0:
+            yield f"reward.functions.options.scale = {self.options['scale']:g} must be above 0"
+        try:
+            num_groups = re.compile(self.options.get("pattern", SCORE_PATTERN)).groups
+        except re.error as error:
+            yield f"reward.functions.options.pattern is no regular expression: {error}"
+        else:
+            if num_groups != 1:
+                yield (
+                    f"reward.functions.options.pattern has {num_groups} groups; the score is "
+                    "its one group"
+                )
 
     def _wrong_sandbox_options(self, kinds: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
         for key, value in self.options.items():

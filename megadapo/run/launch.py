@@ -47,7 +47,6 @@ from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.sync.publish import Publisher, Sender
-from megadapo.weights.sync.republish import Republisher
 
 OnProgress = Callable[[int, int], None]
 """Receives micro-batches computed and tokens generated, every few seconds."""
@@ -212,7 +211,9 @@ def _publisher(
     republisher = None
     if sender == "weight_sender" and sends_while_training(config):
         # engines that join or restart need not wait for the next publication
-        republisher = Republisher(trainer.ranks, engines, config.weights, **options)
+        republisher = Publisher(
+            trainer.ranks, engines, config.weights, sender="published_sender", **options
+        )
     return Publisher(
         trainer.ranks,
         engines,

@@ -66,6 +66,7 @@ class FineTuning(Stage):
             algorithm=AlgorithmConfig(objective=LIKELIHOOD),
             temperature=1.0,
             critic=None,
+            trains="likelihood",
         )
 
     def request(self, rows: Sequence[int], step: int) -> UpdateRequest:
@@ -74,7 +75,6 @@ class FineTuning(Stage):
             batch=pack_likelihood([self._sequences(rows, self.rows)]),
             step=step,
             policy_version=step - 1,
-            loss="likelihood",
         )
 
     def evaluate(self, trainer: Trainer) -> Metrics:

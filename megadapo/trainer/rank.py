@@ -50,7 +50,6 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from megadapo.trainer.update.clip_bounds import BoundSearch
-from megadapo.trainer.update.likelihood import fit
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
 from megadapo.trainer.update.optimizer import (
     gather_weights_now,
@@ -134,8 +133,6 @@ class TrainerRank(TrainedModel):
         Old log-probs of the whole batch are computed before the first update, in the same
         micro-batches as the updates, or by the first update (`first_pass_is_old_policy`).
         """
-        if request.loss == "likelihood":
-            return fit(self, request)
         batch, version = request.batch, request.policy_version
         importance = self.settings.algorithm.importance
         self.check_experts(batch)

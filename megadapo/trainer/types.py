@@ -30,8 +30,9 @@ class TrainerSettings:
     """Sampling temperature of the rollouts; log-probs are computed at it."""
     seed: int
     critic: CriticConfig | None = None
-    trains: Literal["policy", "reward_model"] = "policy"
-    """Model of the ranks: a policy, or the critic's model alone as a reward model."""
+    trains: Literal["policy", "likelihood", "reward_model"] = "policy"
+    """Training of the ranks: a policy by rewards or by the likelihood of given answers, or the
+    critic's model alone as a reward model."""
     reads_weights: bool = True
     """Whether the model starts from its folder's weights; False if a checkpoint is loaded next."""
     shares_gpu: bool = False
@@ -63,9 +64,6 @@ class UpdateRequest:
     """Step, counted from 1; it sets the learning rate."""
     policy_version: int
     """Version of the trainer's weights. Tokens that it sampled are fresh, others stale."""
-    loss: Literal["policy", "likelihood"] = "policy"
-    """Loss of the updates: the policy's objective, or a language model's on the tokens with a loss
-    weight (trainer/update/likelihood.py)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
     checks_first_ratio: bool = True

@@ -123,6 +123,10 @@ class TrainerWorker:
             from megadapo.trainer.critic.reward_model import RewardModelRank
 
             self._trainer = RewardModelRank(settings, rendezvous, self._listener)
+        elif settings.trains == "likelihood":
+            from megadapo.trainer.likelihood_rank import LikelihoodRank
+
+            self._trainer = LikelihoodRank(settings, rendezvous, self._listener)
         else:
             from megadapo.trainer.rank import TrainerRank
 

@@ -33,7 +33,7 @@ def set_in(table: dict[str, Any], before: str = "") -> Iterator[str]:
 
 
 def test_every_key_has_a_user():
-    """A key that no recipe, example or page sets is an option that nobody has asked for."""
+    """A key that no recipe, example or page sets is an option without a user."""
     schema = json.loads((REPOSITORY / "configs/schema.json").read_text())
     used: set[str] = set()
     for folder in ("configs", "examples", "benchmarks"):

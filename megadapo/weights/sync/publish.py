@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta.state import Delta
@@ -18,7 +19,7 @@ from megadapo.weights.sync.peers import MEETING_S, UpdatableEngines, UpdatePeers
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import SenderInfo
-from megadapo.weights.sync.topology import Device, Topology, find_topology
+from megadapo.weights.sync.topology import find_topology, topology_beside_training
 from megadapo.weights.sync.update import (
     MAX_DELTA,
     Update,
@@ -30,8 +31,6 @@ from megadapo.weights.sync.update import (
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-    from megadapo.weights.sync.republish import Republisher
 
 MIB = 1 << 20
 
@@ -75,9 +74,11 @@ class Publisher:
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
         sender: The trainer ranks' method. "pinned_sender" keeps a copy of the weights that
-            `publish` sends.
-        republisher: Sends the weights published last also while the trainer changes its own; None:
-            `republish` does, at other times.
+            `publish` sends. "published_sender" sends, beside training, the weights that were last
+            copied into the main memory of the trainer's nodes, by `pin`; it needs Ray's concurrency
+            group `peers.PUBLISHED_GROUP`.
+        republisher: A publisher with "published_sender", for engines that join while the trainer
+            changes its weights; None: this one's `republish` serves them, at other times.
         deltas: Whether updates may send only the changes; the engines must keep their weights
             from one update to the next.
         logs: Log files of the trainer's ranks, for error messages.
@@ -94,7 +95,7 @@ class Publisher:
         expert_parallel: bool = False,
         dtype: torch.dtype,
         sender: Sender = "weight_sender",
-        republisher: Republisher | None = None,
+        republisher: Publisher | None = None,
         deltas: bool = False,
         logs: Sequence[Path] = (),
     ) -> None:
@@ -132,19 +133,33 @@ class Publisher:
         """
         with self._engines.publishing():
             if self._sender == "pinned_sender":
-                self._peers.call_ranks("pin")
+                self.pin()
             report = self._update(self._engines.updatable(), policy_version, stop_generating)
             if self._republisher is not None:
                 # the engines generate already; the trainer waits
                 self._republisher.pin()
         return report
 
+    def pin(self) -> None:
+        """Copy the trainer's weights into the main memory of its nodes."""
+        self._peers.call_ranks("pin")
+
     def republish(self, index: int) -> PublishReport:
         """Send the weights published last, which the trainer still has, to one engine.
 
         The other engines continue to generate; the next `publish` connects to all of them again.
+        Beside training, an engine that fails meanwhile, which breaks the connection for the
+        trainer's ranks too, is started again.
         """
-        return self._update([index], self._engines.policy_version, _nothing_to_stop)
+        version = self._engines.policy_version
+        try:
+            return self._update([index], version, _nothing_to_stop)
+        except InfraError as error:
+            if self._sender != "published_sender":
+                raise
+            self._schedule = None
+            self._engines.fail(index, str(error))
+            return PublishReport(policy_version=version, seconds=0.0)
 
     def fingerprint(self) -> str:
         """Return a hash of every bit of the trainer's present weights.
@@ -261,14 +276,6 @@ class Publisher:
             self._versions.reset()
         return self._schedule
 
-    def _topology(
-        self,
-        ranks: Sequence[Device],
-        engine_nodes: Sequence[str],
-        engine_gpus: Sequence[Sequence[str]],
-    ) -> Topology:
-        return find_topology(ranks, engine_nodes, engine_gpus)
-
     def _open_buckets(self) -> Schedule:
         """Plan the update of the targets, and open the buckets on both sides."""
         import ray
@@ -278,11 +285,14 @@ class Publisher:
         layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
         nodes = peers.call_engines("node", doing="find engines")
         targets = list(nodes)
-        topology = self._topology(
-            [(info.node, info.gpu) for info in infos],
-            [nodes[index] for index in targets],
-            [engines.gpus(index) for index in targets],
-        )
+        if self._sender == "published_sender":
+            topology = topology_beside_training(len(infos), len(targets))
+        else:
+            topology = find_topology(
+                [(info.node, info.gpu) for info in infos],
+                [nodes[index] for index in targets],
+                [engines.gpus(index) for index in targets],
+            )
         transport = peers.transport = topology.transport
         plan = make_plan(
             layout,

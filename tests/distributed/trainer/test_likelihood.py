@@ -17,6 +17,7 @@ from tests.support.trainer.ranks import Ranks
 
 LENGTHS = ([40, 9, 77, 130, 5, 61], [33, 12, 90, 18])
 """Tokens of the rows of two updates."""
+TRAINING = {"trains": "likelihood", "objective": LIKELIHOOD}
 LAYOUTS = {
     "dp2": {"data": 2},
     "tp2": {"tensor": 2, "sequence": True},
@@ -39,14 +40,12 @@ def batch_of(number: int) -> PackedBatch:
 def two_updates(rendezvous, settings) -> Any:
     """Return the metrics of two steps, each on its own rows."""
     rank = build(rendezvous, settings)
-    results = [
-        update(rank, batch_of(number), step=1 + number, loss="likelihood") for number in (0, 1)
-    ]
+    results = [update(rank, batch_of(number), step=1 + number) for number in (0, 1)]
     return [result.metrics for result in results]
 
 
 def measure(ranks: Ranks, **layout: Any) -> Any:
-    return ranks.on("qwen2-tied", two_updates, objective=LIKELIHOOD, **layout)[0]
+    return ranks.on("qwen2-tied", two_updates, **TRAINING, **layout)[0]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +90,7 @@ def test_split_keeps_loss_and_updates(ranks, alone, layout):
 def test_experts_are_balanced_as_in_rollout_steps(ranks):
     """With a coefficient the routers' loss joins the update; without one nothing counts them."""
     balanced, plain = (
-        ranks.on("qwen3-moe", two_updates, objective=LIKELIHOOD, aux_loss=coef)[0][0]
-        for coef in (0.1, 0.0)
+        ranks.on("qwen3-moe", two_updates, **TRAINING, aux_loss=coef)[0][0] for coef in (0.1, 0.0)
     )
     assert balanced["experts/balance_loss"] >= 1.0 and "experts/balance_loss" not in plain
     assert balanced["policy/loss"] == pytest.approx(plain["policy/loss"], rel=1e-6)

@@ -13,7 +13,6 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.peers import PUBLISHED_GROUP
 from megadapo.weights.sync.publish import Publisher
-from megadapo.weights.sync.republish import Republisher
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.processes.running import wait_until
 from tests.support.rollout.engine_checks import actor_pid, start_engines
@@ -37,7 +36,7 @@ def test_restarted_engine_gets_published_weights_while_ranks_are_busy(tmp_path):
         first, start_actors(2, concurrency_groups={PUBLISHED_GROUP: 1}), tp_size=2
     )
     options = {"tensor_parallel": 1, "dtype": torch.float32}
-    republisher = Republisher(senders, engines, CONFIG, **options)
+    republisher = Publisher(senders, engines, CONFIG, sender="published_sender", **options)
     publisher = Publisher(senders, engines, CONFIG, republisher=republisher, **options)
     publisher.publish(1)
     expected = greedy(engines)

@@ -50,9 +50,11 @@ class Gradients:
 def build(
     rendezvous: Rendezvous, settings: TrainerSettings, load: Path | None = None
 ) -> TrainerRank:
+    from megadapo.trainer.likelihood_rank import LikelihoodRank
     from megadapo.trainer.rank import TrainerRank
 
-    rank = TrainerRank(settings, rendezvous)
+    kind = LikelihoodRank if settings.trains == "likelihood" else TrainerRank
+    rank = kind(settings, rendezvous)
     if load is not None:
         rank.load(load)
     return rank

@@ -179,6 +179,7 @@ def settings_for(
     grad_clip: float = 1.0,
     temperature: float = 1.0,
     seed: int = 0,
+    trains: str = "policy",
     **keys: Any,
 ) -> TrainerSettings:
     """Settings of a trainer over a tiny model; `keys`: of `[algorithm]` or `[trainer]`.
@@ -207,4 +208,5 @@ def settings_for(
         critic=None if critic is None else CriticConfig(**critic),
         temperature=temperature,
         seed=seed,
+        trains=trains,
     )
