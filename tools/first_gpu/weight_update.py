@@ -26,13 +26,13 @@ from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.interface import Offer
+from megadapo.weights.sync.transports.interface import Offer, Transport
 
 DTYPE = torch.bfloat16
 VERIFIED = (True, False, False, False, True)
 """Whether each update is verified, which takes time."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TRANSPORT = "cuda_ipc" if DEVICE.type == "cuda" else "shared_memory"
+TRANSPORT: Transport = "cuda_ipc" if DEVICE.type == "cuda" else "shared_memory"
 # a rehearsal's model has several rounds too
 BUCKET_BYTES = int(WeightsConfig().bucket_mib * 2**20) if DEVICE.type == "cuda" else 2**19
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megadapo.cluster.calls import gather
 from megadapo.errors import InfraError, MegadapoError
-from megadapo.weights.sync.transports.interface import Transport
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+    from megadapo.weights.sync.transports.interface import Transport
 
 DEADLINE = "weights.deadline_s"
 PUBLISHED_GROUP = "published"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megadapo.weights.sync.planning import Hosts
-from megadapo.weights.sync.transports.interface import Transport
+
+if TYPE_CHECKING:
+    from megadapo.weights.sync.transports.interface import Transport
 
 Device = tuple[str, str | None]
 """Node, and the GPU's name on it; None on a CPU."""
