@@ -10,8 +10,8 @@ from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.offload import BETWEEN_UPDATES
 from megadapo.trainer.rank import TrainerRank
 from megadapo.trainer.types import UpdateRequest, UpdateResult
-from megadapo.trainer.update.measure import UpdateRecorder
 from megadapo.trainer.update.metrics import summarize
+from megadapo.trainer.update.recorder import UpdateRecorder
 
 METRICS = (
     *("tokens/trained", "policy/loss", "policy/entropy", "policy/token_probability_mean"),
