@@ -50,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
     from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
     from megadapo.lab.plan.phases import gpu_kinds, models_of
-    from megadapo.lab.plan.split import describe_split
-    from megadapo.lab.plan.step_time import describe_times
+    from megadapo.lab.plan.split import describe_step
     from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
 
@@ -64,10 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
     refit = planned_refit(config, models.policy, gpus_per_node=gpus_per_node)
     lines = _summary(config, models, card, refit, gpus_per_node)
-    if config.sampling.overlaps:
-        lines += describe_split(config, models, card)
-    else:
-        lines += describe_times(config, models.policy, card, refit)
+    lines += describe_step(config, models, card)
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
@@ -101,7 +97,7 @@ def check_memory(config: RunConfig, gpu: str) -> list[str]:
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), None)
     warned = warnings(config, models, card)
     warned += main_memory_warnings(config, models, card, gpus_per_node)
-    fits = f"on {card.name}, a {fullest(kinds)} (megadapo plan)"
+    fits = f"on {card.name}, {fullest(kinds)} (megadapo plan)"
     return [fits, *(f"warning: {warning}" for warning in warned)]
 
 
@@ -177,16 +173,17 @@ def _summary(
         replayed_bytes,
     )
     from megadapo.lab.plan.ranks import engine_bytes
-    from megadapo.lab.plan.step_time import mean_context
+    from megadapo.lab.plan.responses import PROMPT_TOKENS, mean_response
 
     engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
     longest, cache = longest_sequence(config), engine.cache_tokens
+    half = PROMPT_TOKENS + mean_response(config) / 2
     num_tokens, limit = largest_sequence(config, models, card)
     lines = [
         f"longest sequence: {longest:,} tokens in the recipe; up to {num_tokens:,} would fit, "
         f"limited by {limit}",
         f"KV cache of an engine: {cache:,} tokens, {cache / longest:.1f} longest sequences, "
-        f"or {cache / mean_context(config):.0f} half-way through a mean response "
+        f"or {cache / half:.0f} half-way through a mean response "
         f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})",
         f"weight update: {refit.linked / GIB:.2f} GiB from the busiest GPU to others of its node, "
         f"{max(refit.sent, refit.received) / GIB:.2f} GiB through the busiest network card "
@@ -198,7 +195,7 @@ def _summary(
     kinds = gpu_kinds(config, models, card)
     if not overflows(kinds, card, CROWDED):
         limit = f"{CROWDED:.0%} of a {card.name}, {CROWDED * card.memory_bytes / GIB:.1f} GiB"
-        lines.append(f"every phase is below {limit}: a {fullest(kinds)}")
+        lines.append(f"every phase is below {limit}: {fullest(kinds)}")
     if replayed := replayed_bytes(config, models.policy):
         lines.append(
             f"trainer.router_replay: up to {replayed / GIB:.0f} GiB of main memory on each node, "

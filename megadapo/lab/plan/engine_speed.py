@@ -1,4 +1,7 @@
-"""Speed of an engine: the seconds of its steps, and the responses that it runs at once."""
+"""Speed of an engine: the seconds of its steps, and the responses that it runs at once.
+
+The constants are fitted to published times (`benchmarks/published_times.py`; docs/clusters.md).
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,26 @@ from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import Card
 from megadapo.lab.plan.phases import itemsize_of
 from megadapo.lab.plan.ranks import engine_bytes
-from megadapo.lab.plan.step_time import (
-    PROMPT_TOKENS,
-    READ_SHARE,
-    forward_flops,
-    mean_context,
-    mean_response,
-)
+from megadapo.lab.plan.responses import Responses
+from megadapo.lab.plan.step_time import forward_flops
 from megadapo.models.description import ModelDescription
 
+READ_SHARE = 0.70
+"""Share of a card's memory bandwidth that an engine's step reaches."""
 PRODUCT_SHARE = 0.50
 """Share of a card's dense bf16 FLOP/s that the matrix products of an engine's step reach."""
+LAYER_S = 40e-6
+"""Seconds of a layer's kernel launches, at any load."""
 ALL_REDUCE_S = 40e-6
-"""Seconds of one of a layer's two all-reduces, with the launch of its kernels."""
-SCHEDULER_S = 5e-3
-"""Seconds of a step outside the GPUs' kernels."""
-SQUARED_LENGTH = 1.5
-"""Mean squared length of responses over their squared mean. A long response is in the cache for
-longer, so running responses have the mean context of this many mean responses."""
+"""Seconds of one of a layer's two all-reduces between the GPUs of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpeed:
     """A model of step times: a step gives one token to each running response.
 
-    The defaults are a 32B model in bfloat16 on four H200: 16.4 GB of weights a GPU, read at
-    3.4 TB/s, 128 all-reduces and the scheduler make `step_s`. 65.6 GFLOP a token at about half the
-    peak make `prefill_s` and most of `response_s`. 64 KiB of cache a token and GPU at 3.4 TB/s make
-    `context_s`. `speed_of` has the same numbers for any model and card.
+    The defaults are rounded ones of a 32B model in bfloat16 on four H200. `speed_of` has the
+    numbers of any model and card.
     """
 
     step_s: float = 15e-3
@@ -47,10 +42,17 @@ class EngineSpeed:
     """Extra seconds for each token in the KV cache of running responses."""
     prefill_s: float = 30e-6
     """Seconds for each prompt token, and for each token of a response that continues."""
+    experts_s: float = 0.0
+    """Seconds to read all experts; a step reads those of its running responses."""
+    chosen_share: float = 0.0
+    """Share of the experts that one token is sent to."""
 
-    def step_time(self, num_running: int, num_context: float) -> float:
+    def step_time(self, num_running: float, num_context: float) -> float:
         """Return the seconds of one step; `num_context` counts all running responses' tokens."""
-        return self.step_s + self.response_s * num_running + self.context_s * num_context
+        experts = self.experts_s * (1.0 - (1.0 - self.chosen_share) ** num_running)
+        return (
+            self.step_s + experts + self.response_s * num_running + self.context_s * num_context
+        )
 
     def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:
         """Return the seconds until each running response has `num_tokens` more."""
@@ -74,34 +76,47 @@ class EngineSpeed:
             response_s=self.response_s * factor,
             context_s=self.context_s * factor,
             prefill_s=self.prefill_s * factor,
+            experts_s=self.experts_s * factor,
         )
 
 
-def speed_of(config: RunConfig, model: ModelDescription, card: Card) -> EngineSpeed:
+def speed_of(
+    config: RunConfig, model: ModelDescription, card: Card, responses: Responses
+) -> EngineSpeed:
     """Return the speed of the recipe's engines on a card."""
-    rollout = config.rollout
+    rollout, shape = config.rollout, model.shape
     engine = engine_bytes(model, rollout, card, itemsize=itemsize_of(config))
     read = READ_SHARE * card.memory_bandwidth
-    stages = rollout.pipeline_parallel
-    reduces = 2 * model.shape.num_layers if rollout.tensor_parallel > 1 else 0
-    flops = forward_flops(model, mean_response(config)) / rollout.ranks_per_engine
+    # each token passes through the stages of an engine in sequence
+    weights_s = rollout.pipeline_parallel * engine.weights / read
+    chosen = 0.0 if model.routing is None else model.routing.experts_per_token / shape.num_experts
+    experts_s = _expert_share(model) * weights_s
+    reduces = 2 if rollout.tensor_parallel > 1 else 0
+    flops = forward_flops(model, responses.mean_sequence) / rollout.ranks_per_engine
     token_s = flops / (PRODUCT_SHARE * card.flops)
     return EngineSpeed(
-        # each token passes through the stages of an engine in sequence
-        step_s=stages * engine.weights / read + reduces * ALL_REDUCE_S + SCHEDULER_S,
+        step_s=weights_s - experts_s + shape.num_layers * (LAYER_S + reduces * ALL_REDUCE_S),
         response_s=token_s,
         context_s=engine.token / read,
         prefill_s=token_s,
+        experts_s=experts_s,
+        chosen_share=chosen,
     )
 
 
-def slots_of(config: RunConfig, model: ModelDescription, card: Card) -> int:
+def slots_of(
+    config: RunConfig, model: ModelDescription, card: Card, responses: Responses
+) -> int:
     """Return the responses that an engine runs at once, in its slots and in its cache."""
     engine = engine_bytes(model, config.rollout, card, itemsize=itemsize_of(config))
-    num_cached = engine.cache_tokens / running_context(config)
+    num_cached = engine.cache_tokens / responses.running_context
     return max(1, min(config.rollout.max_num_seqs, int(num_cached)))
 
 
-def running_context(config: RunConfig) -> float:
-    """Return the mean tokens in the cache of one running response."""
-    return PROMPT_TOKENS + SQUARED_LENGTH * (mean_context(config) - PROMPT_TOKENS)
+def _expert_share(model: ModelDescription) -> float:
+    """Return the share of a model's parameters that is in experts."""
+    shape = model.shape
+    experts = shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.expert_ffn_size
+    attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    ends = (1 if shape.tied else 2) * shape.hidden_size * shape.vocab_size
+    return experts / (experts + shape.num_layers * attention + ends)

@@ -122,7 +122,8 @@ def fullest(kinds: list[GpuKind]) -> str:
     phase, kind = max(
         ((phase, kind) for kind in kinds for phase in kind.phases), key=lambda pair: pair[0].total
     )
-    return f"{kind.name} is fullest in {phase.name}, with {phase.total / GIB:.1f} GiB"
+    article = "an" if kind.name[0] in "aeiou" else "a"
+    return f"{article} {kind.name} is fullest in {phase.name}, with {phase.total / GIB:.1f} GiB"
 
 
 def longest_sequence(config: RunConfig) -> int:

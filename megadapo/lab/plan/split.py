@@ -1,27 +1,24 @@
-"""Split of GPUs between engines and trainer: the possible ones, and a quick model of their steps.
-
-The model has the engine speed of `megadapo simulate`, which runs the sampler instead.
-"""
+"""The time of a step in any mode, and the split of GPUs between engines and trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.engine_speed import EngineSpeed, running_context, slots_of, speed_of
+from megadapo.lab.plan.engine import VirtualEngine, VirtualResponse
+from megadapo.lab.plan.engine_speed import EngineSpeed, slots_of, speed_of
 from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import Models
-from megadapo.lab.plan.step_time import (
-    PROMPT_TOKENS,
-    describe_responses,
-    mean_response,
-    num_responses,
-    train_seconds,
-)
+from megadapo.lab.plan.responses import KEPT_SHARE, Responses
+from megadapo.lab.plan.step_time import forward_passes, train_seconds
 from megadapo.models.description import ModelDescription
+from megadapo.rollout.config import SamplingConfig
 from megadapo.trainer.config import TrainerConfig
 
 PUBLISH_S = 2.0
@@ -51,161 +48,211 @@ class Split:
             return f"{self.num_engine_gpus} shared"
         return f"{self.num_engine_gpus} + {self.trainer.num_ranks}"
 
-    def timed(self, config: RunConfig, model: ModelDescription, card: Card) -> Split:
-        """Return the split with its trainer's seconds at the roofline."""
-        return replace(self, train_s=train_seconds(with_split(config, self), model, card))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SplitTime:
-    """The estimate of a split's step."""
+class StepTime:
+    """The estimate of a step."""
 
+    rollout_s: float
+    """Seconds in which engines generate a batch."""
+    train_s: float
     step_s: float
     engines_idle: float
-    """Share of a step in which the engines have no work."""
+    """Share of the engines' time without work."""
     trainer_idle: float
     """Share of a step in which the trainer waits for a batch."""
 
 
-def splits(config: RunConfig, model: ModelDescription, card: Card, num_gpus: int) -> list[Split]:
-    """Return the splits of this many GPUs, smallest trainer first.
+@dataclass(frozen=True)
+class StepModel:
+    """The model of a recipe's step on a card, with any split of GPUs."""
 
-    A trainer has whole copies of the recipe's layout, or of that without pipeline stages.
+    config: RunConfig
+    model: ModelDescription
+    card: Card
+    responses: Responses
 
-    Raises:
-        ConfigError: too few GPUs for one copy and one engine.
-    """
-    found = []
-    for trainer in _trainers(config, num_gpus):
-        gpus_per_engine = config.rollout.ranks_per_engine
-        num_engines = (num_gpus - trainer.num_ranks) // gpus_per_engine
-        if num_engines > 0:
-            split = Split(trainer=trainer, num_engines=num_engines, gpus_per_engine=gpus_per_engine)
-            found.append(split.timed(config, model, card))
-    if not found:
-        raise ConfigError(
-            f"{num_gpus} GPUs are too few for one copy of the trainer "
-            f"({_copy_size(config.trainer)} GPUs) and one engine "
-            f"({config.rollout.ranks_per_engine} GPUs)"
+    @cached_property
+    def speed(self) -> EngineSpeed:
+        return speed_of(self.config, self.model, self.card, self.responses)
+
+    @cached_property
+    def num_slots(self) -> int:
+        return slots_of(self.config, self.model, self.card, self.responses)
+
+    def own_split(self) -> Split:
+        """Return the recipe's split."""
+        rollout = self.config.rollout
+        return self.timed(
+            Split(
+                trainer=self.config.trainer,
+                num_engines=rollout.num_engines,
+                gpus_per_engine=rollout.ranks_per_engine,
+                is_shared=self.config.cluster.placement == "colocated",
+            )
         )
-    return found
 
+    def shared_split(self, num_gpus: int) -> Split:
+        """Return engines and a trainer that use all of these GPUs in turn.
 
-def shared_split(config: RunConfig, model: ModelDescription, card: Card, num_gpus: int) -> Split:
-    """Return engines and a trainer that use all of these GPUs in turn.
-
-    Raises:
-        ConfigError: too few GPUs for one copy and one engine.
-    """
-    copy, gpus_per_engine = _copy_size(config.trainer), config.rollout.ranks_per_engine
-    if num_gpus < max(copy, gpus_per_engine):
-        raise ConfigError(
-            f"{num_gpus} GPUs are too few for one copy of the trainer ({copy} GPUs) or one engine "
-            f"({gpus_per_engine} GPUs)"
+        Raises:
+            ConfigError: too few GPUs for one copy and one engine.
+        """
+        copy = _copy_size(self.config.trainer)
+        gpus_per_engine = self.config.rollout.ranks_per_engine
+        if num_gpus < max(copy, gpus_per_engine):
+            raise ConfigError(
+                f"{num_gpus} GPUs are too few for one copy of the trainer ({copy} GPUs) or one "
+                f"engine ({gpus_per_engine} GPUs)"
+            )
+        return self.timed(
+            Split(
+                trainer=self.config.trainer.model_copy(update={"data_parallel": num_gpus // copy}),
+                num_engines=num_gpus // gpus_per_engine,
+                gpus_per_engine=gpus_per_engine,
+                is_shared=True,
+            )
         )
-    trainer = config.trainer.model_copy(update={"data_parallel": num_gpus // copy})
-    return Split(
-        trainer=trainer,
-        num_engines=num_gpus // gpus_per_engine,
-        gpus_per_engine=gpus_per_engine,
-        is_shared=True,
-    ).timed(config, model, card)
+
+    def splits(self, num_gpus: int) -> list[Split]:
+        """Return the splits of this many GPUs, smallest trainer first.
+
+        A trainer has whole copies of the recipe's layout, or of that without pipeline stages.
+
+        Raises:
+            ConfigError: too few GPUs for one copy and one engine.
+        """
+        gpus_per_engine = self.config.rollout.ranks_per_engine
+        found = []
+        for trainer in _trainers(self.config, num_gpus):
+            num_engines = (num_gpus - trainer.num_ranks) // gpus_per_engine
+            if num_engines > 0:
+                found.append(
+                    Split(trainer=trainer, num_engines=num_engines, gpus_per_engine=gpus_per_engine)
+                )
+        if not found:
+            raise ConfigError(
+                f"{num_gpus} GPUs are too few for one copy of the trainer "
+                f"({_copy_size(self.config.trainer)} GPUs) and one engine ({gpus_per_engine} GPUs)"
+            )
+        return [self.timed(split) for split in found]
+
+    def by_estimate(self, splits: Sequence[Split], sampling: SamplingConfig) -> list[Split]:
+        """Return splits by their estimated step, fastest first."""
+        return sorted(splits, key=lambda one: self.step_time(one, sampling).step_s)
+
+    def step_time(self, split: Split, sampling: SamplingConfig) -> StepTime:
+        """Estimate the step of a mode.
+
+        A mode that starts each batch anew waits for its longest response. In the others a response
+        may take as many steps as its weights may be old.
+        """
+        train_s, staleness = split.train_s, sampling.max_staleness
+        if sampling.mode in ("partial", "async"):
+            moved = min(self.num_slots * split.num_engines, len(self.responses.lengths))
+            context = self.responses.mean_sequence
+            busy = self._full_seconds(split) + (
+                moved * context * self.speed.prefill_s / split.num_engines
+            )
+            longest = float(self.responses.lengths[0]) * self.speed.step_time(1, 0.0)
+            rollout_s = max(busy, longest / max(1, staleness))
+        else:
+            busy = self._full_seconds(split)
+            rollout_s = self._drain_seconds(split)
+        if split.is_shared:
+            step_s = rollout_s + train_s
+        else:
+            step_s = max(rollout_s, train_s) + PUBLISH_S
+        return StepTime(
+            rollout_s=rollout_s,
+            train_s=train_s,
+            step_s=step_s,
+            engines_idle=max(0.0, 1.0 - busy / (rollout_s if split.is_shared else step_s)),
+            trainer_idle=1.0 - train_s / step_s,
+        )
+
+    def _full_seconds(self, split: Split) -> float:
+        """Return the seconds in which engines with full slots generate a step's responses."""
+        speed, responses = self.speed, self.responses
+        number = len(responses.lengths) / split.num_engines
+        running = max(1.0, min(self.num_slots, number))
+        token_s = speed.step_time(running, running * responses.running_context) / running
+        prompt = responses.prompt_tokens / self.config.sampling.responses_per_prompt
+        return number * (responses.mean * token_s + prompt * speed.prefill_s)
+
+    def _drain_seconds(self, split: Split) -> float:
+        """Return the seconds in which an engine with the longest response runs empty."""
+        lengths = self.responses.lengths[:: split.num_engines]
+        engine = VirtualEngine(self.speed, num_slots=self.num_slots)
+        size = self.config.sampling.responses_per_prompt
+        mixed = np.random.default_rng(0).permutation(lengths)
+        engine.add(
+            [
+                VirtualResponse(
+                    key=place // size,
+                    index=place % size,
+                    priority=0,
+                    num_prompt=self.responses.prompt_tokens,
+                    num_tokens=int(num_tokens),
+                    num_cached=self.responses.prompt_tokens if place % size else 0,
+                )
+                for place, num_tokens in enumerate(mixed)
+            ]
+        )
+        now = 0.0
+        while engine.load:
+            now = engine.next_event()
+            engine.run_event(now)
+        return now
+
+    def timed(self, split: Split, num_forwards: int | None = None) -> Split:
+        """Return the split with its trainer's seconds.
+
+        Args:
+            num_forwards: forward passes before the first update; None: the recipe's.
+        """
+        config = with_split(self.config, split)
+        if num_forwards is None:
+            num_forwards = forward_passes(config, self.model)
+        length = self.responses.mean_sequence
+        train_s = train_seconds(config, self.model, self.card, length, num_forwards)
+        return replace(split, train_s=train_s)
 
 
-def split_time(
-    config: RunConfig,
-    split: Split,
-    speed: EngineSpeed,
-    num_slots: int,
-    *,
-    mode: str,
-    staleness: int,
-) -> SplitTime:
-    """Estimate the step of a mode with separate GPUs.
-
-    One step off, engines wait for the longest response of each batch, which starts when slots run
-    empty. Otherwise a response may take `staleness` steps.
-    """
-    busy = generation_seconds(config, speed, num_slots, split.num_engines)
-    longest = config.rollout.max_response_tokens
-    if mode == "one_step_off":
-        rollout_s = busy + longest * speed.step_time(1, 0.0)
-    else:
-        context = PROMPT_TOKENS + mean_response(config)
-        num_moved = min(num_slots * split.num_engines, num_responses(config))
-        busy += num_moved * context * speed.prefill_s / split.num_engines
-        rollout_s = max(busy, longest * speed.step_s / staleness)
-    step_s = max(rollout_s, split.train_s) + PUBLISH_S
-    return SplitTime(
-        step_s=step_s,
-        engines_idle=1.0 - busy / step_s,
-        trainer_idle=1.0 - split.train_s / step_s,
-    )
-
-
-def by_estimate(
-    config: RunConfig,
-    found: Sequence[Split],
-    speed: EngineSpeed,
-    num_slots: int,
-    *,
-    mode: str,
-    staleness: int,
-) -> list[Split]:
-    """Return splits by their estimated step, fastest first."""
-    return sorted(
-        found,
-        key=lambda one: (
-            split_time(config, one, speed, num_slots, mode=mode, staleness=staleness).step_s
-        ),
-    )
-
-
-def describe_split(config: RunConfig, models: Models, card: Card) -> list[str]:
-    """Describe the steps of the recipe's split of its GPUs and of the best one, one line each.
+def describe_step(config: RunConfig, models: Models, card: Card) -> list[str]:
+    """Describe the recipe's step and, in modes that overlap, the best split, one line each.
 
     A split that does not fit on the card is not recommended.
     """
-    speed = speed_of(config, models.policy, card)
-    num_slots = slots_of(config, models.policy, card)
-    sampling, rollout = config.sampling, config.rollout
-    own = Split(
-        trainer=config.trainer,
-        num_engines=rollout.num_engines,
-        gpus_per_engine=rollout.ranks_per_engine,
-    ).timed(config, models.policy, card)
-    num_gpus = own.num_engine_gpus + own.trainer.num_ranks
+    sampling = config.sampling
+    steps = StepModel(config, models.policy, card, Responses.of(config))
+    own = steps.own_split()
 
     def described(split: Split) -> str:
-        time = split_time(
-            config, split, speed, num_slots, mode=sampling.mode, staleness=sampling.max_staleness
-        )
+        time = steps.step_time(split, sampling)
         return (
-            f"{split.name} GPUs (engines + trainer), a step of {time.step_s:,.0f} s, engines "
-            f"without work {time.engines_idle:.0%} and the trainer {time.trainer_idle:.0%} of it"
+            f"a step of {time.step_s:,.0f} s: rollout {time.rollout_s:,.0f}, train "
+            f"{time.train_s:,.0f}; engines without work {time.engines_idle:.0%} and the trainer "
+            f"{time.trainer_idle:.0%} of it"
         )
 
-    lines = [f"the recipe's split: {described(own)}"]
-    ordered = by_estimate(
-        config,
-        splits(config, models.policy, card, num_gpus),
-        speed,
-        num_slots,
-        mode=sampling.mode,
-        staleness=sampling.max_staleness,
-    )
-    fitting = (one for one in ordered if not problems(with_split(config, one), models, card))
-    best = next(fitting, None)
-    if best is not None and best.name != own.name:
-        trainer = best.trainer
-        lines.append(
-            f"the best split of {num_gpus}: {described(best)}: rollout.num_engines = "
-            f"{best.num_engines}, trainer.data_parallel = {trainer.data_parallel}, "
-            f"trainer.pipeline_parallel = {trainer.pipeline_parallel}"
-        )
+    lines = [f"{own.name} GPUs{'' if own.is_shared else ' (engines + trainer)'}, {described(own)}"]
+    if sampling.overlaps:
+        num_gpus = own.num_engine_gpus + own.trainer.num_ranks
+        ordered = steps.by_estimate(steps.splits(num_gpus), sampling)
+        fitting = (one for one in ordered if not problems(with_split(config, one), models, card))
+        best = next(fitting, None)
+        if best is not None and best.name != own.name:
+            trainer = best.trainer
+            lines.append(
+                f"the best split of {num_gpus}: {best.name} GPUs, {described(best)}: "
+                f"rollout.num_engines = {best.num_engines}, trainer.data_parallel = "
+                f"{trainer.data_parallel}, trainer.pipeline_parallel = {trainer.pipeline_parallel}"
+            )
+    mixed = f", {KEPT_SHARE:.0%} of groups mixed" if sampling.selection == "signal" else ""
     lines.append(
-        f"  {describe_responses(config)}, by the engines' speed of megadapo simulate, which runs "
-        "the sampler instead"
+        f"  responses of {steps.responses.mean:,.0f} tokens on average{mixed}; docs/clusters.md has "
+        "the errors of such forecasts for published runs"
     )
     return lines
 
@@ -214,17 +261,6 @@ def with_split(config: RunConfig, split: Split) -> RunConfig:
     """Return the recipe with another trainer and number of engines."""
     rollout = config.rollout.model_copy(update={"num_engines": split.num_engines})
     return config.model_copy(update={"trainer": split.trainer, "rollout": rollout})
-
-
-def generation_seconds(
-    config: RunConfig, speed: EngineSpeed, num_slots: int, num_engines: int
-) -> float:
-    """Return the seconds in which engines with full slots generate a step's responses."""
-    number = num_responses(config)
-    num_running = max(1.0, min(num_slots, number / num_engines))
-    token_s = speed.step_time(1, running_context(config)) + speed.step_s * (1 / num_running - 1)
-    prefill_s = PROMPT_TOKENS / config.sampling.responses_per_prompt * speed.prefill_s
-    return number * (mean_response(config) * token_s + prefill_s) / num_engines
 
 
 def _trainers(config: RunConfig, num_gpus: int) -> Iterator[TrainerConfig]:

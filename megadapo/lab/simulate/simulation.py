@@ -11,6 +11,7 @@ import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
+from megadapo.lab.plan.responses import mean_response, usual_lengths
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
@@ -69,7 +70,7 @@ class Assumptions:
         engines = EngineSettings(
             num_engines=num_engines or rollout.num_engines, num_slots=rollout.max_num_seqs
         )
-        task = TaskSettings()
+        task = TaskSettings(lengths=usual_lengths(mean_response(config)))
         if fit is not None:
             engines, task = replace(engines, speed=fit.engines.speed), fit.task
         task = replace(

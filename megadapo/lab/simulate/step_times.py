@@ -12,8 +12,8 @@ import numpy as np
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.engine_speed import slots_of, speed_of
-from megadapo.lab.plan.split import Split, by_estimate, shared_split, splits
+from megadapo.lab.plan.responses import Responses
+from megadapo.lab.plan.split import Split, StepModel
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.measures import (
@@ -36,8 +36,8 @@ MAX_SPLITS = 16
 """Number of splits that a search simulates at most."""
 BASELINE = "sync"
 CAPTION = f"""\
-GPUs: engines + trainer; step: seconds; +-: standard error; x: multiples of {BASELINE}; wait:
-seconds of a step in which the trainer has nothing to do; idle: engines' time without work; slots:
+GPUs: engines + trainer; step: seconds; +-: standard error; x: multiples of {BASELINE}; plan:
+seconds of a step by megadapo plan, without the sampler; wait: seconds of a step in which the trainer has nothing to do; idle: engines' time without work; slots:
 share in use; staleness: mean/largest, in weight publications; bias: of the mean length"""
 
 
@@ -46,6 +46,8 @@ class ClusterAssumptions:
     """The sizes, GPUs and task that all modes share."""
 
     config: RunConfig
+    steps: StepModel
+    """The estimate of `megadapo plan`."""
     engines: EngineSettings
     """Engines on all GPUs."""
     task: TaskSettings
@@ -75,7 +77,11 @@ class ClusterAssumptions:
         Raises:
             ConfigError: the GPUs do not suffice, or no trainer has so many.
         """
-        found = splits(config, model, card, num_gpus)
+        responses = Responses.of(
+            config, task.lengths, keep_rate=task.keep_rate, prompt_tokens=task.prompt_tokens
+        )
+        steps = StepModel(config, model, card, responses)
+        found = steps.splits(num_gpus)
         if num_trainer_gpus is not None:
             sizes = [one.trainer.num_ranks for one in found]
             found = [one for one in found if one.trainer.num_ranks == num_trainer_gpus]
@@ -84,13 +90,12 @@ class ClusterAssumptions:
                     f"--trainer-gpus {num_trainer_gpus}: whole copies of the model have "
                     f"{', '.join(map(str, sizes))} of the {num_gpus} GPUs"
                 )
-        shared = shared_split(config, model, card, num_gpus)
+        shared = steps.shared_split(num_gpus)
         return cls(
             config=config,
+            steps=steps,
             engines=EngineSettings(
-                num_engines=shared.num_engines,
-                num_slots=slots_of(config, model, card),
-                speed=speed_of(config, model, card),
+                num_engines=shared.num_engines, num_slots=steps.num_slots, speed=steps.speed
             ),
             task=task,
             shared=shared,
@@ -98,17 +103,6 @@ class ClusterAssumptions:
             num_gpus=num_gpus,
             card=card.name,
             staleness=staleness or max(2, config.sampling.max_staleness),
-        )
-
-    def splits_by_estimate(self, sampling: SamplingConfig) -> list[Split]:
-        """Return the splits by the quick model of `megadapo plan`, fastest first."""
-        return by_estimate(
-            self.config,
-            self.splits,
-            self.engines.speed,
-            self.engines.num_slots,
-            mode=sampling.mode,
-            staleness=sampling.max_staleness,
         )
 
     @property
@@ -141,6 +135,8 @@ class StepTime:
     """Mean seconds of a step."""
     step_error: float | None
     """Standard error of that mean; None for one step."""
+    plan_s: float
+    """Seconds of a step by `megadapo plan`."""
     seconds: tuple[float, ...]
     """Time of each step."""
     train_s: float
@@ -178,7 +174,7 @@ def compare_steps(
             return simulate_steps(assumptions, sampling, split, task, num_steps=num_steps)
 
         if sampling.overlaps:
-            split, best = _search(assumptions.splits_by_estimate(sampling), simulated)
+            split, best = _search(assumptions.steps.by_estimate(assumptions.splits, sampling), simulated)
         else:
             split, best = assumptions.shared, simulated(assumptions.shared)
         found.append(best)
@@ -229,7 +225,9 @@ def simulate_steps(
     if absence is not None:
         engines.plan_absence(absence.num_engines, absence.seconds)
     measured += islice(steps, num_steps - 1)
-    return _step_time(sampling, split, measured, engines, _counters(engines) - before, absence)
+    plan_s = assumptions.steps.step_time(split, sampling).step_s
+    counters = _counters(engines) - before
+    return _step_time(sampling, split, plan_s, measured, engines, counters, absence)
 
 
 def modes_of(sampling: SamplingConfig, staleness: int) -> list[SamplingConfig]:
@@ -263,6 +261,7 @@ def _counters(engines: VirtualEngines) -> np.ndarray:
 def _step_time(
     sampling: SamplingConfig,
     split: Split,
+    plan_s: float,
     steps: Sequence[TrainedStep],
     engines: VirtualEngines,
     counters: np.ndarray,
@@ -279,6 +278,7 @@ def _step_time(
         gpus=split.name,
         step_s=float(np.mean(seconds)),
         step_error=standard_error(seconds),
+        plan_s=plan_s,
         seconds=seconds,
         train_s=split.train_s,
         waited_s=float(np.mean([step.waited_s for step in steps])),
@@ -302,6 +302,7 @@ def step_table(results: Sequence[StepTime], title: str) -> str:
             f"{one.step_s:,.0f}",
             "" if one.step_error is None else f"{one.step_error / one.step_s:.0%}",
             f"{one.step_s / baseline:.2f}",
+            f"{one.plan_s:,.0f}",
             f"{one.waited_s:,.0f}",
             f"{one.engines_idle:.1%}",
             f"{one.slot_use:.0%}",
@@ -311,7 +312,7 @@ def step_table(results: Sequence[StepTime], title: str) -> str:
         ]
         for one in results
     ]
-    head = ["mode", "GPUs", "step", "+-", "x", "wait", "idle", "slots", "staleness", "bias"]
+    head = ["mode", "GPUs", "step", "+-", "x", "plan", "wait", "idle", "slots", "staleness", "bias"]
     return TextTable(title=title, note=CAPTION, head=[*head, "dropped"], rows=rows).text()
 
 

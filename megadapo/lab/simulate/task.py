@@ -6,65 +6,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
+from megadapo.lab.plan.responses import (
+    KEPT_SHARE,
+    NORMAL_95,
+    PROMPT_TOKENS,
+    Lengths,
+    LogNormalLengths,
+    usual_lengths,
+)
 from megadapo.observe.metrics.records import MetricRecord, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NORMAL_95 = 1.6448536269514722
-"""95 % quantile of the standard normal distribution."""
 _QUANTILES = np.linspace(-6.0, 6.0, 2401)
 _SHARES = np.array([0.5 * math.erfc(-score / math.sqrt(2.0)) for score in _QUANTILES])
 
 CORRECT, INCORRECT = "correct", "incorrect"
 """Texts of virtual responses."""
-
-
-class Lengths(Protocol):
-    """A distribution of response lengths."""
-
-    def at(self, scores: np.ndarray) -> np.ndarray:
-        """Turn standard normal scores into lengths in tokens, at least 1, before any cap."""
-        ...
-
-
-@dataclass(frozen=True)
-class LogNormalLengths:
-    """Lengths exp(mu + sigma * score)."""
-
-    mu: float
-    sigma: float
-
-    @classmethod
-    def of(cls, mean: float, quantile_95: float) -> LogNormalLengths:
-        """Return the distribution with this mean and 95 % quantile.
-
-        Two distributions have both; this is the one with the lighter tail.
-
-        Raises:
-            ConfigError: no log-normal distribution has both.
-        """
-        ratio = math.log(quantile_95 / mean) if 0.0 < mean < quantile_95 else math.nan
-        square = NORMAL_95**2 - 2.0 * ratio
-        if not square >= 0.0:
-            raise ConfigError(
-                f"no log-normal distribution has a mean of {mean:g} and 95 % below "
-                f"{quantile_95:g} tokens: the second number must be 1 to 3.8 times the first"
-            )
-        sigma = NORMAL_95 - math.sqrt(square)
-        return cls(math.log(mean) - 0.5 * sigma * sigma, sigma)
-
-    def at(self, scores: np.ndarray) -> np.ndarray:
-        lengths: np.ndarray = np.rint(np.exp(self.mu + self.sigma * scores)).astype(np.int64)
-        return lengths.clip(1)
 
 
 class EmpiricalLengths:
@@ -135,8 +102,8 @@ class TaskSettings:
     response is correct with the prompt's own probability, from a Beta(2, 2) distribution.
     """
 
-    lengths: Lengths = LogNormalLengths.of(4800.0, 12000.0)
-    keep_rate: float = 0.35
+    lengths: Lengths = usual_lengths(4800.0)
+    keep_rate: float = KEPT_SHARE
     """Share of mixed groups."""
     solved_share: float | None = None
     """Share of solved prompts; None: as many as unsolvable ones."""
@@ -146,7 +113,7 @@ class TaskSettings:
     """Responses per group."""
     max_tokens: int = 20480
     """Length limit of a response."""
-    prompt_tokens: int = 200
+    prompt_tokens: int = PROMPT_TOKENS
     between_prompts: float = 0.3
     """Share of the variance of log-lengths between prompts; the rest is within groups."""
     length_difficulty: float = 0.3
