@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 from megadapo.config import RunConfig, load_config
-from megadapo.lab.plan import engine_speed, step_time
+from megadapo.lab.plan import engine_speed, split, step_time
 from megadapo.lab.plan.cards import CARDS, GIB, Card
 from megadapo.lab.plan.responses import Lengths, Responses, usual_lengths
 from megadapo.lab.plan.split import StepModel
@@ -35,6 +35,7 @@ CONSTANTS = {
     "ALL_REDUCE_S": engine_speed,
     "TRAIN_SHARE": step_time,
     "EXPERT_TRAIN_SHARE": step_time,
+    "SWITCH_S": split,
 }
 """The fitted constants and their modules."""
 Row = dict[str, Any]
@@ -49,19 +50,18 @@ def read_rows() -> list[Row]:
         row["is_fitted"] = place % 2 == 0
         row["card"] = _card(row["card"], data["cards"])
         row["description"] = describe_model(data["models"][row["model"]])
+        row["config"] = _recipe(row, load_config(str(BASE), []))
+        lengths, prompt = _lengths(row), row["prompt_tokens"]
+        row["responses"] = Responses.of(row["config"], lengths, prompt_tokens=prompt)
     return rows
 
 
 def forecast(row: Row) -> float:
     """Return the seconds of a row by the plan's model."""
-    config, model = _recipe(row), row["description"]
-    responses = Responses.of(config, _lengths(row), prompt_tokens=row["prompt_tokens"])
-    steps = StepModel(config, model, row["card"], responses)
-    split = steps.own_split()
-    if row["mode"] == "response":
-        return steps.step_time(split, config.sampling).rollout_s
-    split = steps.timed(split, row["forwards"])
-    return steps.step_time(split, config.sampling).step_s
+    steps = StepModel(row["config"], row["description"], row["card"], row["responses"])
+    own = steps.timed(steps.own_split(), row.get("forwards", 0))
+    time = steps.step_time(own, row["config"].sampling)
+    return time.rollout_s if row["mode"] == "response" else time.step_s
 
 
 def errors(rows: list[Row]) -> np.ndarray:
@@ -70,7 +70,7 @@ def errors(rows: list[Row]) -> np.ndarray:
 
 
 def fit(rows: list[Row]) -> dict[str, float]:
-    """Return the constants with the smallest mean of absolute logarithmic errors.
+    """Return the constants with the smallest mean square of logarithmic errors.
 
     Each constant in turn goes a step up or down, in steps that shrink from 30 % to 1 %.
     """
@@ -78,7 +78,7 @@ def fit(rows: list[Row]) -> dict[str, float]:
     best, size = _loss(values, rows), 0.3
     while size > 0.01:
         tried = [
-            values | {name: min(values[name] * factor, 1.0)}
+            values | {name: min(values[name] * factor, 0.9 if "SHARE" in name else math.inf)}
             for name in values
             for factor in (1.0 + size, 1.0 / (1.0 + size))
         ]
@@ -130,9 +130,8 @@ def _card(name: str, others: dict[str, Any]) -> Card:
     )
 
 
-def _recipe(row: Row) -> RunConfig:
+def _recipe(row: Row, base: RunConfig) -> RunConfig:
     """Return a recipe with the row's sizes; no run could start with it."""
-    base = load_config(str(BASE), [])
     tp, cp, ep, pp = row.get("trainer", (1, 1, 1, 1))
     engine_tp = row["engine_tensor_parallel"]
     num_train_gpus = row["gpus"] - (row["engine_gpus"] if row["mode"] in ("async", "one_step_off") else 0)
@@ -187,7 +186,7 @@ def _lengths(row: Row) -> Lengths:
 
 def _loss(values: dict[str, float], rows: list[Row]) -> float:
     with _constants(values):
-        return float(np.mean([abs(math.log(forecast(row) / row["seconds"])) for row in rows]))
+        return float(np.mean([math.log(forecast(row) / row["seconds"]) ** 2 for row in rows]))
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from megadapo.lab.plan.responses import Responses
 from megadapo.lab.plan.step_time import forward_flops
 from megadapo.models.description import ModelDescription
 
-READ_SHARE = 0.70
+READ_SHARE = 0.90
 """Share of a card's memory bandwidth that an engine's step reaches."""
-PRODUCT_SHARE = 0.50
+PRODUCT_SHARE = 0.48
 """Share of a card's dense bf16 FLOP/s that the matrix products of an engine's step reach."""
-LAYER_S = 40e-6
+LAYER_S = 105e-6
 """Seconds of a layer's kernel launches, at any load."""
-ALL_REDUCE_S = 40e-6
+ALL_REDUCE_S = 9e-6
 """Seconds of one of a layer's two all-reduces between the GPUs of an engine."""
 
 
@@ -92,7 +92,7 @@ def speed_of(
     chosen = 0.0 if model.routing is None else model.routing.experts_per_token / shape.num_experts
     experts_s = _expert_share(model) * weights_s
     reduces = 2 if rollout.tensor_parallel > 1 else 0
-    flops = forward_flops(model, responses.mean_sequence) / rollout.ranks_per_engine
+    flops = forward_flops(model, responses.token_sequence) / rollout.ranks_per_engine
     token_s = flops / (PRODUCT_SHARE * card.flops)
     return EngineSpeed(
         step_s=weights_s - experts_s + shape.num_layers * (LAYER_S + reduces * ALL_REDUCE_S),

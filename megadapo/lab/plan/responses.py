@@ -109,6 +109,11 @@ class Responses:
         return self.prompt_tokens + self.mean
 
     @cached_property
+    def token_sequence(self) -> float:
+        """Mean tokens of a token's prompt and response: a long response has more tokens."""
+        return self.prompt_tokens + float((self.lengths**2.0).mean()) / self.mean
+
+    @property
     def running_context(self) -> float:
-        """Mean tokens in the cache of a running response: a long one is there for longer."""
-        return self.prompt_tokens + 0.5 * float((self.lengths**2.0).mean()) / self.mean
+        """Mean tokens in the cache of a running response."""
+        return (self.token_sequence + self.prompt_tokens) / 2

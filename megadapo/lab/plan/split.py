@@ -23,6 +23,8 @@ from megadapo.trainer.config import TrainerConfig
 
 PUBLISH_S = 2.0
 """Seconds in which engines with GPUs of their own are stopped to take weights."""
+SWITCH_S = 38.0
+"""Seconds of a step in which shared GPUs go from engines to trainer and back, with the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +153,16 @@ class StepModel:
         if sampling.mode in ("partial", "async"):
             moved = min(self.num_slots * split.num_engines, len(self.responses.lengths))
             context = self.responses.mean_sequence
-            busy = self._full_seconds(split) + (
+            busy = self._full_seconds(split, num_batches=max(1, staleness)) + (
                 moved * context * self.speed.prefill_s / split.num_engines
             )
             longest = float(self.responses.lengths[0]) * self.speed.step_time(1, 0.0)
             rollout_s = max(busy, longest / max(1, staleness))
         else:
-            busy = self._full_seconds(split)
+            busy = self._full_seconds(split, num_batches=1)
             rollout_s = self._drain_seconds(split)
         if split.is_shared:
-            step_s = rollout_s + train_s
+            step_s = rollout_s + train_s + SWITCH_S
         else:
             step_s = max(rollout_s, train_s) + PUBLISH_S
         return StepTime(
@@ -171,11 +173,15 @@ class StepModel:
             trainer_idle=1.0 - train_s / step_s,
         )
 
-    def _full_seconds(self, split: Split) -> float:
-        """Return the seconds in which engines with full slots generate a step's responses."""
+    def _full_seconds(self, split: Split, *, num_batches: int) -> float:
+        """Return the seconds in which engines that always work generate a step's responses.
+
+        Args:
+            num_batches: batches in flight at a time.
+        """
         speed, responses = self.speed, self.responses
         number = len(responses.lengths) / split.num_engines
-        running = max(1.0, min(self.num_slots, number))
+        running = max(1.0, min(self.num_slots, number * num_batches))
         token_s = speed.step_time(running, running * responses.running_context) / running
         prompt = responses.prompt_tokens / self.config.sampling.responses_per_prompt
         return number * (responses.mean * token_s + prompt * speed.prefill_s)
@@ -214,8 +220,7 @@ class StepModel:
         config = with_split(self.config, split)
         if num_forwards is None:
             num_forwards = forward_passes(config, self.model)
-        length = self.responses.mean_sequence
-        train_s = train_seconds(config, self.model, self.card, length, num_forwards)
+        train_s = train_seconds(config, self.model, self.card, self.responses, num_forwards)
         return replace(split, train_s=train_s)
 
 

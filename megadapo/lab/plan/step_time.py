@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import Card
 from megadapo.lab.plan.ranks import mlp_width
+from megadapo.lab.plan.responses import Responses
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 
-TRAIN_SHARE = 0.40
+TRAIN_SHARE = 0.35
 """Share of a card's dense bf16 FLOP/s that a trainer reaches over a step."""
-EXPERT_TRAIN_SHARE = 0.15
+EXPERT_TRAIN_SHARE = 0.055
 """The same for a model with experts, whose products are small."""
 BACKWARD_PASSES = 2.0
 """Cost of a backward pass in forward passes."""
@@ -42,24 +43,28 @@ def forward_passes(config: RunConfig, model: ModelDescription) -> int:
 
 
 def train_seconds(
-    config: RunConfig, model: ModelDescription, card: Card, length: float, num_forwards: int
+    config: RunConfig,
+    model: ModelDescription,
+    card: Card,
+    responses: Responses,
+    num_forwards: int,
 ) -> float:
     """Return the seconds in which the recipe's trainer works on a step's batch.
 
     Args:
-        length: mean tokens of a sequence.
         num_forwards: forward passes before the first update.
     """
     trainer, sampling = config.trainer, config.sampling
     num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
-    layer, mlp = _layer_flops(model, length)
-    forward = forward_flops(model, length)
+    num_tokens = num_sequences * responses.mean_sequence
+    layer, mlp = _layer_flops(model, responses.token_sequence)
+    forward = forward_flops(model, responses.token_sequence)
     again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
     update = (1 + BACKWARD_PASSES) * forward + again
-    flops = num_sequences * length * (num_forwards * forward + config.algorithm.passes * update)
+    flops = num_tokens * (num_forwards * forward + config.algorithm.passes * update)
     share = EXPERT_TRAIN_SHARE if model.shape.num_experts else TRAIN_SHARE
     seconds = flops / (trainer.num_ranks * share * card.flops)
-    return seconds / (1.0 - _bubble(config, length))
+    return seconds / (1.0 - _bubble(config, responses.mean_sequence))
 
 
 def forward_flops(model: ModelDescription, length: float) -> float:

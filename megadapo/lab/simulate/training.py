@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megadapo.lab.plan.split import PUBLISH_S
+from megadapo.lab.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.lab.simulate.engines import VirtualEngines
 from megadapo.lab.simulate.policies import TrainedGroup, trained_groups
 from megadapo.rollout.sampling.sampler import Sampler
@@ -29,8 +29,8 @@ class TrainedStep:
 def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator[TrainedStep]:
     """Yield steps in which a trainer works on each batch for `train_s`.
 
-    A mode that does not overlap uses the same GPUs for both. To change hands takes no time there.
-    With GPUs of their own, engines stop for PUBLISH_S to take weights.
+    A mode that does not overlap uses the same GPUs for both, and loses SWITCH_S. With GPUs of their
+    own, engines stop for PUBLISH_S to take weights.
     """
     overlaps = sampler.config.overlaps
     while True:
@@ -46,7 +46,7 @@ def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator
                 sampler.turn()
             waited_s += engines.now - trained
         sampler.cut()
-        engines.pass_time(PUBLISH_S if overlaps else train_s, have_gpus=overlaps)
+        engines.pass_time(PUBLISH_S if overlaps else train_s + SWITCH_S, have_gpus=overlaps)
         yield TrainedStep(
             seconds=engines.now - start,
             waited_s=waited_s,
