@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import math
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from megadapo.lab.plan import engine_speed, split, step_time
 from megadapo.lab.plan.cards import CARDS, GIB, Card
 from megadapo.lab.plan.responses import Lengths, Responses, usual_lengths
 from megadapo.lab.plan.split import StepModel
-from megadapo.models.description import ModelDescription, describe_model
+from megadapo.models.description import describe_model
 
 ROWS = Path(__file__).with_name("published-times.toml")
 BASE = Path(__file__).parent.parent / "configs" / "qwen2.5-32b.toml"
@@ -59,9 +58,8 @@ def read_rows() -> list[Row]:
 def forecast(row: Row) -> float:
     """Return the seconds of a row by the plan's model."""
     steps = StepModel(row["config"], row["description"], row["card"], row["responses"])
-    own = steps.timed(steps.own_split(), row.get("forwards", 0))
-    time = steps.step_time(own, row["config"].sampling)
-    return time.rollout_s if row["mode"] == "response" else time.step_s
+    seconds = steps.rollout_seconds if row["mode"] == "response" else steps.step_seconds
+    return seconds(steps.own_split(), row["config"].sampling)
 
 
 def errors(rows: list[Row]) -> np.ndarray:
@@ -134,7 +132,9 @@ def _recipe(row: Row, base: RunConfig) -> RunConfig:
     """Return a recipe with the row's sizes; no run could start with it."""
     tp, cp, ep, pp = row.get("trainer", (1, 1, 1, 1))
     engine_tp = row["engine_tensor_parallel"]
-    num_train_gpus = row["gpus"] - (row["engine_gpus"] if row["mode"] in ("async", "one_step_off") else 0)
+    num_train_gpus = row["gpus"] - (
+        row["engine_gpus"] if row["mode"] in ("async", "one_step_off") else 0
+    )
     mode = "sync" if row["mode"] == "response" else row["mode"]
     number = row["prompts"] * row["group"]
     replace: dict[str, dict[str, Any]] = {
@@ -152,7 +152,14 @@ def _recipe(row: Row, base: RunConfig) -> RunConfig:
             "responses_per_prompt": row["group"],
             "selection": "all",
         },
-        "algorithm": {"responses_per_mini_batch": row.get("mini_batch", number)},
+        # the reference's pass, and the old log-probs' where the run computes them
+        "algorithm": {
+            # one response less than the batch: more than one update, and so a pass before the first
+            "responses_per_mini_batch": max(1, number - (row.get("forwards") == 1)),
+            "objective": base.algorithm.objective.model_copy(
+                update={"kl_coef": 0.01 if row.get("forwards") == 2 else 0.0}
+            ),
+        },
         "trainer": {
             "tensor_parallel": tp,
             "context_parallel": cp,

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from parts import Outcome, Part, Setting, config_of, phases_of
 
-from megadapo.commands.lab.plan import planned_refit
 from megadapo.errors import MegadapoError
 from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
-from megadapo.lab.plan import step_time
 from megadapo.lab.plan.phases import models_of
+from megadapo.lab.plan.responses import Responses, usual_lengths
+from megadapo.lab.plan.split import describe_step
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
 
@@ -215,15 +214,14 @@ def _cell(value: float | None) -> str:
 
 
 def _forecast(part: Part, steps: list[MetricRecord], setting: Setting) -> list[str]:
-    """Return the plan's times for responses as long as the run's; [] if no weights were sent."""
+    """Return the plan's times for responses as long as the run's; [] without steps."""
     config = config_of(part.overrides)
     lengths = [mean for step in steps if (mean := step.get("response_length/mean")) is not None]
-    sent = steps[0].get("weights/bytes")
-    if not lengths or sent is None:
+    if not lengths:
         return []
-    share = sum(lengths) / len(lengths) / config.rollout.max_response_tokens
-    model = models_of(config).policy
-    refit = planned_refit(config, model, gpus_per_node=1)
-    prompt = config.data.max_prompt_tokens
-    with patch.multiple(step_time, MEAN_SHARE=share, PROMPT_TOKENS=prompt):
-        return step_time.describe_times(config, model, setting.card, refit)
+    responses = Responses.of(
+        config,
+        usual_lengths(sum(lengths) / len(lengths)),
+        prompt_tokens=config.data.max_prompt_tokens,
+    )
+    return describe_step(config, models_of(config), setting.card, responses)

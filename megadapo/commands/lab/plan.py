@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megadapo.lab.plan.cards import Card
     from megadapo.lab.plan.phases import GpuKind, Models
     from megadapo.lab.plan.refit import Refit
-    from megadapo.models.description import ModelDescription
 
 DEFAULT_GPU = "H100-80G"
 
@@ -50,9 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
     from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
     from megadapo.lab.plan.phases import gpu_kinds, models_of
+    from megadapo.lab.plan.refit import plan_for, refit_of
+    from megadapo.lab.plan.responses import Responses
     from megadapo.lab.plan.split import describe_step
     from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
+    from megadapo.weights.layout.layout import ModelLayout
 
     config, card = load_config(arguments.config, arguments.overrides), card_of(arguments.gpu)
     models = models_of(config)
@@ -61,9 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     validate_engine_layout(models.policy.shape, config.rollout)
     kinds = gpu_kinds(config, models, card)
     gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
-    refit = planned_refit(config, models.policy, gpus_per_node=gpus_per_node)
+    layout = ModelLayout(models.policy.family, models.policy.shape)
+    refit = refit_of(config, *plan_for(config, layout, gpus_per_node=gpus_per_node))
     lines = _summary(config, models, card, refit, gpus_per_node)
-    lines += describe_step(config, models, card)
+    lines += describe_step(config, models, card, Responses.of(config))
     for kind in kinds:
         print(_memory_table(kind, card), end="\n\n")
     print("\n".join(lines))
@@ -125,16 +128,6 @@ def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
             f"{-(-num_gpus // GPUS_PER_NODE)} nodes of {GPUS_PER_NODE}"
         )
     return -(-num_gpus // num_nodes)
-
-
-def planned_refit(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) -> Refit:
-    """Return the work of a full weight update by the plan that the run will use."""
-    from megadapo.lab.plan.refit import plan_for, refit_of
-    from megadapo.weights.layout.layout import ModelLayout
-
-    layout = ModelLayout(model.family, model.shape)
-    plan, hosts = plan_for(config, layout, gpus_per_node=gpus_per_node)
-    return refit_of(config, plan, hosts)
 
 
 def _memory_table(kind: GpuKind, card: Card) -> str:

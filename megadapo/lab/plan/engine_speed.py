@@ -50,9 +50,7 @@ class EngineSpeed:
     def step_time(self, num_running: float, num_context: float) -> float:
         """Return the seconds of one step; `num_context` counts all running responses' tokens."""
         experts = self.experts_s * (1.0 - (1.0 - self.chosen_share) ** num_running)
-        return (
-            self.step_s + experts + self.response_s * num_running + self.context_s * num_context
-        )
+        return self.step_s + experts + self.response_s * num_running + self.context_s * num_context
 
     def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:
         """Return the seconds until each running response has `num_tokens` more."""
@@ -104,9 +102,7 @@ def speed_of(
     )
 
 
-def slots_of(
-    config: RunConfig, model: ModelDescription, card: Card, responses: Responses
-) -> int:
+def slots_of(config: RunConfig, model: ModelDescription, card: Card, responses: Responses) -> int:
     """Return the responses that an engine runs at once, in its slots and in its cache."""
     engine = engine_bytes(model, config.rollout, card, itemsize=itemsize_of(config))
     num_cached = engine.cache_tokens / responses.running_context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from megadapo.lab.plan.engine_speed import EngineSpeed, slots_of, speed_of
 from megadapo.lab.plan.fit import problems
 from megadapo.lab.plan.phases import Models
 from megadapo.lab.plan.responses import KEPT_SHARE, Responses
-from megadapo.lab.plan.step_time import forward_passes, train_seconds
+from megadapo.lab.plan.step_time import train_seconds
 from megadapo.models.description import ModelDescription
 from megadapo.rollout.config import SamplingConfig
 from megadapo.trainer.config import TrainerConfig
@@ -51,20 +51,6 @@ class Split:
         return f"{self.num_engine_gpus} + {self.trainer.num_ranks}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The estimate of a step."""
-
-    rollout_s: float
-    """Seconds in which engines generate a batch."""
-    train_s: float
-    step_s: float
-    engines_idle: float
-    """Share of the engines' time without work."""
-    trainer_idle: float
-    """Share of a step in which the trainer waits for a batch."""
-
-
 @dataclass(frozen=True)
 class StepModel:
     """The model of a recipe's step on a card, with any split of GPUs."""
@@ -84,15 +70,9 @@ class StepModel:
 
     def own_split(self) -> Split:
         """Return the recipe's split."""
-        rollout = self.config.rollout
-        return self.timed(
-            Split(
-                trainer=self.config.trainer,
-                num_engines=rollout.num_engines,
-                gpus_per_engine=rollout.ranks_per_engine,
-                is_shared=self.config.cluster.placement == "colocated",
-            )
-        )
+        config = self.config
+        is_shared = config.cluster.placement == "colocated"
+        return self._split(config.trainer, config.rollout.num_engines, is_shared=is_shared)
 
     def shared_split(self, num_gpus: int) -> Split:
         """Return engines and a trainer that use all of these GPUs in turn.
@@ -101,20 +81,14 @@ class StepModel:
             ConfigError: too few GPUs for one copy and one engine.
         """
         copy = _copy_size(self.config.trainer)
-        gpus_per_engine = self.config.rollout.ranks_per_engine
-        if num_gpus < max(copy, gpus_per_engine):
+        per_engine = self.config.rollout.ranks_per_engine
+        if num_gpus < max(copy, per_engine):
             raise ConfigError(
                 f"{num_gpus} GPUs are too few for one copy of the trainer ({copy} GPUs) or one "
-                f"engine ({gpus_per_engine} GPUs)"
+                f"engine ({per_engine} GPUs)"
             )
-        return self.timed(
-            Split(
-                trainer=self.config.trainer.model_copy(update={"data_parallel": num_gpus // copy}),
-                num_engines=num_gpus // gpus_per_engine,
-                gpus_per_engine=gpus_per_engine,
-                is_shared=True,
-            )
-        )
+        trainer = self.config.trainer.model_copy(update={"data_parallel": num_gpus // copy})
+        return self._split(trainer, num_gpus // per_engine, is_shared=True)
 
     def splits(self, num_gpus: int) -> list[Split]:
         """Return the splits of this many GPUs, smallest trainer first.
@@ -124,85 +98,64 @@ class StepModel:
         Raises:
             ConfigError: too few GPUs for one copy and one engine.
         """
-        gpus_per_engine = self.config.rollout.ranks_per_engine
-        found = []
-        for trainer in _trainers(self.config, num_gpus):
-            num_engines = (num_gpus - trainer.num_ranks) // gpus_per_engine
-            if num_engines > 0:
-                found.append(
-                    Split(trainer=trainer, num_engines=num_engines, gpus_per_engine=gpus_per_engine)
-                )
+        per_engine = self.config.rollout.ranks_per_engine
+        found = [
+            self._split(trainer, (num_gpus - trainer.num_ranks) // per_engine)
+            for trainer in _trainers(self.config, num_gpus - per_engine)
+        ]
         if not found:
             raise ConfigError(
                 f"{num_gpus} GPUs are too few for one copy of the trainer "
-                f"({_copy_size(self.config.trainer)} GPUs) and one engine ({gpus_per_engine} GPUs)"
+                f"({_copy_size(self.config.trainer)} GPUs) and one engine ({per_engine} GPUs)"
             )
-        return [self.timed(split) for split in found]
+        return found
 
     def by_estimate(self, splits: Sequence[Split], sampling: SamplingConfig) -> list[Split]:
         """Return splits by their estimated step, fastest first."""
-        return sorted(splits, key=lambda one: self.step_time(one, sampling).step_s)
+        return sorted(splits, key=lambda one: self.step_seconds(one, sampling))
 
-    def step_time(self, split: Split, sampling: SamplingConfig) -> StepTime:
-        """Estimate the step of a mode.
-
-        A mode that starts each batch anew waits for its longest response. In the others a response
-        may take as many steps as its weights may be old.
-        """
-        train_s, staleness = split.train_s, sampling.max_staleness
-        if sampling.mode in ("partial", "async"):
-            moved = min(self.num_slots * split.num_engines, len(self.responses.lengths))
-            context = self.responses.mean_sequence
-            busy = self._full_seconds(split, num_batches=max(1, staleness)) + (
-                moved * context * self.speed.prefill_s / split.num_engines
-            )
-            longest = float(self.responses.lengths[0]) * self.speed.step_time(1, 0.0)
-            rollout_s = max(busy, longest / max(1, staleness))
-        else:
-            busy = self._full_seconds(split, num_batches=1)
-            rollout_s = self._drain_seconds(split)
+    def step_seconds(self, split: Split, sampling: SamplingConfig) -> float:
+        """Return the seconds of a mode's step."""
+        rollout_s = self.rollout_seconds(split, sampling)
         if split.is_shared:
-            step_s = rollout_s + train_s + SWITCH_S
-        else:
-            step_s = max(rollout_s, train_s) + PUBLISH_S
-        return StepTime(
-            rollout_s=rollout_s,
-            train_s=train_s,
-            step_s=step_s,
-            engines_idle=max(0.0, 1.0 - busy / (rollout_s if split.is_shared else step_s)),
-            trainer_idle=1.0 - train_s / step_s,
-        )
+            return rollout_s + split.train_s + SWITCH_S
+        return max(rollout_s, split.train_s) + PUBLISH_S
 
-    def _full_seconds(self, split: Split, *, num_batches: int) -> float:
-        """Return the seconds in which engines that always work generate a step's responses.
+    def rollout_seconds(self, split: Split, sampling: SamplingConfig) -> float:
+        """Return the seconds in which engines generate a mode's batch.
 
-        Args:
-            num_batches: batches in flight at a time.
+        A mode that starts each batch anew waits for its longest response. In the others engines
+        always work, and a response may take as many steps as its weights may be old.
         """
         speed, responses = self.speed, self.responses
         number = len(responses.lengths) / split.num_engines
-        running = max(1.0, min(self.num_slots, number * num_batches))
+        if not sampling.carries:
+            return self._drain_seconds(split)
+        running = max(1.0, min(self.num_slots, number * sampling.max_staleness))
         token_s = speed.step_time(running, running * responses.running_context) / running
-        prompt = responses.prompt_tokens / self.config.sampling.responses_per_prompt
-        return number * (responses.mean * token_s + prompt * speed.prefill_s)
+        prompt = responses.prompt_tokens / sampling.responses_per_prompt
+        # new weights read running responses again
+        moved = min(self.num_slots, number) * responses.mean_sequence
+        busy = number * responses.mean * token_s + (number * prompt + moved) * speed.prefill_s
+        longest = int(responses.lengths[0]) * speed.step_time(1, 0.0)
+        return max(busy, longest / sampling.max_staleness)
 
     def _drain_seconds(self, split: Split) -> float:
-        """Return the seconds in which an engine with the longest response runs empty."""
-        lengths = self.responses.lengths[:: split.num_engines]
+        """Return the seconds in which the engine with the longest response runs empty."""
         engine = VirtualEngine(self.speed, num_slots=self.num_slots)
-        size = self.config.sampling.responses_per_prompt
-        mixed = np.random.default_rng(0).permutation(lengths)
+        lengths = np.random.default_rng(0).permutation(self.responses.lengths[:: split.num_engines])
+        size, prompt = self.config.sampling.responses_per_prompt, self.responses.prompt_tokens
         engine.add(
             [
                 VirtualResponse(
                     key=place // size,
                     index=place % size,
                     priority=0,
-                    num_prompt=self.responses.prompt_tokens,
+                    num_prompt=prompt,
                     num_tokens=int(num_tokens),
-                    num_cached=self.responses.prompt_tokens if place % size else 0,
+                    num_cached=prompt if place % size else 0,
                 )
-                for place, num_tokens in enumerate(mixed)
+                for place, num_tokens in enumerate(lengths)
             ]
         )
         now = 0.0
@@ -211,37 +164,38 @@ class StepModel:
             engine.run_event(now)
         return now
 
-    def timed(self, split: Split, num_forwards: int | None = None) -> Split:
-        """Return the split with its trainer's seconds.
+    def _split(self, trainer: TrainerConfig, num_engines: int, *, is_shared: bool = False) -> Split:
+        return Split(
+            trainer=trainer,
+            num_engines=num_engines,
+            gpus_per_engine=self.config.rollout.ranks_per_engine,
+            train_s=train_seconds(
+                self.config.model_copy(update={"trainer": trainer}),
+                self.model,
+                self.card,
+                self.responses,
+            ),
+            is_shared=is_shared,
+        )
 
-        Args:
-            num_forwards: forward passes before the first update; None: the recipe's.
-        """
-        config = with_split(self.config, split)
-        if num_forwards is None:
-            num_forwards = forward_passes(config, self.model)
-        train_s = train_seconds(config, self.model, self.card, self.responses, num_forwards)
-        return replace(split, train_s=train_s)
 
-
-def describe_step(config: RunConfig, models: Models, card: Card) -> list[str]:
+def describe_step(config: RunConfig, models: Models, card: Card, responses: Responses) -> list[str]:
     """Describe the recipe's step and, in modes that overlap, the best split, one line each.
 
     A split that does not fit on the card is not recommended.
     """
     sampling = config.sampling
-    steps = StepModel(config, models.policy, card, Responses.of(config))
+    steps = StepModel(config, models.policy, card, responses)
     own = steps.own_split()
 
     def described(split: Split) -> str:
-        time = steps.step_time(split, sampling)
         return (
-            f"a step of {time.step_s:,.0f} s: rollout {time.rollout_s:,.0f}, train "
-            f"{time.train_s:,.0f}; engines without work {time.engines_idle:.0%} and the trainer "
-            f"{time.trainer_idle:.0%} of it"
+            f"{split.name} GPUs{'' if split.is_shared else ' (engines + trainer)'}, a step of "
+            f"{steps.step_seconds(split, sampling):,.0f} s: rollout "
+            f"{steps.rollout_seconds(split, sampling):,.0f}, train {split.train_s:,.0f}"
         )
 
-    lines = [f"{own.name} GPUs{'' if own.is_shared else ' (engines + trainer)'}, {described(own)}"]
+    lines = [described(own)]
     if sampling.overlaps:
         num_gpus = own.num_engine_gpus + own.trainer.num_ranks
         ordered = steps.by_estimate(steps.splits(num_gpus), sampling)
@@ -250,13 +204,13 @@ def describe_step(config: RunConfig, models: Models, card: Card) -> list[str]:
         if best is not None and best.name != own.name:
             trainer = best.trainer
             lines.append(
-                f"the best split of {num_gpus}: {best.name} GPUs, {described(best)}: "
+                f"the best split of {num_gpus}: {described(best)}: "
                 f"rollout.num_engines = {best.num_engines}, trainer.data_parallel = "
                 f"{trainer.data_parallel}, trainer.pipeline_parallel = {trainer.pipeline_parallel}"
             )
     mixed = f", {KEPT_SHARE:.0%} of groups mixed" if sampling.selection == "signal" else ""
     lines.append(
-        f"  responses of {steps.responses.mean:,.0f} tokens on average{mixed}; docs/clusters.md has "
+        f"  responses of {responses.mean:,.0f} tokens on average{mixed}; docs/clusters.md has "
         "the errors of such forecasts for published runs"
     )
     return lines

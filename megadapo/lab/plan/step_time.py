@@ -33,38 +33,24 @@ def update_flops(
     return sum(passes * length * forward_flops(model, length) for length in lengths)
 
 
-def forward_passes(config: RunConfig, model: ModelDescription) -> int:
-    """Return the forward passes over a batch before its first update."""
-    algorithm, sampling = config.algorithm, config.sampling
-    num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
-    is_one_update = num_sequences <= algorithm.responses_per_mini_batch
-    is_shared = is_one_update and not (algorithm.reads_old_policy or model.shape.num_experts)
-    return (not is_shared) + (algorithm.objective.kl_coef != 0.0)
-
-
 def train_seconds(
-    config: RunConfig,
-    model: ModelDescription,
-    card: Card,
-    responses: Responses,
-    num_forwards: int,
+    config: RunConfig, model: ModelDescription, card: Card, responses: Responses
 ) -> float:
-    """Return the seconds in which the recipe's trainer works on a step's batch.
-
-    Args:
-        num_forwards: forward passes before the first update.
-    """
-    trainer, sampling = config.trainer, config.sampling
+    """Return the seconds in which the recipe's trainer works on a step's batch."""
+    trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
     num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
-    num_tokens = num_sequences * responses.mean_sequence
     layer, mlp = _layer_flops(model, responses.token_sequence)
     forward = forward_flops(model, responses.token_sequence)
     again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
     update = (1 + BACKWARD_PASSES) * forward + again
-    flops = num_tokens * (num_forwards * forward + config.algorithm.passes * update)
+    # old and reference log-probs, then a forward and backward pass for each pass over the batch
+    is_one_update = num_sequences <= algorithm.responses_per_mini_batch
+    is_shared = is_one_update and not (algorithm.reads_old_policy or model.shape.num_experts)
+    num_forwards = (not is_shared) + (algorithm.objective.kl_coef != 0.0)
+    flops = num_forwards * forward + algorithm.passes * update
     share = EXPERT_TRAIN_SHARE if model.shape.num_experts else TRAIN_SHARE
-    seconds = flops / (trainer.num_ranks * share * card.flops)
-    return seconds / (1.0 - _bubble(config, responses.mean_sequence))
+    seconds = num_sequences * responses.mean_sequence * flops / (share * card.flops)
+    return seconds / trainer.num_ranks / (1.0 - _bubble(config, responses.mean_sequence))
 
 
 def forward_flops(model: ModelDescription, length: float) -> float:

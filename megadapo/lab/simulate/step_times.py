@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -32,31 +32,26 @@ from megadapo.rollout.config import SamplingConfig
 
 NUM_WARM_UP = 4
 """Steps before the measured ones."""
-MAX_SPLITS = 16
-"""Number of splits that a search simulates at most."""
 BASELINE = "sync"
 CAPTION = f"""\
 GPUs: engines + trainer; step: seconds; +-: standard error; x: multiples of {BASELINE}; plan:
-seconds of a step by megadapo plan, without the sampler; wait: seconds of a step in which the trainer has nothing to do; idle: engines' time without work; slots:
-share in use; staleness: mean/largest, in weight publications; bias: of the mean length"""
+seconds by megadapo plan; wait: seconds of a step in which the trainer has nothing to do; idle:
+engines' time without work; slots: share in use; staleness: mean/largest, in weight publications;
+bias: of the mean length"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAssumptions:
     """The sizes, GPUs and task that all modes share."""
 
-    config: RunConfig
     steps: StepModel
-    """The estimate of `megadapo plan`."""
-    engines: EngineSettings
-    """Engines on all GPUs."""
+    """The estimates of `megadapo plan`."""
     task: TaskSettings
     shared: Split
     """Engines and trainer on the same GPUs."""
     splits: tuple[Split, ...]
     """Possible engines and trainers with GPUs of their own."""
     num_gpus: int
-    card: str
     staleness: int
     """`sampling.max_staleness` of partial and async."""
 
@@ -90,28 +85,34 @@ class ClusterAssumptions:
                     f"--trainer-gpus {num_trainer_gpus}: whole copies of the model have "
                     f"{', '.join(map(str, sizes))} of the {num_gpus} GPUs"
                 )
-        shared = steps.shared_split(num_gpus)
         return cls(
-            config=config,
             steps=steps,
-            engines=EngineSettings(
-                num_engines=shared.num_engines, num_slots=steps.num_slots, speed=steps.speed
-            ),
             task=task,
-            shared=shared,
-            splits=tuple(found[:: -(-len(found) // MAX_SPLITS)]),
+            shared=steps.shared_split(num_gpus),
+            splits=tuple(found),
             num_gpus=num_gpus,
-            card=card.name,
             staleness=staleness or max(2, config.sampling.max_staleness),
+        )
+
+    def best_split(self, sampling: SamplingConfig) -> Split:
+        """Return the split that `megadapo plan` recommends for a mode."""
+        if not sampling.overlaps:
+            return self.shared
+        return self.steps.by_estimate(self.splits, sampling)[0]
+
+    def engines(self, split: Split) -> EngineSettings:
+        """Return a split's engines."""
+        return EngineSettings(
+            num_engines=split.num_engines, num_slots=self.steps.num_slots, speed=self.steps.speed
         )
 
     @property
     def title(self) -> str:
         """The assumptions in one line."""
-        sampling = self.config.sampling
+        sampling = self.steps.config.sampling
         return (
             f"{sampling.prompts_per_step} groups of {sampling.responses_per_prompt} on "
-            f"{self.num_gpus} {self.card}, {self.task.keep_rate:.0%} of groups mixed"
+            f"{self.num_gpus} {self.steps.card.name}, {self.task.keep_rate:.0%} of groups mixed"
         )
 
 
@@ -158,7 +159,7 @@ class StepTime:
 def compare_steps(
     assumptions: ClusterAssumptions, *, num_steps: int, absence: Absence | None = None
 ) -> list[StepTime]:
-    """Simulate every mode, those with separate GPUs at the best split.
+    """Simulate every mode, those with separate GPUs at the split that the plan recommends.
 
     With an absence, async appears a second time, with engines that leave and return.
 
@@ -168,16 +169,9 @@ def compare_steps(
     """
     task = Task(assumptions.task)
     found = []
-    for sampling in modes_of(assumptions.config.sampling, assumptions.staleness):
-
-        def simulated(split: Split, sampling: SamplingConfig = sampling) -> StepTime:
-            return simulate_steps(assumptions, sampling, split, task, num_steps=num_steps)
-
-        if sampling.overlaps:
-            split, best = _search(assumptions.steps.by_estimate(assumptions.splits, sampling), simulated)
-        else:
-            split, best = assumptions.shared, simulated(assumptions.shared)
-        found.append(best)
+    for sampling in modes_of(assumptions.steps.config.sampling, assumptions.staleness):
+        split = assumptions.best_split(sampling)
+        found.append(simulate_steps(assumptions, sampling, split, task, num_steps=num_steps))
     if absence is not None:
         if not 1 <= absence.num_engines < split.num_engines:
             raise ConfigError(
@@ -190,23 +184,6 @@ def compare_steps(
     return found
 
 
-def _search(
-    splits: Sequence[Split], simulated: Callable[[Split], StepTime]
-) -> tuple[Split, StepTime]:
-    """Return the fastest split, and its steps: from the estimated best one, downhill."""
-    ordered = sorted(splits, key=lambda one: one.trainer.num_ranks)
-    place = ordered.index(splits[0])
-    results = {place: simulated(ordered[place])}
-    while True:
-        for near in (place - 1, place + 1):
-            if 0 <= near < len(ordered) and near not in results:
-                results[near] = simulated(ordered[near])
-        best = min(results, key=lambda one: results[one].step_s)
-        if best == place:
-            return ordered[best], results[best]
-        place = best
-
-
 def simulate_steps(
     assumptions: ClusterAssumptions,
     sampling: SamplingConfig,
@@ -216,8 +193,8 @@ def simulate_steps(
     num_steps: int,
     absence: Absence | None = None,
 ) -> StepTime:
-    """Simulate a mode's steps from a cold start."""
-    engines = VirtualEngines(replace(assumptions.engines, num_engines=split.num_engines), task)
+    """Simulate a mode\'s steps from a cold start."""
+    engines = VirtualEngines(assumptions.engines(split), task)
     steps = train(OurSampler(sampling, engines, task).sampler, engines, split.train_s)
     list(islice(steps, NUM_WARM_UP))
     before = _counters(engines)
@@ -225,7 +202,7 @@ def simulate_steps(
     if absence is not None:
         engines.plan_absence(absence.num_engines, absence.seconds)
     measured += islice(steps, num_steps - 1)
-    plan_s = assumptions.steps.step_time(split, sampling).step_s
+    plan_s = assumptions.steps.step_seconds(split, sampling)
     counters = _counters(engines) - before
     return _step_time(sampling, split, plan_s, measured, engines, counters, absence)
 
@@ -322,9 +299,9 @@ def write_step_json(
     """Write the assumptions and, under "modes", one object per mode."""
     document = {
         "num_gpus": assumptions.num_gpus,
-        "card": assumptions.card,
-        "groups": assumptions.config.sampling.prompts_per_step,
-        "engines": asdict(assumptions.engines),
+        "card": assumptions.steps.card.name,
+        "groups": assumptions.steps.config.sampling.prompts_per_step,
+        "engines": asdict(assumptions.engines(assumptions.shared)),
         "task": assumptions.task.to_json(),
         "modes": [asdict(one) for one in results],
     }

@@ -20,6 +20,7 @@ from megadapo.lab.plan.phases import (
     replayed_bytes,
 )
 from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
+from megadapo.lab.plan.responses import Responses
 from megadapo.lab.plan.step_time import train_seconds, update_flops
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, published_models
@@ -286,13 +287,14 @@ def test_impossible_plan_is_refused(arguments, message, capsys):
 def test_every_card_has_a_plan(gpu, capsys):
     assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "longest sequence: 12,288 tokens" in printed and "a step at this roofline" in printed
+    assert "longest sequence: 12,288 tokens" in printed
+    assert "8 shared GPUs, a step of " in printed
 
 
 def test_dry_run_on_gpus_checks_memory(capsys):
     argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
     assert main(argv) == 0
-    assert "fullest in rollout" in capsys.readouterr().err
+    assert "a trainer rank of stage 1 of 2 is fullest in rollout" in capsys.readouterr().err
     assert main([*argv, "--rollout.gpu_memory_utilization=0.98"]) == 2
     captured = capsys.readouterr()
     assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
@@ -304,15 +306,15 @@ def test_dry_run_on_gpus_checks_memory(capsys):
     [
         ((), 4),
         (("algorithm.responses_per_mini_batch=2048",), 3),
-        (("algorithm.responses_per_mini_batch=2048", "algorithm.objective.kl_coef=0.1"), 4),
+        (("algorithm.responses_per_mini_batch=2048", "algorithm.objective.kl_coef=0.1"), 5),
     ],
 )
 def test_one_update_a_step_computes_its_own_old_logprobs(changes, passes):
-    """Catches a forecast with a forward pass that no GPU makes."""
+    """Catches a forecast with a forward pass that no GPU makes, or without the reference's."""
     config = recipe("qwen2.5-7b", "trainer.recompute=[]", *changes)
     model = models_of(config).policy
     many = recipe("qwen2.5-7b", "trainer.recompute=[]")
-    shares = [train_seconds(one, model, H100) for one in (config, many)]
+    shares = [train_seconds(one, model, H100, Responses.of(one)) for one in (config, many)]
     assert shares[0] / shares[1] == pytest.approx(passes / 4)
 
 

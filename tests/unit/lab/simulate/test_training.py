@@ -7,7 +7,7 @@ import pytest
 from megadapo.config import load_config
 from megadapo.lab.plan.cards import CARDS
 from megadapo.lab.plan.phases import models_of
-from megadapo.lab.plan.split import PUBLISH_S
+from megadapo.lab.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.step_times import (
@@ -51,14 +51,14 @@ def test_time_adds_up_and_no_token_is_too_old(mode, staleness, oldest):
     engines, found = steps(mode, staleness, train_s=100.0)
     overlaps = mode in ("one_step_off", "async")
     for step in found:
-        published = PUBLISH_S if overlaps else 0.0
+        published = PUBLISH_S if overlaps else SWITCH_S
         assert step.seconds == pytest.approx(step.waited_s + 100.0 + published)
         assert max(ages(step)) <= oldest and len(step.groups) == 16
         assert mode != "one_step_off" or ages(step) == {1}
         assert step.num_dropped == 0
     if not overlaps:
         # engines have no GPUs while the trainer works
-        assert engines.engine_seconds == pytest.approx(2 * (engines.now - 8 * 100.0))
+        assert engines.engine_seconds == pytest.approx(2 * (engines.now - 8 * (100.0 + SWITCH_S)))
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
@@ -92,5 +92,7 @@ def test_modes_on_equally_many_gpus():
     assert best.step_s < 0.7 * sync.step_s and best.step_s < 0.8 * ahead.step_s
     assert best.engines_idle < 0.05 and best.num_dropped == 0 and best.staleness_max <= 4
     assert sync.length_bias == ahead.length_bias == 0.0 and abs(best.length_bias) < 0.05
+    for one in found[:-1]:
+        assert one.plan_s == pytest.approx(one.step_s, rel=0.15), one.name
     assert "2 of" in away.name and away.step_s >= best.step_s
     assert away.num_dropped == 0 and away.staleness_max <= 4
