@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         "--lengths",
         type=Path,
         metavar="FILE|RUN",
-        help="response lengths, one a line, or a run's; default: mean 4,800, 95%% below 12,000",
+        help="response lengths, one a line, or a run's; default: a mean of 0.23 x the limit",
     )
     parser.add_argument(
         "--fit", type=Path, metavar="RUN", help="take speed, lengths and keep rate from a run"
@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "--trainer-gpus",
         type=int,
         metavar="N",
-        help="the trainer's share where engines have GPUs of their own (default: the best)",
+        help="the trainer's share where engines have GPUs of their own (default: the plan's)",
     )
     parser.add_argument(
         "--staleness",

@@ -124,8 +124,8 @@ class StepModel:
     def rollout_seconds(self, split: Split, sampling: SamplingConfig) -> float:
         """Return the seconds in which engines generate a mode's batch.
 
-        A mode that starts each batch anew waits for its longest response. In the others engines
-        always work, and a response may take as many steps as its weights may be old.
+        A mode that starts every batch with new responses waits for its longest one. In the others
+        engines always work, and a response may take as many steps as its weights may be old.
         """
         speed, responses = self.speed, self.responses
         number = len(responses.lengths) / split.num_engines
