@@ -294,7 +294,9 @@ def test_every_card_has_a_plan(gpu, capsys):
 def test_dry_run_on_gpus_checks_memory(capsys):
     argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
     assert main(argv) == 0
-    assert "a trainer rank of stage 1 of 2 is fullest in rollout" in capsys.readouterr().err
+    assert ", a trainer rank of stage 2 of 2 is fullest in rollout" in capsys.readouterr().err
+    assert main(["train", str(CONFIGS / "qwen2.5-32b-async.toml"), "--dry-run"]) == 0
+    assert ", an engine rank is fullest in rollout" in capsys.readouterr().err
     assert main([*argv, "--rollout.gpu_memory_utilization=0.98"]) == 2
     captured = capsys.readouterr()
     assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
