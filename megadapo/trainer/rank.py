@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megadapo.algorithm.mini_batches import update_order
@@ -27,6 +28,7 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
     take_snapshot,
 )
+from megadapo.trainer.checkpoint.pieces import OwnedRun
 from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
@@ -44,6 +46,7 @@ from megadapo.trainer.teacher import Teacher
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,
+    REFERENCE_FOLDER,
     Rendezvous,
     TrainerSettings,
     UpdateRequest,
@@ -58,7 +61,6 @@ from megadapo.trainer.update.optimizer import (
 )
 from megadapo.trainer.update.recorder import UpdateRecorder
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
-from megadapo.weights.disk.files import Files
 from megadapo.weights.sync.sender import WeightSender
 
 
@@ -116,9 +118,9 @@ class TrainerRank(TrainedModel):
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
             tp_invariant=settings.trainer.deterministic or not cuda,
         )
+        self.checkpoint_bytes = sum(num_bytes_written(runs) for runs, _ in self._saved.values())
+        """Size of this rank's part of a checkpoint."""
         models = [self] if self.critic is None else [self, self.critic]
-        self.checkpoint_bytes = sum(num_bytes_written(one.runs) for one in models)
-        """Size of this rank's part of a checkpoint, without the reference's weights."""
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
@@ -313,31 +315,37 @@ class TrainerRank(TrainedModel):
 
         Training may continue meanwhile; `writer.report` returns the outcome.
         """
-        models = {"": self} if self.critic is None else {"": self, CRITIC_FOLDER: self.critic}
         memory = self.writer.free_memory()
         snapshots = {
             name: take_snapshot(
-                model.runs,
-                model.optimizer,
+                runs,
+                optimizer,
                 number=self.writer.num_begun,
                 values_of=self.offload.values_of,
                 memory=memory,
             )
-            for name, model in models.items()
+            for name, (runs, optimizer) in self._saved.items()
         }
-        others: list[Callable[[Path], Files]] = []
-        if self.reference is not None:
-            others = [self.reference.snapshot(self.layout, self.position, self.model_folder)]
         num_bytes = sum(snapshot.num_bytes for snapshot in snapshots.values())
-        self.writer.begin(folder, snapshots, others)
+        self.writer.begin(folder, snapshots)
         return num_bytes
+
+    @property
+    def _saved(self) -> dict[str, tuple[Sequence[OwnedRun], MegatronOptimizer]]:
+        """Runs of each folder of a checkpoint, and the optimizer that counts its updates."""
+        saved = {"": (self.runs, self.optimizer)}
+        if self.critic is not None:
+            saved[CRITIC_FOLDER] = (self.critic.runs, self.critic.optimizer)
+        if self.reference is not None and self.reference.runs:
+            saved[REFERENCE_FOLDER] = (self.reference.runs, self.optimizer)
+        return saved
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint of any split."""
         with self.offload.resident("parameters", "optimizer"):
             load_checkpoint(self.runs, self.chunks, self.optimizer, folder)
             if self.reference is not None:
-                self.reference.load(folder, self.layout, self.position)
+                self.reference.load(folder)
             if self.critic is not None:
                 self.critic.load(folder)
 

@@ -7,19 +7,15 @@ and no second model is on the device. A teacher is another model, with modules o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megadapo.algorithm.advantages import advantages_with_kl
@@ -30,20 +26,13 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
+from megadapo.trainer.checkpoint.checkpoint import read_state
+from megadapo.trainer.checkpoint.pieces import runs_of_copies
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.teacher import Teacher
-from megadapo.trainer.types import TrainerSettings
+from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.weights.disk.files import Files, entry_of, sync_path
-from megadapo.weights.disk.load import import_weights, match_params
-from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name, read_json
-from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.shards import ShardPosition
-
-CONFIG_NAME = "config.json"
-FOLDER = "reference"
-"""Name of the reference's folder of converted shards in a checkpoint of the trainer. It is absent
-if the reference has the weights with which the run started."""
+from megadapo.weights.disk.sources import OLD_MANIFEST
 
 
 class ReferencePolicy:
@@ -77,6 +66,11 @@ class ReferencePolicy:
             ).copy_(value.detach())
             for name, value in kept.items()
         }
+        copies = {} if self._config.is_fixed else self._weights
+        self.runs = runs_of_copies(
+            chunks, {parameters[name]: value for name, value in copies.items()}
+        )
+        """The reference's weights as a checkpoint has them; empty if they never change."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -139,46 +133,25 @@ class ReferencePolicy:
             for name, weight in self._weights.items():
                 weight.copy_(self._parameters[name])
 
-    def snapshot(
-        self, layout: ModelLayout, position: ShardPosition, base_folder: Path
-    ) -> Callable[[Path], Files]:
-        """Copy the state that `load` reads; collective.
-
-        Returns:
-            A function that writes it into the trainer's checkpoint while training continues.
-        """
-        if self._config.refresh_every is None:
-            return lambda folder: {}
-        positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(positions, position)
-        rank, shards = torch.distributed.get_rank(), {}
-        # data-parallel ranks can hold different experts
-        if positions.index(position) == rank:
-            pairs = match_params(self._weights, layout, position)
-            shards = {shard.name: value.clone() for shard, value in pairs}
-        return partial(
-            _write_copy,
-            shards,
-            own_name=rank_file_name(position),
-            positions=list(dict.fromkeys(positions)),
-            base_folder=base_folder if rank == 0 else None,
-        )
-
-    def load(self, folder: Path, layout: ModelLayout, position: ShardPosition) -> None:
-        """Read the reference from a trainer's checkpoint of any split.
+    def load(self, folder: Path) -> None:
+        """Read the reference from a trainer's checkpoint of any split; collective.
 
         Raises:
-            CheckpointError: the checkpoint has no reference.
-            WeightError: it is damaged, or of another model.
+            CheckpointError: the checkpoint has no reference, or one that does not fit.
         """
         if self._config.refresh_every is None:
             return
-        if not (folder / FOLDER).is_dir():
+        if not (folder / REFERENCE_FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} has no weights of a reference policy, because its run kept the first "
                 "ones: leave out algorithm.reference.refresh_every"
             )
-        import_weights(folder / FOLDER, self._weights, layout, position)
+        if (folder / REFERENCE_FOLDER / OLD_MANIFEST).is_file():
+            raise CheckpointError(
+                f"{folder / REFERENCE_FOLDER} was written by an earlier version of megadapo: "
+                "continue the run with that version, or start one from an export of the checkpoint"
+            )
+        read_state(self.runs, folder / REFERENCE_FOLDER)
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -264,43 +237,3 @@ def with_reference(
         in_loss = objective.kl_loss_coef != 0.0
         found.append(replace(micro_batch, kl=kl, logprobs_ref=values if in_loss else None))
     return found
-
-
-def _write_copy(
-    shards: dict[str, Tensor],
-    folder: Path,
-    *,
-    own_name: str,
-    positions: list[ShardPosition],
-    base_folder: Path | None,
-) -> Files:
-    """Write one rank's shards, and from the first rank the files that belong to the whole folder.
-
-    `base_folder`: the model's, on the first rank only.
-
-    Raises:
-        OSError: a file could not be written.
-        WeightError: the model's config.json cannot be read.
-    """
-    target = folder / FOLDER
-    target.mkdir(exist_ok=True)
-    written = []
-    if shards:
-        try:
-            save_file(shards, target / own_name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{target / own_name}: {error}") from error
-        written.append(own_name)
-    if base_folder is not None:
-        # not what is in the folder: other ranks' unfinished files are there too
-        whole = {
-            CONFIG_NAME: read_json(base_folder / CONFIG_NAME),
-            MANIFEST_NAME: manifest_of(positions),
-        }
-        for name, content in whole.items():
-            (target / name).write_text(json.dumps(content, indent=2) + "\n")
-        written += whole
-    for name in written:
-        sync_path(target / name)
-    sync_path(target)
-    return {f"{FOLDER}/{name}": entry_of(target / name) for name in written}

@@ -25,7 +25,7 @@ from megadapo.trainer.offload import OffloadedStorages, storages_of
 from megadapo.trainer.trained_model import RankModel
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.step import compute_logprobs
-from megadapo.weights.disk.sources import TensorSource, open_source
+from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource
 
 
 class Teacher(RankModel):
@@ -58,7 +58,7 @@ class Teacher(RankModel):
 
     def first_weights(self) -> TensorSource:
         """Return the folder's tensors, also for a policy that starts from random numbers."""
-        return open_source(self.model_folder)
+        return SafetensorsFolder(self.model_folder)
 
     @contextmanager
     def resident(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from megadapo.trainer.model.parallel import parameters_by_global_name, shard_pos
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, finalize_sums, wrap_for_gradients
 from megadapo.weights.disk.load import fill_shard, match_params
-from megadapo.weights.disk.sources import TensorSource, check_tensors, open_source
+from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource, check_tensors
 from megadapo.weights.layout.layout import ModelLayout
 
 WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
@@ -67,7 +67,7 @@ class RankModel:
     def first_weights(self) -> TensorSource:
         """Return the full tensors with which the run starts."""
         if self.settings.model.init == "pretrained":
-            return open_source(self.model_folder)
+            return SafetensorsFolder(self.model_folder)
         std = self.model.initializer_range
         device = next(iter(self.parameters.values())).device
         return RandomTensors(self.layout, std=std, seed=self.settings.seed, device=device)

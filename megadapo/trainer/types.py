@@ -14,6 +14,9 @@ from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
 
 CRITIC_FOLDER = "critic"
 """Name of the critic's folder in a checkpoint of the trainer."""
+REFERENCE_FOLDER = "reference"
+"""Name of the reference policy's folder there. It is absent if the reference has the weights with
+which the run started."""
 
 Metrics = dict[str, int | float | None]
 """Values by their names in observe/metrics/names.py; None: there was nothing to measure."""

@@ -24,8 +24,7 @@ from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.conversion import quantize_folder
 from megadapo.weights.disk.export import check_new, export_weights, new_folder, progress_bar
-from megadapo.weights.disk.sources import open_layout, read_json
-from megadapo.weights.disk.torch_checkpoint import METADATA_FILE
+from megadapo.weights.disk.sources import METADATA_FILE, open_layout, read_json
 from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"
@@ -117,7 +116,7 @@ def export_checkpoint(
         raise ConfigError(f"--quantize works only for a policy, and this exports a {kind}")
     check_new(destination)
     config = source.run_config()
-    base_name = model or _trained_model(source, config, kind)
+    base_name = model or _trained_model(source.checkpoint.path, config, kind)
     base = _base_folder(base_name)
     weights, layout = _open_weights(source, base, kind)
     card = model_card(
@@ -173,15 +172,33 @@ def _write_model(
         _complete_generation_config(folder, base)
 
 
-def _trained_model(source: ExportSource, config: dict[str, Any], kind: Kind) -> str:
+def config_folder(weights: Path, model: str | None) -> Path:
+    """Return the folder of config.json and tokenizer for a folder of weights.
+
+    It is the folder itself, or else `model` or the model that the run of the checkpoint trained.
+
+    Raises:
+        CheckpointError: the weights are those of a checkpoint, which is damaged.
+        ConfigError: the trained model is not known.
+        DataError: that model is not on this machine.
+    """
+    if (weights / "config.json").is_file():
+        return weights
+    config = {}
+    if (weights.parent / MANIFEST).is_file():
+        config = find_source(weights.parent).run_config()
+    return _base_folder(model or _trained_model(weights, config, "policy"))
+
+
+def _trained_model(weights: Path, config: dict[str, Any], kind: Kind) -> str:
     section = config.get("model")
     path = section.get("path") if isinstance(section, dict) else None
     if kind == "critic" and isinstance(own := config.get("critic"), dict):
         path = own.get("path") or path
     if not isinstance(path, str):
         raise ConfigError(
-            f"the model that {source.checkpoint.path} was trained from is not known (model.path of "
-            f"a run's {RESOLVED_FILE}): name its folder with --model"
+            f"{weights} has no config.json, and no run's {RESOLVED_FILE} names the model that it "
+            "was trained from: name that model's folder with --model"
         )
     return path
 

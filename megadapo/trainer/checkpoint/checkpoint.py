@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -36,7 +35,13 @@ from megadapo.trainer.checkpoint.pieces import (
 from megadapo.trainer.checkpoint.save import RankReport
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
 from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable
-from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, Window
+from megadapo.weights.disk.torch_checkpoint import (
+    StoredPiece,
+    StoredTensors,
+    Window,
+    shard_name,
+    store_piece,
+)
 from megadapo.weights.host_memory import HostMemory
 
 OPTIMIZER_FILE = "optimizer.json"
@@ -100,12 +105,19 @@ def write_snapshot(
     files: Files = {}
     stored = []
     if snapshot.pieces:
-        name = f"__{rank}_0.distcp"  # as torch names them
+        name = shard_name(rank)
         with hashed_file(folder / name) as file:
             for index, piece in enumerate(snapshot.pieces):
-                start = file.tell()
-                torch.save(piece.data, cast(IO[bytes], file))
-                stored.append(_stored(piece, name, start, file.tell() - start))
+                stored.append(
+                    store_piece(
+                        file,
+                        name,
+                        piece.data,
+                        key=piece.key,
+                        shape=piece.shape,
+                        offset=piece.offset,
+                    )
+                )
                 snapshot.pieces[index] = replace(piece, data=torch.empty(0))
         files[name] = file.entry
         _check_live(folder, stored[snapshot.checked], snapshot.checked_hash)
@@ -127,13 +139,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: the folder cannot be read, or does not fit this model.
     """
-    stored = StoredTensors(folder)
-    _check_fit(runs, stored)
-    state = [piece for run in runs for piece in run.state]
-    for piece in state:
-        if piece.is_flexible:
-            piece.data.zero_()
-    stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
+    read_state(runs, folder)
     path = folder / OPTIMIZER_FILE
     try:
         count = int(json.loads(path.read_bytes())["num_updates"])
@@ -143,6 +149,21 @@ def load_checkpoint(
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     set_num_updates(optimizer, count)
     put_masters_into_weights(runs, chunks)
+
+
+def read_state(runs: Sequence[OwnedRun], folder: Path) -> None:
+    """Read the boxes of the runs' state, written at any split; collective over all ranks.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or does not fit this model.
+    """
+    stored = StoredTensors(folder)
+    _check_fit(runs, stored)
+    state = [piece for run in runs for piece in run.state]
+    for piece in state:
+        if piece.is_flexible:
+            piece.data.zero_()
+    stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
 
 
 def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
@@ -176,19 +197,6 @@ def reader_of(file: str, num_ranks: int) -> int:
 
 def _written(runs: Sequence[OwnedRun]) -> list[Piece]:
     return [p for run in runs if run.is_first_replica for p in (*run.weights, *run.state)]
-
-
-def _stored(piece: Piece, file: str, start: int, num_bytes: int) -> StoredPiece:
-    return StoredPiece(
-        key=piece.key,
-        dtype=piece.data.dtype,
-        shape=piece.shape,
-        offset=piece.offset,
-        sizes=tuple(piece.data.shape),
-        file=file,
-        start=start,
-        num_bytes=num_bytes,
-    )
 
 
 def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
@@ -231,8 +239,6 @@ def _check_fit(runs: Sequence[OwnedRun], stored: StoredTensors) -> None:
         raise CheckpointError(f"{stored.folder} cannot be loaded into this model: {listed}")
 
 
-WriteOthers = Sequence[Callable[[Path], Files]]
-"""Functions that each write further files below a folder."""
 NICENESS = 15
 """Priority of the writing thread: it gets 3 percent of a core that an update also uses."""
 
@@ -265,7 +271,7 @@ class CheckpointWriter:
             self._memory.reset()
         return self._memory
 
-    def begin(self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers) -> None:
+    def begin(self, folder: Path, snapshots: dict[str, Snapshot]) -> None:
         """Start to write.
 
         Args:
@@ -273,7 +279,7 @@ class CheckpointWriter:
         """
         assert not self.is_writing, "the trainer asks before"
         self.num_begun += 1
-        self._pending = self._executor.submit(self._write, folder, snapshots, others)
+        self._pending = self._executor.submit(self._write, folder, snapshots)
 
     def report(self, *, wait: bool = False) -> RankReport | None:
         """Return the outcome of the save; None while it is being written."""
@@ -283,17 +289,13 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         return pending.result()
 
-    def _write(
-        self, folder: Path, snapshots: dict[str, Snapshot], others: WriteOthers
-    ) -> RankReport:
+    def _write(self, folder: Path, snapshots: dict[str, Snapshot]) -> RankReport:
         report = RankReport()
         try:
             for name, snapshot in snapshots.items():
                 files, pieces = write_snapshot(snapshot, folder / name, rank=self._rank)
                 report.files |= {str(Path(name) / file): entry for file, entry in files.items()}
                 report.pieces[name] = pieces
-            for write in others:
-                report.files |= write(folder)
         except (OSError, RuntimeError, MegadapoError) as error:
             # torch names a failed write after its own zip writer
             cause = error.__context__ if isinstance(error.__context__, OSError) else error

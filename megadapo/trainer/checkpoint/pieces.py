@@ -7,7 +7,7 @@ is gathered for a checkpoint, and any other split finds the boxes that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -61,15 +61,34 @@ def owned_runs(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[OwnedRun]:
     """Return every run that this rank's optimizer updates."""
-    places: dict[Tensor, list[_Place]] = {}
-    for chunk in chunks:
-        for entry in nested_values(chunk.module.sharded_state_dict(metadata={})):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                places[entry.data] = _places(entry)
+    places = _places_of(chunks)
     return [
         _owned_run(parameter, start, stop, state, places[parameter])
         for parameter, start, stop, state in optimizer_state_of(optimizer)
     ]
+
+
+def runs_of_copies(
+    chunks: Sequence[DistributedDataParallel], copies: Mapping[Tensor, Tensor]
+) -> list[OwnedRun]:
+    """Return a run for the copy of each whole parameter; its state is the copy.
+
+    Args:
+        copies: by parameter.
+    """
+    places, runs = _places_of(chunks), []
+    for parameter, copy in copies.items():
+        flat, (first, *_) = copy.view(-1), places[parameter]
+        runs.append(
+            OwnedRun(
+                weight=flat,
+                master=flat,
+                weights=(),
+                state=tuple(_pieces("{key}", flat, 0, places[parameter])),
+                is_first_replica=first.tensor.replica_id == (0, 0, 0),
+            )
+        )
+    return runs
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,16 @@ class _Place:
     start: int
     """First element of the part in the flat parameter."""
     tensor: ShardedTensor
+
+
+def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_Place]]:
+    """Return the places of every parameter's parts."""
+    return {
+        entry.data: _places(entry)
+        for chunk in chunks
+        for entry in nested_values(chunk.module.sharded_state_dict(metadata={}))
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
 
 
 def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_Place]:

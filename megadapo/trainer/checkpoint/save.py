@@ -84,7 +84,7 @@ def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
         OSError: the metadata could not be written.
     """
     # it imports torch, which the driver does not need before a save
-    from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, write_metadata
+    from megadapo.weights.disk.torch_checkpoint import write_metadata
 
     if errors := [report.error for report in reports if report.error]:
         raise CheckpointError("; ".join(errors))
@@ -95,5 +95,6 @@ def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
         files |= report.files
     for name in reports[0].pieces:
         pieces = (piece for report in reports for piece in report.pieces[name])
-        files[str(Path(name) / METADATA_FILE)] = write_metadata(folder / name, pieces)
+        written = write_metadata(folder / name, pieces)
+        files |= {str(Path(name) / file): entry for file, entry in written.items()}
     return files

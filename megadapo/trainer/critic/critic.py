@@ -30,7 +30,7 @@ from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
 from megadapo.trainer.update.step import run_schedule
-from megadapo.weights.disk.sources import TensorSource, open_source
+from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource
 
 
 class Critic(TrainedModel):
@@ -73,7 +73,7 @@ class Critic(TrainedModel):
         """Return the tensors of a critic; its value head is 0 if the folder has none."""
         if self.is_random:
             return WithValueHead(super().first_weights(), self.layout)
-        source = open_source(self.model_folder)
+        source = SafetensorsFolder(self.model_folder)
         has_head = VALUE_HEAD.hf[0] in source.shapes
         return source if has_head else WithValueHead(source, self.layout)
 

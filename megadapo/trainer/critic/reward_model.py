@@ -146,7 +146,7 @@ class RewardModelRank:
         )
         # the writer frees what it has written
         num_bytes = snapshot.num_bytes
-        self.writer.begin(folder, {CRITIC_FOLDER: snapshot}, [])
+        self.writer.begin(folder, {CRITIC_FOLDER: snapshot})
         return num_bytes
 
     def load(self, folder: Path) -> None:

@@ -1,13 +1,15 @@
-"""Full tensors of a trainer's checkpoint, one weight at a time; needs no ranks, model or GPU.
+"""A model in megatron-core's checkpoint format: written, and read, one weight at a time.
 
-A checkpoint of any split names every parameter once for the whole model: stacked over layers and
-experts, cut into chunks, the vocabulary padded. So it has the layout of one unsplit rank.
+It needs no ranks, model or GPU. A checkpoint of any split names every parameter once for the whole
+model: stacked over layers and experts, cut into chunks, the vocabulary padded. So it has the layout
+of one unsplit rank.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,8 +17,17 @@ import torch
 from torch import Tensor
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.load import collect_runs
-from megadapo.weights.disk.torch_checkpoint import StoredTensors, Window
+from megadapo.weights.disk.export import progress_bar
+from megadapo.weights.disk.files import hashed_file
+from megadapo.weights.disk.load import collect_runs, fill_shard
+from megadapo.weights.disk.sources import TensorSource
+from megadapo.weights.disk.torch_checkpoint import (
+    StoredTensors,
+    Window,
+    shard_name,
+    store_piece,
+    write_metadata,
+)
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 
@@ -25,8 +36,52 @@ _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 _NOT_WEIGHTS = ("optimizer.", "chained_")
 """Prefixes of masters and moments."""
 
-Place = tuple[str, tuple[int, ...]]
-"""A stored tensor, and the layer and expert numbers that index its stacked axes."""
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a parameter in a checkpoint."""
+
+    stored: str
+    """Name of the stored tensor."""
+    numbers: tuple[int, ...]
+    """Layer and expert, as far as they are axes of the stored tensor."""
+    lengths: tuple[int, ...]
+    """Lengths of these axes."""
+
+
+def write_weights(
+    source: TensorSource, layout: ModelLayout, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write a model as a checkpoint that megatron-core loads at any split.
+
+    Args:
+        source: the model's tensors.
+        folder: an existing one.
+    """
+    shards = list(layout.megatron_shards(_unsplit(layout)))
+    names, file_name, pieces = {shard.name for shard in shards}, shard_name(0), []
+    with (
+        hashed_file(folder / file_name) as file,
+        progress_bar("hf-to-megatron", len(shards)) as advance,
+    ):
+        for shard in shards:
+            param = torch.empty(shard.shape, dtype=dtype)
+            fill_shard(param, shard, source)
+            # a norm before a linear layer has the name of the two fused, also if they are not
+            fused = shard.alias or ""
+            is_fused = fused.replace("layer_norm_weight", "weight") in names
+            place = next(_places(fused if is_fused else shard.name, layout))
+            piece = store_piece(
+                file,
+                file_name,
+                param.view(*[1] * len(place.numbers), *shard.shape),
+                key=place.stored,
+                shape=(*place.lengths, *shard.shape),
+                offset=(*place.numbers, *[0] * len(shard.shape)),
+            )
+            pieces.append(piece)
+            advance()
+    write_metadata(folder, pieces)
 
 
 class TrainerCheckpoint:
@@ -64,7 +119,7 @@ class TrainerCheckpoint:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor in the order of the model; holds one weight at a time."""
         for shard, place in self._places:
-            local = self._read(*place)
+            local = self._read(place)
             full = {
                 run.tensor: torch.empty(self._layout.hf_shapes[run.tensor], dtype=self.dtype)
                 for run in shard.runs
@@ -72,27 +127,27 @@ class TrainerCheckpoint:
             collect_runs(full, shard, local)
             yield from full.items()
 
-    def _match(self) -> list[tuple[Shard, Place]]:
+    def _match(self) -> list[tuple[Shard, _Place]]:
         """Pair every parameter of the model with its stored tensor."""
-        lengths = (self._layout.shape.num_layers, self._layout.shape.num_experts)
-        shards = list(self._layout.megatron_shards(self._position()))
         pairs, problems, unknown = [], [], set(self._stored)
-        for shard in shards:
+        for shard in self._layout.megatron_shards(self._position()):
             place = self._place(shard)
             if place is None:
                 problems.append(f"{shard.name} is missing")
                 continue
-            unknown.discard(place[0])
-            expected = (*lengths[: len(place[1])], *shard.shape)
-            found = self._stored[place[0]].size
+            unknown.discard(place.stored)
+            expected = (*place.lengths, *shard.shape)
+            found = self._stored[place.stored].size
             if expected != tuple(found):
-                problems.append(f"{place[0]} is {list(found)}, config.json says {list(expected)}")
+                problems.append(
+                    f"{place.stored} is {list(found)}, config.json says {list(expected)}"
+                )
             pairs.append((shard, place))
         problems += [f"{name} is not in the layout" for name in sorted(unknown)]
         if problems:
             listed = "; ".join(dict.fromkeys(problems[:10]))
             raise WeightError(
-                f"{self.folder} is a checkpoint of another model than model.path: {listed}."
+                f"{self.folder} is a checkpoint of another model than config.json: {listed}."
             )
         return pairs
 
@@ -100,35 +155,41 @@ class TrainerCheckpoint:
         """Return the position of an unsplit rank, with the stored padding of the vocabulary."""
         embedding = self._stored.get(self._layout.family.embedding.megatron)
         rows = 0 if embedding is None else embedding.size[0]
-        return ShardPosition(
-            layer_indices=tuple(range(self._layout.shape.num_layers)),
-            padded_vocab_size=max(rows, self._layout.shape.vocab_size),
+        return replace(
+            _unsplit(self._layout), padded_vocab_size=max(rows, self._layout.shape.vocab_size)
         )
 
-    def _place(self, shard: Shard) -> Place | None:
+    def _place(self, shard: Shard) -> _Place | None:
         for name in filter(None, (shard.name, shard.alias)):
-            stacked, numbers = _stacked(name)
-            if stacked in self._stored:
-                return stacked, numbers
+            for place in _places(name, self._layout):
+                if place.stored in self._stored:
+                    return place
         return None
 
-    def _read(self, name: str, numbers: tuple[int, ...]) -> Tensor:
+    def _read(self, place: _Place) -> Tensor:
         """Read one parameter from its chunks."""
-        stored = self._stored[name]
-        start, sizes = [0] * len(stored.size), list(stored.size)
-        for axis, number in enumerate(numbers):
-            start[axis], sizes[axis] = number, 1
-        target = torch.empty(sizes, dtype=stored.properties.dtype)
-        self._all.read([Window(name, tuple(start), target)])
-        return target.reshape(sizes[len(numbers) :])
+        stored = self._stored[place.stored]
+        sizes = tuple(stored.size)[len(place.numbers) :]
+        start = (*place.numbers, *[0] * len(sizes))
+        target = torch.empty((*[1] * len(place.numbers), *sizes), dtype=stored.properties.dtype)
+        self._all.read([Window(place.stored, start, target)])
+        return target.reshape(sizes)
 
 
-def _stacked(name: str) -> Place:
-    """Return the stored tensor of an unsplit model's parameter."""
+def _unsplit(layout: ModelLayout) -> ShardPosition:
+    return ShardPosition(layer_indices=tuple(range(layout.shape.num_layers)))
+
+
+def _places(name: str, layout: ModelLayout) -> Iterator[_Place]:
+    """Yield where an unsplit model's parameter can be: layers are stacked, or have own tensors."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return name, ()
-    expert = _EXPERT.fullmatch(layer[2])
-    if expert is None:
-        return f"decoder.layers.{layer[2]}", (int(layer[1]),)
-    return f"decoder.layers.{expert[1]}.experts.{expert[3]}", (int(layer[1]), int(expert[2]))
+        yield _Place(name, (), ())
+        return
+    row, numbers, lengths = layer[2], (), ()
+    if expert := _EXPERT.fullmatch(row):
+        row, numbers = f"{expert[1]}.experts.{expert[3]}", (int(expert[2]),)
+        lengths = (layout.shape.num_experts,)
+    stacked = (int(layer[1]), *numbers), (layout.shape.num_layers, *lengths)
+    yield _Place(f"decoder.layers.{row}", *stacked)
+    yield _Place(f"decoder.layers.{layer[1]}.{row}", numbers, lengths)

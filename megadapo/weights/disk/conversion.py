@@ -1,18 +1,18 @@
-"""Conversions between Hugging Face folders and folders of trainer shards, and FP8 export."""
+"""Conversions between Hugging Face folders and megatron-core's checkpoints, and FP8 export."""
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
 from megadapo.models.description import config_differences
+from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint, write_weights
 from megadapo.weights.disk.export import (
     CARRIED,
     copy_config_and_tokenizer,
@@ -22,79 +22,63 @@ from megadapo.weights.disk.export import (
     progress_bar,
 )
 from megadapo.weights.disk.files import files_within
-from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.sources import (
-    MANIFEST_NAME,
+    METADATA_FILE,
+    SafetensorsFolder,
     TensorSource,
     check_tensors,
-    manifest_of,
     open_layout,
-    open_source,
-    rank_file_name,
     read_json,
-    read_positions,
 )
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.placement import replica_positions
 
 QUANTIZATIONS = {"fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}
 """modelopt's settings: one weight scale per output channel, and activation scales per token. They
 need no calibration data, which could bias the policy."""
 
 
-def hf_to_megatron(
-    source: Path,
-    destination: Path,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    vpp_size: int = 1,
-    ep_size: int = 1,
-) -> None:
-    """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
+def hf_to_megatron(source: Path, destination: Path) -> None:
+    """Write a Hugging Face folder in megatron-core's checkpoint format torch_dist.
 
-    It needs memory for the shards of one rank.
+    It needs memory for one weight. Configuration and tokenizer are copied beside the weights.
+
+    Raises:
+        WeightError: The folder does not hold exactly the model of its config.json.
     """
-    layout, tensors, dtype = _open_checked(source)
-    positions = replica_positions(
-        layout,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        vpp_size=vpp_size,
-        ep_size=ep_size,
-        num_dp=ep_size,
-    )
-    shards = [list(layout.megatron_shards(position)) for position in positions]
-    with (
-        new_folder(destination) as partial,
-        progress_bar("hf-to-megatron", sum(map(len, shards))) as advance,
-    ):
+    layout, tensors, dtype = _open_hf(source)
+    with new_folder(destination) as partial:
         copy_config_and_tokenizer(source, partial, dtype)
-        (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
-        for position, rank_shards in zip(positions, shards, strict=True):
-            params = {}
-            for shard in rank_shards:
-                params[shard.name] = torch.empty(shard.shape, dtype=dtype)
-                fill_shard(params[shard.name], shard, tensors)
-                advance()
-            save_file(params, partial / rank_file_name(position), metadata={"format": "pt"})
+        write_weights(tensors, layout, partial, dtype)
 
 
-def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = None) -> None:
-    """Write a folder of trainer shards as a Hugging Face folder, optionally in FP8."""
-    layout, tensors, dtype = _open_checked(source)
+def megatron_to_hf(
+    source: Path, destination: Path, model: Path, *, quantize: str | None = None
+) -> None:
+    """Write a folder in megatron-core's format as a Hugging Face folder, optionally in FP8.
+
+    It needs memory for one output file and one weight; with `quantize` for the whole model.
+
+    Args:
+        model: folder of the model's configuration and tokenizer.
+
+    Raises:
+        CheckpointError: The folder is damaged, or has another format.
+        WeightError: A tensor is missing or does not fit; the error names it.
+    """
+    layout = open_layout(model)
+    checkpoint = TrainerCheckpoint(source, layout)
     if quantize is not None:
         with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:
-            megatron_to_hf(source, Path(beside) / "plain")
+            megatron_to_hf(source, Path(beside) / "plain", model)
             quantize_folder(Path(beside) / "plain", partial, quantize)
         return
     with progress_bar("megatron-to-hf", len(layout.hf_shapes)) as advance:
         export_weights(
-            full_tensors(tensors, layout),
+            checkpoint.tensors(),
             destination,
             layout=layout,
-            dtype=dtype,
-            base_folder=source,
+            dtype=checkpoint.dtype,
+            base_folder=model,
             on_tensor=lambda _: advance(),
         )
 
@@ -130,13 +114,18 @@ def quantize_folder(source: Path, destination: Path, how: str) -> None:
                 shutil.copyfile(path, partial / path.name)
 
 
-def inspect(path: Path) -> str:
-    """Describe a model folder, after checking it against its config.json."""
-    layout, _, dtype = _open_checked(path)
+def inspect(path: Path, model: Path) -> str:
+    """Describe a model folder of either kind, after checking it against its config.json.
+
+    Args:
+        model: folder of the model's config.json.
+    """
+    layout, dtype, _ = _open(path, model)
     shape = layout.shape
     num_parameters = sum(prod(one) for one in layout.hf_shapes.values())
     lines = [
         f"{path}",
+        f"  format        {'torch_dist' if _is_megatron(path) else 'Hugging Face'}",
         f"  family        {layout.family.architecture}",
         f"  parameters    {num_parameters:,} in {len(layout.hf_shapes)} tensors, {dtype}",
         f"  layers        {shape.num_layers} of hidden size {shape.hidden_size}",
@@ -145,29 +134,27 @@ def inspect(path: Path) -> str:
     ]
     if shape.num_experts:
         lines.append(f"  experts       {shape.num_experts} of {shape.expert_ffn_size}")
-    if (path / MANIFEST_NAME).is_file():
-        for name, at in read_positions(path).items():
-            layers = f"layers {at.layer_indices[0]}..{at.layer_indices[-1]}"
-            lines.append(f"  {name}  {len(at.layer_indices)} {layers}")
     return "\n".join(lines)
 
 
-def verify(a: Path, b: Path) -> str:
+def verify(folders: tuple[Path, Path], models: tuple[Path, Path]) -> str:
     """Compare two model folders of either kind: configuration by key, weights bit by bit.
+
+    Args:
+        models: folder of the config.json of each.
 
     Raises WeightError naming every key and the first tensors that differ.
     """
-    configs = [read_json(folder / "config.json") for folder in (a, b)]
-    differences = config_differences(*configs)
+    a, b = folders
+    differences = config_differences(*[read_json(model / "config.json") for model in models])
     if differences:
         raise WeightError(f"{a} and {b} describe different models: {'; '.join(differences)}.")
-    layout, first, _ = _open_checked(a)
-    _, second, _ = _open_checked(b)
+    layout, _, first = _open(a, models[0])
+    _, _, second = _open(b, models[1])
     wrong = []
     with progress_bar("verify", len(layout.hf_shapes)) as advance:
-        for name, shape in layout.hf_shapes.items():
-            left, right = (one.read(name, 0, 0, shape[0]).contiguous() for one in (first, second))
-            bits = (left.view(torch.uint8), right.view(torch.uint8))
+        for (name, left), (_, right) in zip(first, second, strict=True):
+            bits = [one.contiguous().view(torch.uint8) for one in (left, right)]
             if left.dtype != right.dtype or not torch.equal(*bits):
                 wrong.append(name)
             advance()
@@ -176,9 +163,25 @@ def verify(a: Path, b: Path) -> str:
     return f"{len(layout.hf_shapes)} tensors are equal, bit by bit."
 
 
-def _open_checked(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
-    """Open a model folder and check its tensors against the layout."""
-    layout, source = open_layout(folder), open_source(folder)
+def _open(
+    folder: Path, model: Path
+) -> tuple[ModelLayout, torch.dtype, Iterator[tuple[str, torch.Tensor]]]:
+    """Return layout and type of a checked model folder of either kind, and its full tensors."""
+    if _is_megatron(folder):
+        layout = open_layout(model)
+        checkpoint = TrainerCheckpoint(folder, layout)
+        return layout, checkpoint.dtype, checkpoint.tensors()
+    layout, source, dtype = _open_hf(folder)
+    return layout, dtype, full_tensors(source, layout)
+
+
+def _is_megatron(folder: Path) -> bool:
+    return (folder / METADATA_FILE).is_file()
+
+
+def _open_hf(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
+    """Open a Hugging Face folder and check its tensors against the layout."""
+    layout, source = open_layout(folder), SafetensorsFolder(folder)
     check_tensors(source, layout, folder)
     dtypes = {source.dtypes[name] for name in layout.hf_shapes}
     if len(dtypes) != 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.sources import TensorSource, check_tensors, open_source
+from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource, check_tensors
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 
@@ -19,17 +19,17 @@ def import_weights(
     layout: ModelLayout,
     position: ShardPosition,
 ) -> None:
-    """Fill this rank's parameters in place from a Hugging Face or converted folder.
+    """Fill this rank's parameters in place from a Hugging Face folder.
 
     Reads only this rank's slices. Memory beyond `params` is about one slice.
 
     Args:
-        folder: Hugging Face folder, or one written by `megadapo convert hf-to-megatron`.
+        folder: Hugging Face folder.
         params: Megatron-named parameters of this rank, with global layer numbers.
         layout: Layout of the model that `params` belong to.
         position: Position of this rank in the model.
     """
-    source = open_source(folder)
+    source = SafetensorsFolder(folder)
     check_tensors(source, layout, folder)
     for shard, param in match_params(params, layout, position):
         fill_shard(param, shard, source)

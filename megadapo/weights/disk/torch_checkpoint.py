@@ -1,4 +1,4 @@
-"""A distributed checkpoint of torch: write its `.metadata`, read that safely, and read tensors.
+"""megatron-core's checkpoint format torch_dist: write it, read its metadata safely, read tensors.
 
 The metadata is a pickle, and a pickle can call any function when it is read. This reader admits
 only the plain classes that such metadata consists of and refuses everything else.
@@ -6,6 +6,8 @@ only the plain classes that such metadata consists of and refuses everything els
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +32,19 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megadapo.errors import CheckpointError
-from megadapo.weights.disk.files import FileEntry, hashed_file, unreadable
+from megadapo.weights.disk.files import Files, HashedFile, hashed_file, unreadable
+from megadapo.weights.disk.sources import METADATA_FILE
 
-METADATA_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+"""File by which megatron-core recognises its checkpoints."""
+COMMON_FILE = "common.pt"
+"""File of all that is no tensor. megatron-core requires it; here it is an empty table."""
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 _ADMITTED = {
     "pathlib": {"PosixPath"},
@@ -193,8 +205,45 @@ class _ReadInto(DefaultLoadPlanner):
         """Do nothing: the reader has copied into the target itself."""
 
 
-def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
-    """Record the position of every piece that the ranks have written into `folder`.
+def store_piece(
+    file: HashedFile,
+    name: str,
+    data: Tensor,
+    *,
+    key: str,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> StoredPiece:
+    """Append a box of a tensor to a shard file.
+
+    Args:
+        name: of the file.
+        data: values of the box.
+        key: name of the tensor.
+        shape: of the whole tensor.
+        offset: start of the box in it.
+    """
+    start = file.tell()
+    torch.save(data, cast(IO[bytes], file))
+    return StoredPiece(
+        key=key,
+        dtype=data.dtype,
+        shape=shape,
+        offset=offset,
+        sizes=tuple(data.shape),
+        file=name,
+        start=start,
+        num_bytes=file.tell() - start,
+    )
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's shard file, as torch names it."""
+    return f"__{rank}_0.distcp"
+
+
+def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> Files:
+    """Write the files about all pieces in `folder`: their positions, and megatron-core's own two.
 
     Raises:
         CheckpointError: A tensor has gaps, or two ranks have written the same part of it.
@@ -221,9 +270,19 @@ def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
         if _overlap(tensor.chunks):
             raise CheckpointError(f"{folder}: values of {key} were written twice")
     metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places, version="1.0.0")
-    with hashed_file(folder / METADATA_FILE) as file:
-        file.write(pickle.dumps(metadata))
-    return file.entry
+    common = io.BytesIO()
+    torch.save({}, common)
+    contents = {
+        COMMON_FILE: common.getvalue(),
+        FORMAT_FILE: json.dumps(_FORMAT).encode(),
+        METADATA_FILE: pickle.dumps(metadata),
+    }
+    files: Files = {}
+    for name, content in contents.items():
+        with hashed_file(folder / name) as file:
+            file.write(content)
+        files[name] = file.entry
+    return files
 
 
 def read_metadata(folder: Path) -> Metadata:

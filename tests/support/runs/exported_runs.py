@@ -14,7 +14,7 @@ from megadapo.observe.metrics.records import MetricsLog
 from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
-from megadapo.weights.disk.sources import open_layout, open_source
+from megadapo.weights.disk.sources import SafetensorsFolder, open_layout
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.recorded_runs import evaluation_record
@@ -24,7 +24,7 @@ PADDED_ROWS = 64
 
 def trainer_tensors(model: Path, scale: float) -> dict[str, torch.Tensor]:
     """Return a trainer's part of a model whose weights are multiplied by `scale`."""
-    layout, source = open_layout(model), open_source(model)
+    layout, source = open_layout(model), SafetensorsFolder(model)
     layers = tuple(range(layout.shape.num_layers))
     position = ShardPosition(layer_indices=layers, padded_vocab_size=PADDED_ROWS)
     stacks, tensors = defaultdict(list), {}

@@ -2,17 +2,33 @@
 
 import os
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 
-from megadapo.errors import CheckpointError, WeightError
+from megadapo.errors import CheckpointError
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.step.training import TrainerState
-from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter
+from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter, Snapshot
 from megadapo.trainer.trainer import Trainer
-from megadapo.weights.disk.files import Files
+
+
+class _NoPieces(list):
+    """The pieces of an empty snapshot, whose reader calls a function."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __len__(self) -> int:
+        self._function()
+        return 0
+
+
+def begin(writer: CheckpointWriter, folder, function: Callable[[], object]) -> None:
+    """Begin a save in whose thread the function is called."""
+    writer.begin(folder, {"": Snapshot(_NoPieces(function), 0, 0, "")})
 
 
 def test_only_the_writing_thread_has_low_priority(tmp_path):
@@ -20,12 +36,11 @@ def test_only_the_writing_thread_has_low_priority(tmp_path):
     before = os.getpriority(os.PRIO_PROCESS, 0)
     found = []
 
-    def write(folder: Path) -> Files:
+    def write() -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return {}
 
     writer = CheckpointWriter(0)
-    writer.begin(tmp_path, {}, [write])
+    begin(writer, tmp_path, write)
     report = writer.report(wait=True)
     assert report is not None and not report.error
     assert found == [NICENESS]
@@ -35,7 +50,7 @@ def test_only_the_writing_thread_has_low_priority(tmp_path):
 def test_late_save_postpones_the_next(tmp_path):
     """Ranks that were still writing to a slow disk were killed when the next save began."""
     writer, written = CheckpointWriter(0), threading.Event()
-    writer.begin(tmp_path, {}, [lambda folder: {} if written.wait(20) else {}])
+    begin(writer, tmp_path, lambda: written.wait(20))
     assert writer.report() is None and writer.is_writing
     trainer = Mock(spec=Trainer)
     trainer.call_all.return_value = [False, writer.is_writing]
@@ -47,13 +62,13 @@ def test_late_save_postpones_the_next(tmp_path):
     assert writer.report(wait=True) is not None and not writer.is_writing
 
 
-def test_unreadable_model_is_reported(tmp_path):
-    """The error of a file beside the weights ended the rank instead of the save."""
+def test_error_of_the_writing_thread_is_reported(tmp_path):
+    """It ended the rank instead of the save."""
 
-    def write(folder: Path) -> Files:
-        raise WeightError("config.json cannot be read")
+    def write() -> None:
+        raise CheckpointError("differs from the trained weights")
 
     writer = CheckpointWriter(3)
-    writer.begin(tmp_path, {}, [write])
+    begin(writer, tmp_path, write)
     report = writer.report(wait=True)
-    assert report is not None and report.error == "rank 3: config.json cannot be read"
+    assert report is not None and report.error == "rank 3: differs from the trained weights"

@@ -6,12 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadapo.errors import WeightError
-from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.sources import open_layout
-from megadapo.weights.layout.placement import replica_positions
-from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
+from megadapo.errors import CheckpointError, ConfigError, WeightError
+from tests.support.models.tiny_models import FAMILY_NAMES, TEXT, copy_model, make_model
 from tests.support.runs.commands import convert
+from tests.support.runs.exported_runs import write_run
 
 
 def all_tensors(folder):
@@ -22,11 +20,9 @@ def all_tensors(folder):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4, "pp": 2}, {"pp": 2, "vpp": 2}])
-def test_round_trip_is_bitwise(model_folders, tmp_path, family, sizes):
+def test_round_trip_is_bitwise(model_folders, tmp_path, family):
     source = model_folders[family]
-    flags = [word for name, size in sizes.items() for word in (f"--{name}", size)]
-    convert("hf-to-megatron", source, tmp_path / "megatron", *flags)
+    convert("hf-to-megatron", source, tmp_path / "megatron")
     convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
     before, after = all_tensors(source), all_tensors(tmp_path / "hf")
     assert before.keys() == after.keys()
@@ -37,34 +33,13 @@ def test_round_trip_is_bitwise(model_folders, tmp_path, family, sizes):
     convert("verify", source, tmp_path / "megatron")
 
 
-def test_experts_are_split_and_merged(model_folders, tmp_path):
-    source = model_folders["Qwen3Moe"]
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2, "--ep", 2)
-    assert len(list((tmp_path / "megatron").glob("*.safetensors"))) == 4
-    convert("verify", source, tmp_path / "megatron")
-
-
-def test_converted_folder_loads_at_other_splits(model_folders, tmp_path):
-    source = model_folders["Qwen3"]
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 4, "--pp", 2)
-    layout = open_layout(source)
-    for position in replica_positions(layout, tp_size=2, pp_size=4):
-        ours, theirs = (
-            {shard.name: torch.empty(shard.shape) for shard in layout.megatron_shards(position)}
-            for _ in range(2)
-        )
-        import_weights(source, ours, layout, position)
-        import_weights(tmp_path / "megatron", theirs, layout, position)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
     source = make_model(tmp_path / "source", "Qwen2")
     tensors = {
         name: one.bfloat16() for name, one in load_file(source / "model.safetensors").items()
     }
     save_file(tensors, source / "model.safetensors")
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron")
     convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
     after = all_tensors(tmp_path / "hf")
     assert all(torch.equal(tensors[name], after[name]) for name in tensors)
@@ -105,23 +80,54 @@ def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
         convert("verify", source, tmp_path)
 
 
-def test_damaged_folders_and_bad_requests_are_named(model_folders, tmp_path):
-    source = model_folders["Qwen2"]
-    with pytest.raises(WeightError, match="cannot be cut into 3 equal parts"):
-        convert("hf-to-megatron", source, tmp_path / "three", "--tp", 3)
-    with pytest.raises(WeightError, match="TP must be at least 1"):
-        convert("hf-to-megatron", source, tmp_path / "three", "--tp", 0)
-    assert not (tmp_path / "three").exists()
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+def test_damaged_folders_are_named(model_folders, tmp_path):
+    source, megatron = model_folders["Qwen2"], tmp_path / "megatron"
+    convert("hf-to-megatron", source, megatron)
     with pytest.raises(WeightError, match="exists already"):
-        convert("hf-to-megatron", source, tmp_path / "megatron")
-    path = tmp_path / "megatron" / "tp001-pp000-ep000.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(WeightError, match="tp001-pp000-ep000.safetensors is not a readable"):
-        convert("inspect", tmp_path / "megatron")
-    path.unlink()
-    with pytest.raises(WeightError, match="tp001-pp000-ep000.safetensors"):
-        convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+        convert("hf-to-megatron", source, megatron)
+    with pytest.raises(WeightError, match="no .safetensors file; write its Hugging Face folder"):
+        convert("hf-to-megatron", megatron, tmp_path / "again")
+    shard = megatron / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="megatron cannot be read"):
+        convert("megatron-to-hf", megatron, tmp_path / "hf")
+    (megatron / ".metadata").write_bytes(b"cos\nsystem\n.")
+    with pytest.raises(CheckpointError, match="which was not run"):
+        convert("inspect", megatron)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_verify_finds_one_bit_in_a_shard_file(model_folders, tmp_path):
+    source, changed = model_folders["Qwen3Moe"], tmp_path / "changed"
+    changed.mkdir()
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    copy_model(source, changed, lambda tensors: tensors[name][3, 3].mul_(1 + 2**-20))
+    convert("hf-to-megatron", changed, tmp_path / "megatron")
+    with pytest.raises(WeightError, match=f"1 tensors differ: {name}"):
+        convert("verify", source, tmp_path / "megatron")
+
+
+def test_checkpoint_of_a_run_is_converted_with_its_model(model_folders, tmp_path):
+    """A checkpoint has no config.json and no tokenizer."""
+    source, run = make_model(tmp_path / "model", "Qwen2", sizes=TEXT), tmp_path / "run"
+    checkpoint = write_run(run, source, 1) / "checkpoints" / "step-1" / "trainer"
+    convert("megatron-to-hf", checkpoint, tmp_path / "hf")
+    convert("verify", source, tmp_path / "hf")
+    convert("verify", source, checkpoint)
+    (run / "config.json").unlink()
+    with pytest.raises(ConfigError, match="trainer has no config.json, and no run's.*--model"):
+        convert("inspect", checkpoint)
+    convert("verify", source, checkpoint, "--model", source)
+    with pytest.raises(WeightError, match="another model than config.json"):
+        convert("inspect", checkpoint, "--model", model_folders["Qwen3"])
+
+
+def test_folders_of_the_old_format_are_refused(model_folders, tmp_path):
+    """Their shard files look like those of a Hugging Face folder with unknown names."""
+    folder = copy_model(model_folders["Qwen2"], tmp_path)
+    (folder / "megatron.json").write_text("{}")
+    with pytest.raises(WeightError, match="old Megatron format.*Hugging Face folder that it was"):
+        convert("inspect", folder)
 
 
 @pytest.mark.parametrize("changes,message", [
@@ -146,17 +152,10 @@ def test_index_cannot_leave_its_folder(model_folders, tmp_path):
         convert("inspect", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("model.safetensors.index.json", {"weight_map": []}, "has no weight_map"),
-        ("megatron.json", {"format": "megadapo-megatron-shards-1"}, "does not list the files"),
-    ],
-)
-def test_damaged_list_of_files_is_named(model_folders, tmp_path, file, content, message):
+def test_damaged_list_of_files_is_named(model_folders, tmp_path):
     (tmp_path / "config.json").write_text((model_folders["Qwen2"] / "config.json").read_text())
-    (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(WeightError, match=message):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(WeightError, match="has no weight_map"):
         convert("inspect", tmp_path)
 
 

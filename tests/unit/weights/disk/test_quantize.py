@@ -23,7 +23,7 @@ def test_quantised_experts_are_refused(model_folders, tmp_path):
 def test_fp8_weights_have_e4m3_precision(tmp_path):
     source = make_model(tmp_path / "source", "Qwen2", num_hidden_layers=2)
     (source / "tokenizer.json").write_text("{}")
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron")
     before = set(tmp_path.iterdir())
     convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
     assert set(tmp_path.iterdir()) == before | {tmp_path / "fp8"}

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.sources import rank_file_name
 from megadapo.weights.layout.placement import replica_positions, stage_chunks, stage_layers
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.weights.tiny_layouts import layout_of
@@ -38,13 +37,6 @@ def test_positions_of_all_ranks():
     assert [(one.ep_rank, one.expert_tp) for one in experts] == [
         *((0, (0, 2)), (0, (1, 2)), (1, (0, 2)), (1, (1, 2)))
     ]
-
-
-def test_each_position_has_its_own_file():
-    """Ranks of a wider split inside experts overwrote each other's file."""
-    layout = layout_of("Qwen3Moe")
-    positions = replica_positions(layout, ep_size=2, etp_size=2, num_dp=8)
-    assert len({rank_file_name(position) for position in positions}) == len(set(positions)) == 4
 
 
 def test_given_stages_are_used():
