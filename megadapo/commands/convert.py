@@ -43,27 +43,26 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.models.folder import no_folder
     from megadapo.run.export.export import config_folder
     from megadapo.weights.disk import conversion
+    from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
     from megadapo.weights.disk.export import check_new
+    from megadapo.weights.disk.sources import open_layout
 
     if arguments.conversion != "gguf-to-hf" and vars(arguments).get("source", Path()).is_file():
         raise no_folder("SRC", str(arguments.source))
     if arguments.conversion == "hf-to-megatron":
         conversion.hf_to_megatron(arguments.source, arguments.destination)
-        print(conversion.inspect(arguments.destination, arguments.destination))
+        print(conversion.inspect(arguments.destination))
     elif arguments.conversion == "megatron-to-hf":
         check_new(arguments.destination)
-        conversion.megatron_to_hf(
-            arguments.source,
-            arguments.destination,
-            config_folder(arguments.source, arguments.model),
-            quantize=arguments.quantize,
-        )
+        model = config_folder(arguments.source, arguments.model)
+        weights = TrainerCheckpoint(arguments.source, open_layout(model))
+        conversion.write_hf(weights, arguments.destination, model, quantize=arguments.quantize)
         print(f"{arguments.destination}: written")
     elif arguments.conversion == "gguf-to-hf":
         from megadapo.weights.disk.gguf import gguf_to_hf
 
         gguf_to_hf(arguments.source, arguments.destination)
-        print(conversion.inspect(arguments.destination, arguments.destination))
+        print(conversion.inspect(arguments.destination))
     elif arguments.conversion == "inspect":
         print(conversion.inspect(arguments.path, config_folder(arguments.path, arguments.model)))
     else:

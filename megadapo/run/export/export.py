@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megadapo.config.recipe import RESOLVED_FILE
@@ -22,8 +21,8 @@ from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
-from megadapo.weights.disk.conversion import quantize_folder
-from megadapo.weights.disk.export import check_new, export_weights, new_folder, progress_bar
+from megadapo.weights.disk.conversion import write_hf
+from megadapo.weights.disk.export import check_new, new_folder
 from megadapo.weights.disk.sources import METADATA_FILE, open_layout, read_json
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -118,7 +117,7 @@ def export_checkpoint(
     config = source.run_config()
     base_name = model or _trained_model(source.checkpoint.path, config, kind)
     base = _base_folder(base_name)
-    weights, layout = _open_weights(source, base, kind)
+    weights = _open_weights(source, base, kind)
     card = model_card(
         base_model=base_name,
         step=source.checkpoint.step,
@@ -128,48 +127,23 @@ def export_checkpoint(
         kind=kind,
     )
     with new_folder(destination) as partial:
-        if quantize is None:
-            _write_model(weights, layout, partial, base=base, kind=kind)
+        write_hf(weights, partial, base, quantize=quantize)
+        if kind == "policy":
+            _complete_generation_config(partial, base)
         else:
-            with TemporaryDirectory(dir=partial.parent) as beside:
-                plain = Path(beside) / "plain"
-                _write_model(weights, layout, plain, base=base, kind=kind)
-                quantize_folder(plain, partial, quantize)
+            text = json.dumps(critic_config(read_json(partial / "config.json")), indent=2) + "\n"
+            (partial / "config.json").write_text(text, encoding="utf-8")
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _open_weights(
-    source: ExportSource, base: Path, kind: Kind
-) -> tuple[TrainerCheckpoint, ModelLayout]:
+def _open_weights(source: ExportSource, base: Path, kind: Kind) -> TrainerCheckpoint:
     folder = source.checkpoint.trainer_folder
     if kind == "policy":
-        layout = open_layout(base)
-        return TrainerCheckpoint(folder, layout), layout
+        return TrainerCheckpoint(folder, open_layout(base))
     if not (folder / CRITIC_FOLDER).is_dir():
         raise CheckpointError(f"{source.checkpoint.path} has no critic: it was trained without one")
     model = describe_critic(read_json(base / "config.json"))
-    layout = ModelLayout(model.family, model.shape)
-    return TrainerCheckpoint(folder / CRITIC_FOLDER, layout), layout
-
-
-def _write_model(
-    weights: TrainerCheckpoint, layout: ModelLayout, folder: Path, *, base: Path, kind: Kind
-) -> None:
-    """Write unquantised weights, and tokenizer and configs from the base model's folder."""
-    with progress_bar("export", len(layout.hf_shapes)) as advance:
-        export_weights(
-            weights.tensors(),
-            folder,
-            layout=layout,
-            dtype=weights.dtype,
-            base_folder=base,
-            on_tensor=lambda _: advance(),
-        )
-    if kind != "policy":
-        text = json.dumps(critic_config(read_json(folder / "config.json")), indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-    else:
-        _complete_generation_config(folder, base)
+    return TrainerCheckpoint(folder / CRITIC_FOLDER, ModelLayout(model.family, model.shape))
 
 
 def config_folder(weights: Path, model: str | None) -> Path:

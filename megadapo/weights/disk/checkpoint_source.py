@@ -98,7 +98,7 @@ class TrainerCheckpoint:
 
     def __init__(self, folder: Path, layout: ModelLayout) -> None:
         self.folder = folder
-        self._layout = layout
+        self.layout = layout
         self._all = StoredTensors(folder)
         self._stored = {
             name: stored
@@ -121,7 +121,7 @@ class TrainerCheckpoint:
         for shard, place in self._places:
             local = self._read(place)
             full = {
-                run.tensor: torch.empty(self._layout.hf_shapes[run.tensor], dtype=self.dtype)
+                run.tensor: torch.empty(self.layout.hf_shapes[run.tensor], dtype=self.dtype)
                 for run in shard.runs
             }
             collect_runs(full, shard, local)
@@ -130,7 +130,7 @@ class TrainerCheckpoint:
     def _match(self) -> list[tuple[Shard, _Place]]:
         """Pair every parameter of the model with its stored tensor."""
         pairs, problems, unknown = [], [], set(self._stored)
-        for shard in self._layout.megatron_shards(self._position()):
+        for shard in self.layout.megatron_shards(self._position()):
             place = self._place(shard)
             if place is None:
                 problems.append(f"{shard.name} is missing")
@@ -153,15 +153,15 @@ class TrainerCheckpoint:
 
     def _position(self) -> ShardPosition:
         """Return the position of an unsplit rank, with the stored padding of the vocabulary."""
-        embedding = self._stored.get(self._layout.family.embedding.megatron)
+        embedding = self._stored.get(self.layout.family.embedding.megatron)
         rows = 0 if embedding is None else embedding.size[0]
         return replace(
-            _unsplit(self._layout), padded_vocab_size=max(rows, self._layout.shape.vocab_size)
+            _unsplit(self.layout), padded_vocab_size=max(rows, self.layout.shape.vocab_size)
         )
 
     def _place(self, shard: Shard) -> _Place | None:
         for name in filter(None, (shard.name, shard.alias)):
-            for place in _places(name, self._layout):
+            for place in _places(name, self.layout):
                 if place.stored in self._stored:
                     return place
         return None

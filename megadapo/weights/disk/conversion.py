@@ -51,10 +51,10 @@ def hf_to_megatron(source: Path, destination: Path) -> None:
         write_weights(tensors, layout, partial, dtype)
 
 
-def megatron_to_hf(
-    source: Path, destination: Path, model: Path, *, quantize: str | None = None
+def write_hf(
+    weights: TrainerCheckpoint, destination: Path, model: Path, *, quantize: str | None = None
 ) -> None:
-    """Write a folder in megatron-core's format as a Hugging Face folder, optionally in FP8.
+    """Write weights in megatron-core's format as a Hugging Face folder, optionally in FP8.
 
     It needs memory for one output file and one weight; with `quantize` for the whole model.
 
@@ -62,28 +62,26 @@ def megatron_to_hf(
         model: folder of the model's configuration and tokenizer.
 
     Raises:
-        CheckpointError: The folder is damaged, or has another format.
-        WeightError: A tensor is missing or does not fit; the error names it.
+        CheckpointError: A file is damaged.
+        InfraError: The disk refuses a write.
     """
-    layout = open_layout(model)
-    checkpoint = TrainerCheckpoint(source, layout)
     if quantize is not None:
         with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:
-            megatron_to_hf(source, Path(beside) / "plain", model)
-            quantize_folder(Path(beside) / "plain", partial, quantize)
+            write_hf(weights, Path(beside) / "plain", model)
+            _quantize_folder(Path(beside) / "plain", partial, quantize)
         return
-    with progress_bar("megatron-to-hf", len(layout.hf_shapes)) as advance:
+    with progress_bar("write", len(weights.layout.hf_shapes)) as advance:
         export_weights(
-            checkpoint.tensors(),
+            weights.tensors(),
             destination,
-            layout=layout,
-            dtype=checkpoint.dtype,
+            layout=weights.layout,
+            dtype=weights.dtype,
             base_folder=model,
             on_tensor=lambda _: advance(),
         )
 
 
-def quantize_folder(source: Path, destination: Path, how: str) -> None:
+def _quantize_folder(source: Path, destination: Path, how: str) -> None:
     """Quantise a Hugging Face folder into another that vLLM loads as it is.
 
     Needs nvidia-modelopt, and memory for the whole model. Embedding, head, router and norms keep
@@ -114,13 +112,13 @@ def quantize_folder(source: Path, destination: Path, how: str) -> None:
                 shutil.copyfile(path, partial / path.name)
 
 
-def inspect(path: Path, model: Path) -> str:
+def inspect(path: Path, model: Path | None = None) -> str:
     """Describe a model folder of either kind, after checking it against its config.json.
 
     Args:
-        model: folder of the model's config.json.
+        model: folder of the config.json; None: `path`.
     """
-    layout, dtype, _ = _open(path, model)
+    layout, dtype, _ = _open(path, model or path)
     shape = layout.shape
     num_parameters = sum(prod(one) for one in layout.hf_shapes.values())
     lines = [
@@ -140,8 +138,7 @@ def inspect(path: Path, model: Path) -> str:
 def verify(folders: tuple[Path, Path], models: tuple[Path, Path]) -> str:
     """Compare two model folders of either kind: configuration by key, weights bit by bit.
 
-    Args:
-        models: folder of the config.json of each.
+    `models` are the folders of their config.json.
 
     Raises WeightError naming every key and the first tensors that differ.
     """
@@ -168,9 +165,8 @@ def _open(
 ) -> tuple[ModelLayout, torch.dtype, Iterator[tuple[str, torch.Tensor]]]:
     """Return layout and type of a checked model folder of either kind, and its full tensors."""
     if _is_megatron(folder):
-        layout = open_layout(model)
-        checkpoint = TrainerCheckpoint(folder, layout)
-        return layout, checkpoint.dtype, checkpoint.tensors()
+        checkpoint = TrainerCheckpoint(folder, open_layout(model))
+        return checkpoint.layout, checkpoint.dtype, checkpoint.tensors()
     layout, source, dtype = _open_hf(folder)
     return layout, dtype, full_tensors(source, layout)
 

@@ -10,9 +10,9 @@ import io
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from math import prod
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -39,6 +40,9 @@ FORMAT_FILE = "metadata.json"
 """File by which megatron-core recognises its checkpoints."""
 COMMON_FILE = "common.pt"
 """File of all that is no tensor. megatron-core requires it; here it is an empty table."""
+EXTRA_FILE = "extra_state.distcp"
+"""File of the state that layers have beside weights, which megatron-core requires; here it is None,
+and every layer has the same one."""
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -214,15 +218,7 @@ def store_piece(
     shape: tuple[int, ...],
     offset: tuple[int, ...],
 ) -> StoredPiece:
-    """Append a box of a tensor to a shard file.
-
-    Args:
-        name: of the file.
-        data: values of the box.
-        key: name of the tensor.
-        shape: of the whole tensor.
-        offset: start of the box in it.
-    """
+    """Append the box `data` of a tensor to the shard file `name`."""
     start = file.tell()
     torch.save(data, cast(IO[bytes], file))
     return StoredPiece(
@@ -243,7 +239,7 @@ def shard_name(rank: int) -> str:
 
 
 def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> Files:
-    """Write the files about all pieces in `folder`: their positions, and megatron-core's own two.
+    """Write the positions of all pieces in `folder`, and the other files of megatron-core's format.
 
     Raises:
         CheckpointError: A tensor has gaps, or two ranks have written the same part of it.
@@ -269,11 +265,13 @@ def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> Files:
         # values that are written twice can hide as many missing ones
         if _overlap(tensor.chunks):
             raise CheckpointError(f"{folder}: values of {key} were written twice")
-    metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places, version="1.0.0")
-    common = io.BytesIO()
-    torch.save({}, common)
+    nothing = _saved([None])  # megatron-core saves lists of states
+    states = dict.fromkeys(_extra_states(tensors), BytesStorageMetadata())
+    places |= dict.fromkeys(map(MetadataIndex, states), _StorageInfo(EXTRA_FILE, 0, len(nothing)))
+    metadata = Metadata({**tensors, **states}, storage_data=places, version="1.0.0")
     contents = {
-        COMMON_FILE: common.getvalue(),
+        EXTRA_FILE: nothing,
+        COMMON_FILE: _saved({}),
         FORMAT_FILE: json.dumps(_FORMAT).encode(),
         METADATA_FILE: pickle.dumps(metadata),
     }
@@ -283,6 +281,29 @@ def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> Files:
             file.write(content)
         files[name] = file.entry
     return files
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _extra_states(tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[str]:
+    """Yield the names of the states of all layers that can have one in some layer spec."""
+    for key, tensor in tensors.items():
+        module, _, name = key.rpartition(".")
+        if name != "weight" or key.startswith("optimizer."):
+            continue
+        num_stacked = key.startswith("decoder.layers.") + (".experts." in key)
+        lengths = tuple(tensor.size)[:num_stacked] or (1,)
+        whole = ".".join(map(str, lengths))
+        modules = [module]
+        if module.endswith("linear_proj"):
+            modules.append(module.replace("linear_proj", "core_attention"))
+        for place in product(*map(range, lengths)):
+            shard = ".".join(map(str, place))
+            yield from (f"{one}._extra_state/shard_{shard}_{whole}" for one in modules)
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.sources import open_layout
 from tests.support.models.tiny_models import TRAINED, make_model
+from tests.support.runs.commands import convert
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, export, save_at, update
 
@@ -54,6 +55,7 @@ def test_checkpoint_of_any_split_has_the_ranks_weights(ranks, models, tmp_path, 
         bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]
         assert torch.equal(*bits), name
         assert not torch.equal(tensor.float(), before[name]), f"{name} was not trained"
+    convert("verify", tmp_path / "gathered", tmp_path / "trainer", "--model", models / model)
 
 
 def _save(rendezvous, settings, folder):

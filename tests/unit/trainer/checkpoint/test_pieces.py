@@ -10,7 +10,7 @@ import torch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.checkpoint.pieces import boxes
 from megadapo.weights.disk.files import check_files
-from megadapo.weights.disk.torch_checkpoint import StoredPiece, read_metadata, write_metadata
+from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, write_metadata
 
 
 def test_boxes_of_a_run_are_its_elements_in_order():
@@ -36,9 +36,9 @@ def piece(offset: int, size: int) -> StoredPiece:
 def test_missing_or_doubled_pieces_are_refused(tmp_path):
     """This happens if ranks disagree about who writes which piece."""
     files = write_metadata(tmp_path, [piece(0, 4), piece(4, 6)])
-    assert files.keys() == {".metadata", "metadata.json", "common.pt"}
+    assert files.keys() == {".metadata", "metadata.json", "common.pt", "extra_state.distcp"}
     check_files(tmp_path, files)
-    assert list(read_metadata(tmp_path).state_dict_metadata) == ["weight"]
+    assert list(StoredTensors(tmp_path).tensors) == ["weight"]
     for pieces in ([piece(0, 4)], [piece(0, 4), piece(4, 6), piece(4, 6)]):
         with pytest.raises(CheckpointError, match="of 10 values of weight"):
             write_metadata(tmp_path, pieces)
