@@ -186,10 +186,10 @@ def _places(name: str, layout: ModelLayout) -> Iterator[_Place]:
     if layer is None:
         yield _Place(name, (), ())
         return
-    row, numbers, lengths = layer[2], (), ()
+    row, numbers, lengths = layer[2], list[int](), list[int]()
     if expert := _EXPERT.fullmatch(row):
-        row, numbers = f"{expert[1]}.experts.{expert[3]}", (int(expert[2]),)
-        lengths = (layout.shape.num_experts,)
+        row, numbers = f"{expert[1]}.experts.{expert[3]}", [int(expert[2])]
+        lengths = [layout.shape.num_experts]
     stacked = (int(layer[1]), *numbers), (layout.shape.num_layers, *lengths)
     yield _Place(f"decoder.layers.{row}", *stacked)
-    yield _Place(f"decoder.layers.{layer[1]}.{row}", numbers, lengths)
+    yield _Place(f"decoder.layers.{layer[1]}.{row}", tuple(numbers), tuple(lengths))

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from megadapo.kernels.rmsnorm import rmsnorm_definition
@@ -165,8 +166,13 @@ def compare(
         name: float((found[name] - one).abs().max() / one.abs().max())
         for name, one in expected.items()
     }
+    names = {
+        getattr(entry, "unique_key", entry.key)
+        for entry in nested_values(of_te.chunk.sharded_state_dict(metadata={}))
+    }
     leave_groups()
     return {
+        "names": sorted(names),
         "layers": [kind.__module__ for kind in type(qkv).__mro__],
         "errors": errors,
         "marks": [local.marks(), of_te.marks()],

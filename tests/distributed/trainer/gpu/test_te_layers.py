@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes.forked import run_processes
+from tests.support.runs.commands import convert
 
 LENGTHS = [8, 4, 12, 20]
 """Sequences that two context-parallel ranks can share."""
@@ -70,6 +71,17 @@ def test_gradient_marks_are_the_same(answers, model):
     for answer in answers:
         local, of_te = answer[model]["marks"]
         assert of_te == local
+
+
+@pytest.mark.parametrize("model", SPLITS)
+def test_converted_folder_has_the_names_of_gpu_layers(answers, models, tmp_path, model):
+    """megatron-core loads nothing from a folder without the state that layers have."""
+    from megadapo.weights.disk.torch_checkpoint import StoredTensors, read_metadata
+
+    convert("hf-to-megatron", models / model, tmp_path / "megatron")
+    names = {name for answer in answers for name in answer[model]["names"]}
+    assert names <= read_metadata(tmp_path / "megatron").state_dict_metadata.keys()
+    assert StoredTensors(tmp_path / "megatron").tensors.keys() <= names
 
 
 def test_checkpoint_of_gpu_layers(answers):
