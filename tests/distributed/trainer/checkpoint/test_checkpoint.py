@@ -91,7 +91,8 @@ def test_damage_of_any_file_is_named(ranks, tmp_path):
     files = ranks.on("qwen2-tied", _save_twice, tmp_path, tensor=2, data=2)[0]
     saved, elsewhere = tmp_path / "1", tmp_path / "0"
     parts = (f"__{rank}_0.distcp" for rank in range(4))
-    assert set(files) == {".metadata", "optimizer.json", *parts}
+    whole = {".metadata", "metadata.json", "common.pt", "extra_state.distcp", "optimizer.json"}
+    assert set(files) == whole | set(parts)
     check_files(saved, files)
     for name in files:
         victim, content = saved / name, (saved / name).read_bytes()
