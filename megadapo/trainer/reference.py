@@ -66,7 +66,7 @@ class ReferencePolicy:
             ).copy_(value.detach())
             for name, value in kept.items()
         }
-        copies = {} if self._config.is_fixed else self._weights
+        copies = {} if self._config.refresh_every is None else self._weights
         self.runs = runs_of_copies(
             chunks, {parameters[name]: value for name, value in copies.items()}
         )

@@ -150,11 +150,6 @@ def config_folder(weights: Path, model: str | None) -> Path:
     """Return the folder of config.json and tokenizer for a folder of weights.
 
     It is the folder itself, or else `model` or the model that the run of the checkpoint trained.
-
-    Raises:
-        CheckpointError: the weights are those of a checkpoint, which is damaged.
-        ConfigError: the trained model is not known.
-        DataError: that model is not on this machine.
     """
     if (weights / "config.json").is_file():
         return weights

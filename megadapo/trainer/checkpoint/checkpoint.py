@@ -152,11 +152,7 @@ def load_checkpoint(
 
 
 def read_state(runs: Sequence[OwnedRun], folder: Path) -> None:
-    """Read the boxes of the runs' state, written at any split; collective over all ranks.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or does not fit this model.
-    """
+    """Read the boxes of the runs' state, written at any split; collective over all ranks."""
     stored = StoredTensors(folder)
     _check_fit(runs, stored)
     state = [piece for run in runs for piece in run.state]

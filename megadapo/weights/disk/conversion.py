@@ -41,9 +41,6 @@ def hf_to_megatron(source: Path, destination: Path) -> None:
     """Write a Hugging Face folder in megatron-core's checkpoint format torch_dist.
 
     It needs memory for one weight. Configuration and tokenizer are copied beside the weights.
-
-    Raises:
-        WeightError: The folder does not hold exactly the model of its config.json.
     """
     layout, tensors, dtype = _open_hf(source)
     with new_folder(destination) as partial:
@@ -60,10 +57,6 @@ def write_hf(
 
     Args:
         model: folder of the model's configuration and tokenizer.
-
-    Raises:
-        CheckpointError: A file is damaged.
-        InfraError: The disk refuses a write.
     """
     if quantize is not None:
         with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:
