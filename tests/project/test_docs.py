@@ -112,22 +112,6 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
             yield from _defined(node.body, f"{prefix}{node.name}.")
 
 
-def test_journey_counts_what_it_names():
-    text = (ROOT / "docs" / "journey.md").read_text()
-    way, _, rest = text.partition("## 7. ")
-    _, files, types = re.split(r"^## (?=Files|Types)", rest, flags=re.M)
-    for part in (files, types):
-        rows = re.findall(r"^\| .* \| (\d+) \| (.*) \|$", part, re.M)
-        found = [len(re.findall("`[^`]+`", names)) for _, names in rows]
-        assert [int(count) for count, _ in rows] == found
-        assert part.partition("\n")[0].endswith(f": {sum(found)}")
-    on_the_way, listed = (
-        {match[1] for match in re.finditer(r"`([\w/]+\.py)(?::[\w.]+)?`", part)}
-        for part in (way, files)
-    )
-    assert on_the_way <= listed
-
-
 @per_page
 def test_keys_metrics_and_errors_exist(page):
     keys = set(known_keys(RunConfig))
