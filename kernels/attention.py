@@ -72,7 +72,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _Problem(ctypes.Structure):
+class _AttentionProblem(ctypes.Structure):
     """Layout of `struct problem` in attention.c."""
 
     _fields_ = (
@@ -87,15 +87,15 @@ class _Problem(ctypes.Structure):
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float
-) -> _Problem:
+) -> _AttentionProblem:
     """Return the C call's arguments; the tensors must outlive them."""
     tensors = [_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in (query, key, value)]
     sizes = (len(cu_seqlens) - 1, longest, query.shape[1], key.shape[1], query.shape[2])
     starts = cu_seqlens.data_ptr()
-    return _Problem(*tensors, starts, *sizes, scale, torch.get_num_threads())
+    return _AttentionProblem(*tensors, starts, *sizes, scale, torch.get_num_threads())
 
 
-def _call(name: str, function: str, problem: _Problem, *tensors: Tensor) -> None:
+def _call(name: str, function: str, problem: _AttentionProblem, *tensors: Tensor) -> None:
     library = load_native(SOURCE)
     assert library is not None, "call should_use_packed_attention() first"
     count_bytes(name, *tensors)
@@ -105,7 +105,7 @@ def _call(name: str, function: str, problem: _Problem, *tensors: Tensor) -> None
         raise MemoryError("out of memory for the keys and values of a sequence")
 
 
-class _PackedAttention(torch.autograd.Function):
+class _PackedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -138,7 +138,7 @@ class _PackedAttention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-_packed_attention: Callable[..., Tensor] = _PackedAttention.apply
+_packed_attention: Callable[..., Tensor] = _PackedAttentionFunction.apply
 
 
 def packed_attention(

@@ -152,7 +152,7 @@ _FORWARD = {"triton": _forward_triton, "c": rmsnorm_c, "torch": _forward_torch}
 _BACKWARD = {"triton": _backward_triton, "c": rmsnorm_grads_c, "torch": _backward_torch}
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -169,7 +169,7 @@ class _RMSNorm(torch.autograd.Function):
         return d_x.view(d_y.shape), d_weight.to(weight.dtype), None
 
 
-_rmsnorm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
+_rmsnorm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNormFunction.apply
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

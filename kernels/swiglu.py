@@ -100,7 +100,7 @@ _FORWARD = {"triton": _forward_triton, "c": swiglu_c, "torch": _forward_torch}
 _BACKWARD = {"triton": _backward_triton, "c": swiglu_grads_c, "torch": _backward_torch}
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
@@ -118,7 +118,7 @@ class _SwiGLU(torch.autograd.Function):
         )
 
 
-_swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply
+_swiglu: Callable[[Tensor], Tensor] = _SwiGLUFunction.apply
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

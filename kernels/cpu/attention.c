@@ -11,7 +11,7 @@
 
 #define QUERIES 4
 
-/* same layout as attention.py:_Problem */
+/* same layout as attention.py:_AttentionProblem */
 struct tensor { /* [tokens, heads, size], the last dimension contiguous */
     const float *first;
     int64_t token_stride, head_stride;

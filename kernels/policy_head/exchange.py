@@ -74,7 +74,7 @@ class ReplicatedRows:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class _SharedSegment:
     """Rows of one block that one rank owns: `start:stop` within the block."""
 
     owner: int
@@ -144,15 +144,15 @@ class ShardedRows:
             self._receive_grad(block)
         return _spread(self._grad, self._own, self._hidden)
 
-    def _segments(self, block: RowRange) -> list[_Segment]:
+    def _segments(self, block: RowRange) -> list[_SharedSegment]:
         segments = []
         for owner, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
             start, stop = max(low, block[0]), min(high, block[1])
             if start < stop:
-                segments.append(_Segment(owner, start - block[0], stop - block[0]))
+                segments.append(_SharedSegment(owner, start - block[0], stop - block[0]))
         return segments
 
-    def _own_rows(self, block: RowRange, segment: _Segment) -> slice:
+    def _own_rows(self, block: RowRange, segment: _SharedSegment) -> slice:
         """Return the segment's range among this rank's own selected rows."""
         first = block[0] - self._edges[self._rank]
         return slice(first + segment.start, first + segment.stop)

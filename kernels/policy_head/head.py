@@ -179,7 +179,7 @@ def policy_head_loss_definition(
     )
 
 
-class _PolicyHead(torch.autograd.Function):
+class _PolicyHeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -246,7 +246,7 @@ class _PolicyHead(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-_policy_head: Callable[..., tuple[Tensor, ...]] = _PolicyHead.apply
+_policy_head: Callable[..., tuple[Tensor, ...]] = _PolicyHeadFunction.apply
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -45,7 +45,7 @@ This page is written by `megadapo config --markdown`.
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One field of a section."""
 
     name: str
@@ -61,7 +61,7 @@ class Table:
 
     name: str
     description: str
-    rows: list[Row]
+    rows: list[KeyRow]
 
 
 def tables(name: str | None = None) -> list[Table]:
@@ -142,7 +142,7 @@ def _table(dotted: str, section: type[Section]) -> Table:
         if section_of(field) is None:
             default = "" if field.is_required() else toml_value(field.default)
             kind = _type_text(properties[name])
-            rows.append(Row(name, kind, default, _one_line(field.description)))
+            rows.append(KeyRow(name, kind, default, _one_line(field.description)))
     return Table(dotted, _one_line(section.__doc__), rows)
 
 

@@ -45,7 +45,7 @@ _SOURCE = re.compile(rf"{NAME}:(.+):([a-z_]+):([0-9]{{1,9}})(?::([0-9]{{1,9}}))?
 
 
 @dataclass(frozen=True)
-class Task:
+class DatasetShare:
     """A dataset with its configuration and its share of the items."""
 
     name: str
@@ -103,7 +103,7 @@ def rows(source: str) -> Iterator[dict[str, object]]:
         raise DataError(f"{source}: a split has 1 to {MAX_ITEMS} items, not {num}")
     if number > MAX_SEED:
         raise DataError(f"{source}: the largest seed is {MAX_SEED}")
-    tasks = read_tasks(Path(what)) if what.endswith(".toml") else [Task(what)]
+    tasks = read_tasks(Path(what)) if what.endswith(".toml") else [DatasetShare(what)]
     request = {
         "tasks": [dataclasses.asdict(task) for task in tasks],
         "of": {"seed": FIRST_SEED[split] + number * MAX_ITEMS, "size": num},
@@ -117,7 +117,7 @@ def rows(source: str) -> Iterator[dict[str, object]]:
         }
 
 
-def read_tasks(file: Path) -> list[Task]:
+def read_tasks(file: Path) -> list[DatasetShare]:
     """Read tasks from a TOML file.
 
     Each table is a task; its `dataset` is the table's name by default, its `weight` 1 and its
@@ -137,7 +137,9 @@ def read_tasks(file: Path) -> list[Task]:
             raise DataError(f"{place} is no table; write [{name}] for a task")
         for key in table:
             _check_known(key, TASK_KEYS, f"{place} has no key")
-        task = Task(table.get("dataset", name), table.get("config", {}), table.get("weight", 1.0))
+        task = DatasetShare(
+            table.get("dataset", name), table.get("config", {}), table.get("weight", 1.0)
+        )
         if not isinstance(task.name, str) or not isinstance(task.config, dict):
             raise DataError(f"{place}: dataset is a text, config a table")
         if type(task.weight) not in (int, float) or not 0 < task.weight < float("inf"):
@@ -191,13 +193,13 @@ def main() -> None:
     # some datasets print
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            for made in _make([Task(**task) for task in request["tasks"]], **request["of"]):
+            for made in _make([DatasetShare(**task) for task in request["tasks"]], **request["of"]):
                 lines.write(json.dumps(made) + "\n")
         except DataError as error:
             lines.write(json.dumps({"error": str(error)}) + "\n")
 
 
-def _make(tasks: Sequence[Task], seed: int, size: int) -> Iterator[dict[str, Any]]:
+def _make(tasks: Sequence[DatasetShare], seed: int, size: int) -> Iterator[dict[str, Any]]:
     datasets = [create(task.name, task.config, seed=seed, size=size) for task in tasks]
     rng, weights = random.Random(f"{NAME}/{seed}"), [task.weight for task in tasks]
     num_made = [0] * len(tasks)

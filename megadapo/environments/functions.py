@@ -44,7 +44,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
-class Tool:
+class FunctionTool:
     """A function with its JSON schema."""
 
     name: str
@@ -142,7 +142,7 @@ def run_in_thread(
     return asyncio.get_running_loop().run_in_executor(None, run)
 
 
-def _text_of(tool: Tool, value: Any) -> str:
+def _text_of(tool: FunctionTool, value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
@@ -157,13 +157,13 @@ def _observe(answers: Sequence[str]) -> Observation:
 
 
 @cache
-def load_tools(paths: tuple[str, ...]) -> dict[str, Tool]:
+def load_tools(paths: tuple[str, ...]) -> dict[str, FunctionTool]:
     """Import functions, and return them as tools by their name.
 
     Raises:
         ToolError: one is not found or cannot be a tool, or two have one name.
     """
-    tools: dict[str, Tool] = {}
+    tools: dict[str, FunctionTool] = {}
     for path in paths:
         module_name, _, name = path.partition(":")
         try:
@@ -183,7 +183,7 @@ def load_tools(paths: tuple[str, ...]) -> dict[str, Tool]:
     return tools
 
 
-def make_tool(function: Callable[..., Any]) -> Tool:
+def make_tool(function: Callable[..., Any]) -> FunctionTool:
     """Return a function as a tool with the schema of its type hints and docstring.
 
     Raises:
@@ -214,7 +214,9 @@ def make_tool(function: Callable[..., Any]) -> Tool:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     schema = {"name": name, "description": text, "parameters": parameters}
-    return Tool(name, function, used, frozenset(required), {"type": "function", "function": schema})
+    return FunctionTool(
+        name, function, used, frozenset(required), {"type": "function", "function": schema}
+    )
 
 
 def _schema_of(hint: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ KEYS = ("role", "content")
 """Keys of a message."""
 
 
-class WrongResult(Exception):
+class ProtocolViolation(Exception):
     """A value that the protocol does not allow; the message begins with a verb."""
 
 
@@ -26,15 +26,15 @@ def read_description(environment: Environment) -> dict[str, Any]:
     """Return the tools and stop texts of an environment.
 
     Raises:
-        WrongResult: they are not lists of JSON schemas and texts.
+        ProtocolViolation: they are not lists of JSON schemas and texts.
     """
     tools, stop = environment.tools, environment.stop
     if not _is_list(tools) or not all(isinstance(one, Mapping) for one in tools):
-        raise WrongResult(f"has tools that are no list of JSON schemas: {_short(tools)}")
+        raise ProtocolViolation(f"has tools that are no list of JSON schemas: {_short(tools)}")
     if not _is_list(stop) or not all(isinstance(one, str) and one for one in stop):
-        raise WrongResult(f"has a stop that is no list of texts: {_short(stop)}")
+        raise ProtocolViolation(f"has a stop that is no list of texts: {_short(stop)}")
     if not isinstance(environment.output, str) or environment.output.count("{}") != 1:
-        raise WrongResult(f"has an output without one {{}}: {_short(environment.output)}")
+        raise ProtocolViolation(f"has an output without one {{}}: {_short(environment.output)}")
     return {
         "uses_tokens": bool(environment.uses_tokens),
         "tools": _json([dict(one) for one in tools], "tools"),
@@ -47,28 +47,32 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
     """Return the fields of an observation.
 
     Raises:
-        WrongResult: it is no Observation, or a field has a wrong value.
+        ProtocolViolation: it is no Observation, or a field has a wrong value.
     """
     if not isinstance(value, Observation):
         hint = "; an environment returns an Observation" + " or None" * (method == "reset")
-        raise WrongResult(f"{method} returned {_short(value)}{hint}")
+        raise ProtocolViolation(f"{method} returned {_short(value)}{hint}")
     if not _is_list(value.messages):
-        raise WrongResult(f"{method} returned {_short(value.messages)} as messages, not a list")
+        raise ProtocolViolation(
+            f"{method} returned {_short(value.messages)} as messages, not a list"
+        )
     messages = [_message(one, method) for one in value.messages]
     text = None if value.text is None else _text(value.text, f"{method} returned", "text")
     token_ids = None if value.token_ids is None else _token_ids(value.token_ids, method)
     if bool(messages) + (text is not None) + (token_ids is not None) > 1:
-        raise WrongResult(f"{method} returned more than one of messages, text and token_ids")
+        raise ProtocolViolation(f"{method} returned more than one of messages, text and token_ids")
     # numpy has a type of its own
     if type(value.done).__name__ not in ("bool", "bool_"):
-        raise WrongResult(f"{method} returned done = {_short(value.done)}, not True or False")
+        raise ProtocolViolation(f"{method} returned done = {_short(value.done)}, not True or False")
     done = bool(value.done)
     if method == "reset" and done:
-        raise WrongResult("reset returned done = True")
+        raise ProtocolViolation("reset returned done = True")
     if not (messages or text is not None or token_ids is not None or done):
-        raise WrongResult(f"{method} returned no messages, no text, no token_ids and done = False")
+        raise ProtocolViolation(
+            f"{method} returned no messages, no text, no token_ids and done = False"
+        )
     if not isinstance(value.metrics, Mapping):
-        raise WrongResult(f"{method} returned {_short(value.metrics)} as metrics, not a dict")
+        raise ProtocolViolation(f"{method} returned {_short(value.metrics)} as metrics, not a dict")
     for name in value.metrics:
         _text(name, f"{method} returned", "the name of a metric")
     return {
@@ -91,9 +95,9 @@ def _json(value: Any, what: str) -> Any:
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise WrongResult(f"has {what} that is not JSON: {error}") from error
+        raise ProtocolViolation(f"has {what} that is not JSON: {error}") from error
     if copied != value:
-        raise WrongResult(
+        raise ProtocolViolation(
             f"has {what} that JSON changes: it has lists, not tuples, and its keys are texts"
         )
     return copied
@@ -101,18 +105,18 @@ def _json(value: Any, what: str) -> Any:
 
 def _message(value: Any, method: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise WrongResult(f"{method} returned {_short(value)} as a message, not a dict")
+        raise ProtocolViolation(f"{method} returned {_short(value)} as a message, not a dict")
     for name in KEYS:
         if name not in value:
-            raise WrongResult(f'{method} returned a message without "{name}"')
+            raise ProtocolViolation(f'{method} returned a message without "{name}"')
     if value["role"] not in ROLES:
         roles = '" or "'.join(ROLES)
-        raise WrongResult(
+        raise ProtocolViolation(
             f'{method} returned a message with role = {_short(value["role"])}, not "{roles}"'
         )
     for name in value:
         if name not in KEYS:
-            raise WrongResult(
+            raise ProtocolViolation(
                 f"{method} returned a message with {_short(name)}; a message has only "
                 f"{' and '.join(KEYS)}, as chat templates differ in the others"
             )
@@ -121,31 +125,33 @@ def _message(value: Any, method: str) -> dict[str, str]:
 
 def _token_ids(value: Any, method: str) -> list[int]:
     if not _is_list(value) or not all(map(_is_whole, value)):
-        raise WrongResult(f"{method} returned token_ids = {_short(value)}, not a list of ids")
+        raise ProtocolViolation(f"{method} returned token_ids = {_short(value)}, not a list of ids")
     if min(value, default=0) < 0:
-        raise WrongResult(f"{method} returned a negative token id")
+        raise ProtocolViolation(f"{method} returned a negative token id")
     return [int(x) for x in value]
 
 
 def _text(value: Any, start: str, name: str) -> str:
     if not isinstance(value, str):
-        raise WrongResult(f"{start} {name} = {_short(value)}, not a text")
+        raise ProtocolViolation(f"{start} {name} = {_short(value)}, not a text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise WrongResult(f"{start} {name} that is not valid Unicode: {error.reason}") from error
+        raise ProtocolViolation(
+            f"{start} {name} that is not valid Unicode: {error.reason}"
+        ) from error
     return str(value)
 
 
 def _number(value: Any, method: str, name: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise WrongResult(f"{method} returned {name} = {_short(value)}, not a number")
+        raise ProtocolViolation(f"{method} returned {name} = {_short(value)}, not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise WrongResult(f"{method} returned {name} = {number}")
+        raise ProtocolViolation(f"{method} returned {name} = {number}")
     return number
 
 

@@ -40,7 +40,7 @@ from megadapo.environments.environment import (  # noqa: E402 - it must be finda
 )
 from megadapo.environments.functions import run_in_thread  # noqa: E402
 from megadapo.environments.results import (  # noqa: E402
-    WrongResult,
+    ProtocolViolation,
     read_description,
     read_observation,
     read_state,
@@ -177,11 +177,11 @@ class Worker:
             value = await self._calls[message["call"]](message)
             size = len(json.dumps(value))
             if size > MAX_RESULT_BYTES:
-                raise WrongResult(
+                raise ProtocolViolation(
                     f"returned {size:,} bytes of JSON; {MAX_RESULT_BYTES:,} is the limit"
                 )
             reply["value"] = value
-        except WrongResult as error:
+        except ProtocolViolation as error:
             reply |= {"cause": "wrong result", "error": str(error)}
         except EnvironmentFailure as error:
             text = _text_of(error) or "no reason given"

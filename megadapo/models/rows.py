@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 
-class Cut(enum.Enum):
+class TensorSplit(enum.Enum):
     """Tensor-parallel split of a weight, in Megatron and in vLLM."""
 
     REPLICATED = enum.auto()
@@ -39,7 +39,7 @@ class Weight:
     """Symbol of the number of rows (axis 0) of each Hugging Face tensor."""
     column_size: str | None = None
     """Symbol of the number of columns (axis 1); None for a vector."""
-    cut: Cut = Cut.REPLICATED
+    split: TensorSplit = TensorSplit.REPLICATED
     only_if: str | None = None
     """`ModelShape` flag that the model must have set to have this weight."""
     expert: bool = False
@@ -54,15 +54,15 @@ def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidde
     return Weight(megatron=megatron, hf=(hf,), vllm=hf, row_sizes=(size,), megatron_alias=alias)
 
 
-def bias(matrix: Weight, *, only_if: str, cut: Cut | None = None) -> Weight:
-    """Return the row of a matrix's bias, split as the matrix's rows unless `cut` is given."""
+def bias(matrix: Weight, *, only_if: str, split: TensorSplit | None = None) -> Weight:
+    """Return the row of a matrix's bias, split as the matrix's rows unless `split` is given."""
     return replace(
         matrix,
         megatron=matrix.megatron.replace(".weight", ".bias"),
         hf=tuple(name.replace(".weight", ".bias") for name in matrix.hf),
         vllm=matrix.vllm.replace(".weight", ".bias"),
         column_size=None,
-        cut=cut or matrix.cut,
+        split=split or matrix.split,
         only_if=only_if,
     )
 
@@ -73,7 +73,7 @@ EMBEDDING = Weight(
     vllm="model.embed_tokens.weight",
     row_sizes=("vocab",),
     column_size="hidden",
-    cut=Cut.VOCAB,
+    split=TensorSplit.VOCAB,
 )
 FINAL_NORM = norm("decoder.final_layernorm.weight", "model.norm.weight")
 HEAD = Weight(
@@ -82,7 +82,7 @@ HEAD = Weight(
     vllm="lm_head.weight",
     row_sizes=("vocab",),
     column_size="hidden",
-    cut=Cut.VOCAB,
+    split=TensorSplit.VOCAB,
 )
 VALUE_HEAD = Weight(
     megatron="output_layer.weight",
@@ -103,7 +103,7 @@ QKV = Weight(
     vllm="self_attn.qkv_proj.weight",
     row_sizes=("q", "kv", "kv"),
     column_size="hidden",
-    cut=Cut.QKV,
+    split=TensorSplit.QKV,
 )
 QKV_BIAS = bias(QKV, only_if="attention_bias")
 Q_NORM = norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", size="head_dim")
@@ -114,9 +114,9 @@ ATTENTION_OUT = Weight(
     vllm="self_attn.o_proj.weight",
     row_sizes=("hidden",),
     column_size="q",
-    cut=Cut.COLUMNS,
+    split=TensorSplit.COLUMNS,
 )
-ATTENTION_OUT_BIAS = bias(ATTENTION_OUT, only_if="attention_bias", cut=Cut.REPLICATED)
+ATTENTION_OUT_BIAS = bias(ATTENTION_OUT, only_if="attention_bias", split=TensorSplit.REPLICATED)
 
 MLP_NORM = norm(
     "pre_mlp_layernorm.weight",
@@ -129,7 +129,7 @@ GATE_UP = Weight(
     vllm="mlp.gate_up_proj.weight",
     row_sizes=("ffn", "ffn"),
     column_size="hidden",
-    cut=Cut.GATE_UP,
+    split=TensorSplit.GATE_UP,
 )
 GATE_UP_BIAS = bias(GATE_UP, only_if="mlp_bias")
 DOWN = Weight(
@@ -138,9 +138,9 @@ DOWN = Weight(
     vllm="mlp.down_proj.weight",
     row_sizes=("hidden",),
     column_size="ffn",
-    cut=Cut.COLUMNS,
+    split=TensorSplit.COLUMNS,
 )
-DOWN_BIAS = bias(DOWN, only_if="mlp_bias", cut=Cut.REPLICATED)
+DOWN_BIAS = bias(DOWN, only_if="mlp_bias", split=TensorSplit.REPLICATED)
 
 ROUTER = Weight(
     megatron="mlp.router.weight",
@@ -156,7 +156,7 @@ EXPERT_GATE_UP = Weight(
     vllm="mlp.experts.routed_experts.w13_weight",
     row_sizes=("expert_ffn", "expert_ffn"),
     column_size="hidden",
-    cut=Cut.GATE_UP,
+    split=TensorSplit.GATE_UP,
     expert=True,
 )
 EXPERT_DOWN = Weight(
@@ -166,6 +166,6 @@ EXPERT_DOWN = Weight(
     vllm="mlp.experts.routed_experts.w2_weight",
     row_sizes=("hidden",),
     column_size="expert_ffn",
-    cut=Cut.COLUMNS,
+    split=TensorSplit.COLUMNS,
     expert=True,
 )

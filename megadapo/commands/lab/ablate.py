@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megadapo.lab.ablation.rows import Ablation
-    from megadapo.lab.ablation.runner import Failure
+    from megadapo.lab.ablation.runner import RunFailure
 
 FOLDER = Path("runs") / "ablations"
 """Parent of the ablations' folders, which are named like their rows files."""
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megadapo.lab.ablation.rows import Ablation
-    from megadapo.lab.ablation.runner import Runner
+    from megadapo.lab.ablation.runner import AblationRunner
 
     for name in ("seeds", "jobs"):
         if getattr(arguments, name) < 1:
@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         for each in ablation.runs:
             _print_line(console, f"{each.name}: {each.state()}, {each.folder}")
         return 0
-    runner = Runner(jobs=arguments.jobs, show=lambda text: _print_line(console, text))
+    runner = AblationRunner(jobs=arguments.jobs, show=lambda text: _print_line(console, text))
     return report(ablation, runner.train(ablation.runs), console)
 
 
-def report(ablation: Ablation, failures: list[Failure], console: Console) -> int:
+def report(ablation: Ablation, failures: list[RunFailure], console: Console) -> int:
     """Print and write an ablation's results; return 1 if a run failed."""
     from megadapo.lab.ablation.report import ablation_tables, write_reports
     from megadapo.lab.ablation.result import collect

@@ -15,7 +15,7 @@ from megadapo.environments.adapters import BUILT_IN
 from megadapo.environments.adapters.calls import Tool
 from megadapo.environments.environment import Action, Environment, Observation, Task
 from megadapo.environments.functions import run_in_thread
-from megadapo.environments.results import WrongResult
+from megadapo.environments.results import ProtocolViolation
 
 
 class Toolbox(Environment):
@@ -107,10 +107,12 @@ def _joined(observed: Sequence[Observation]) -> Observation:
     """Return the observations of several tools or calls as one.
 
     Raises:
-        WrongResult: one has no messages, but text or token ids.
+        ProtocolViolation: one has no messages, but text or token ids.
     """
     if any(one.text is not None or one.token_ids is not None for one in observed):
-        raise WrongResult("returned text or token_ids, which cannot be joined; return messages")
+        raise ProtocolViolation(
+            "returned text or token_ids, which cannot be joined; return messages"
+        )
     metrics: dict[str, float] = {}
     for one in observed:
         for name, value in one.metrics.items():

@@ -16,15 +16,15 @@ from megadapo.lab.ablation.measures import (
     difference,
     measure,
 )
-from megadapo.lab.ablation.rows import Ablation, Expectation, Row, flat
-from megadapo.lab.ablation.runner import Failure
+from megadapo.lab.ablation.rows import Ablation, AblationRow, Expectation, flat
+from megadapo.lab.ablation.runner import RunFailure
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowResult:
     """One row over its seeds."""
 
-    row: Row
+    row: AblationRow
     runs: dict[int, Measured]
     """Measures of each finished run, by seed."""
     folders: tuple[Path, ...]
@@ -74,7 +74,7 @@ class AblationResult:
 
     ablation: Ablation
     rows: tuple[RowResult, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[RunFailure, ...]
 
     @property
     def folders(self) -> list[Path]:
@@ -126,7 +126,7 @@ def _without_seconds(measured: Measured) -> dict[str, float | None]:
     return {name: value for name, value in measured.items() if not name.startswith("seconds")}
 
 
-def collect(ablation: Ablation, failures: Sequence[Failure] = ()) -> AblationResult:
+def collect(ablation: Ablation, failures: Sequence[RunFailure] = ()) -> AblationResult:
     """Read the results of the finished runs."""
     rows = []
     for row in ablation.rows.row:

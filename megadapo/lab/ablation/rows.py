@@ -51,7 +51,7 @@ class Expectation(Section, title="row.expects"):
             yield f"row.expects.measure: {self.measure!r} is not one of {', '.join(known)}"
 
 
-class Row(Section, title="row"):
+class AblationRow(Section, title="row"):
     """A variant of the recipe."""
 
     name: str
@@ -83,7 +83,7 @@ class RowsFile(Section, title="rows"):
     """Held-out accuracy that ends the count of steps."""
     overrides: dict[str, Any] = {}
     """Overrides of all rows; a row's own ones win."""
-    row: Annotated[tuple[Row, ...], Field(min_length=1)]
+    row: Annotated[tuple[AblationRow, ...], Field(min_length=1)]
 
     def conflicts(self) -> Iterator[str]:
         names = [row.folder_name for row in self.row]
@@ -142,7 +142,7 @@ def arguments(table: dict[str, Any]) -> list[str]:
 class RowRun:
     """One row with one seed."""
 
-    row: Row
+    row: AblationRow
     config: RunConfig
     recipe: str
     """Recipe argument of `megadapo train`."""

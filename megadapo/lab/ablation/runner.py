@@ -21,7 +21,7 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RunFailure:
     """A training that ended before its last step."""
 
     run: RowRun
@@ -34,7 +34,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class _Child:
+class _ChildRun:
     run: RowRun
     process: subprocess.Popen[bytes]
     guard: Guard
@@ -44,17 +44,17 @@ class _Child:
     """Bytes of the log from earlier processes of the run."""
 
 
-class Runner:
+class AblationRunner:
     """A runner of trainings, at most `jobs` at a time."""
 
     def __init__(self, *, jobs: int, show: Callable[[str], None]) -> None:
         """Create a runner; `show` prints a line when a run starts or ends."""
         self._jobs = jobs
         self._show = show
-        self._children: list[_Child] = []
-        self._failures: list[Failure] = []
+        self._children: list[_ChildRun] = []
+        self._failures: list[RunFailure] = []
 
-    def train(self, runs: Iterable[RowRun]) -> list[Failure]:
+    def train(self, runs: Iterable[RowRun]) -> list[RunFailure]:
         """Train all unfinished runs and return the failed ones.
 
         Raises:
@@ -97,10 +97,10 @@ class Runner:
                 start_new_session=True,
             )
         guard = kill_after_this_process([process.pid])
-        self._children.append(_Child(run, process, guard, time.monotonic(), log_start))
+        self._children.append(_ChildRun(run, process, guard, time.monotonic(), log_start))
         self._show(f"{run.name} {verb}: {run.folder}")
 
-    def _close(self, child: _Child) -> None:
+    def _close(self, child: _ChildRun) -> None:
         self._children.remove(child)
         child.guard.dismiss()
         seconds, code = time.monotonic() - child.start, child.process.returncode
@@ -112,7 +112,7 @@ class Runner:
         errors = [line for line in lines if line.startswith("megadapo: ")]
         # the error of the command if it printed one, or else its last line
         message = (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")
-        failure = Failure(run=child.run, exit_code=code, message=message)
+        failure = RunFailure(run=child.run, exit_code=code, message=message)
         self._failures.append(failure)
         self._show(f"{failure}")
 

@@ -23,7 +23,7 @@ _DEPENDS_ON_WEIGHTS = {
 
 
 @dataclass
-class Comparison:
+class RunComparison:
     """The result of comparing two runs."""
 
     a: Path
@@ -61,7 +61,7 @@ class Comparison:
         }
 
 
-def compare_runs(folder_a: Path, folder_b: Path) -> Comparison:
+def compare_runs(folder_a: Path, folder_b: Path) -> RunComparison:
     """Compare two runs up to the first step in which they differ."""
     return _Comparer(RunRecord(folder_a, "A"), RunRecord(folder_b, "B")).compare()
 
@@ -77,9 +77,9 @@ class _Comparer:
 
     def __init__(self, a: RunRecord, b: RunRecord) -> None:
         self._a, self._b = a, b
-        self._result = Comparison(a.folder, b.folder)
+        self._result = RunComparison(a.folder, b.folder)
 
-    def compare(self) -> Comparison:
+    def compare(self) -> RunComparison:
         """Compare step by step; stop at the first difference."""
         result = self._result
         for run in (self._a, self._b):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from megadapo.lab.diff.compare import Comparison
+from megadapo.lab.diff.compare import RunComparison
 from megadapo.lab.diff.difference import Difference, Row, count, ranges
 from megadapo.observe.tables import TextTable, printable
 
 WIDTH = 100
 
 
-def text_of_comparison(result: Comparison) -> str:
+def text_of_comparison(result: RunComparison) -> str:
     """Return the whole result: settings, the first difference, and what was not compared."""
     parts = [f"A  {result.a}\nB  {result.b}", *_settings(result)]
     if result.first is not None:
@@ -26,7 +26,7 @@ def text_of_comparison(result: Comparison) -> str:
     return printable("\n\n".join(parts))
 
 
-def _settings(result: Comparison) -> Iterator[str]:
+def _settings(result: RunComparison) -> Iterator[str]:
     for title, rows in (
         ("Settings that decide what is learned differ:", result.learning_keys),
         ("Other settings differ:", result.other_keys),
@@ -35,7 +35,7 @@ def _settings(result: Comparison) -> Iterator[str]:
             yield f"{title}\n{_table(rows)}"
 
 
-def _first(result: Comparison) -> Iterator[str]:
+def _first(result: RunComparison) -> Iterator[str]:
     first = result.first
     assert first is not None, "the caller checks it"
     lines = [f"The runs part in step {first.step}, {first.phase}: {first.place}."]

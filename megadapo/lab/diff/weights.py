@@ -32,7 +32,7 @@ _SAME_LENGTH = 1e-3
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CheckpointTensor:
     """A tensor of a checkpoint: a stored one, or one layer of it."""
 
     stored: str
@@ -47,29 +47,29 @@ class _Place:
         )
 
 
-class _Weights:
+class _CheckpointWeights:
     """The tensors of one folder of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._stored = StoredTensors(folder)
 
-    def places(self, *, optimizer: bool) -> list[_Place]:
+    def places(self, *, optimizer: bool) -> list[_CheckpointTensor]:
         """Return the tensors in the order of the model: weights, or the optimizer's."""
         places = []
         for name, stored in self._stored.tensors.items():
             if name.startswith(_OPTIMIZER) != optimizer:
                 continue
             layers = range(stored.size[0]) if _LAYERS in name else [None]
-            places += [_Place(name, layer) for layer in layers]
+            places += [_CheckpointTensor(name, layer) for layer in layers]
         return sorted(places, key=_order)
 
-    def shape(self, place: _Place) -> tuple[int, ...]:
+    def shape(self, place: _CheckpointTensor) -> tuple[int, ...]:
         return tuple(self._stored.tensors[place.stored].size)
 
-    def dtype(self, place: _Place) -> torch.dtype:
+    def dtype(self, place: _CheckpointTensor) -> torch.dtype:
         return self._stored.tensors[place.stored].properties.dtype
 
-    def read(self, place: _Place) -> Tensor:
+    def read(self, place: _CheckpointTensor) -> Tensor:
         stored = self._stored.tensors[place.stored]
         start, sizes = [0] * len(stored.size), list(stored.size)
         if place.layer is not None:
@@ -96,7 +96,7 @@ def compare_checkpoints(
         folders = [_folder(checkpoint, critic=critic) for checkpoint in (one, two)]
         if folders[0] is None or folders[1] is None:
             continue
-        pair = _Weights(folders[0]), _Weights(folders[1])
+        pair = _CheckpointWeights(folders[0]), _CheckpointWeights(folders[1])
         before = [None if path is None else _weights_before(path, critic) for path in previous]
         for phase in ("weights", "optimizer"):
             found = _compare(step, phase, pair, (before[0], before[1]))
@@ -110,16 +110,16 @@ def _folder(checkpoint: Checkpoint, *, critic: bool) -> Path | None:
     return folder if (folder / METADATA_FILE).is_file() else None
 
 
-def _weights_before(path: Path, critic: bool) -> _Weights | None:
+def _weights_before(path: Path, critic: bool) -> _CheckpointWeights | None:
     folder = _folder(load(path), critic=critic)
-    return None if folder is None else _Weights(folder)
+    return None if folder is None else _CheckpointWeights(folder)
 
 
 def _compare(
     step: int,
     phase: Phase,
-    pair: tuple[_Weights, _Weights],
-    before: tuple[_Weights | None, _Weights | None],
+    pair: tuple[_CheckpointWeights, _CheckpointWeights],
+    before: tuple[_CheckpointWeights | None, _CheckpointWeights | None],
 ) -> Difference | None:
     a, b = pair
     of_a, of_b = (one.places(optimizer=phase == "optimizer") for one in pair)
@@ -146,7 +146,7 @@ def _compare(
 
 
 def _compare_tensor(
-    step: int, phase: Phase, place: _Place, a: _Weights, b: _Weights
+    step: int, phase: Phase, place: _CheckpointTensor, a: _CheckpointWeights, b: _CheckpointWeights
 ) -> Difference | None:
     for field, values in (
         ("shape", (list(a.shape(place)), list(b.shape(place)))),
@@ -188,7 +188,9 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _about_change(
-    place: _Place, pair: tuple[_Weights, _Weights], before: tuple[_Weights, _Weights]
+    place: _CheckpointTensor,
+    pair: tuple[_CheckpointWeights, _CheckpointWeights],
+    before: tuple[_CheckpointWeights, _CheckpointWeights],
 ) -> Iterator[str]:
     """Yield how the tensor moved in this step in each run."""
     changes = [
@@ -208,7 +210,7 @@ def _about_change(
         yield f"B moved it {b / a:.4g} times as far as A, in the same direction."
 
 
-def _order(place: _Place) -> tuple[int, int, int, str]:
+def _order(place: _CheckpointTensor) -> tuple[int, int, int, str]:
     """Return the place in the model: embedding, layers, final norm, head."""
     state = _STATE.fullmatch(place.stored)
     name = place.stored if state is None else state[2]

@@ -13,7 +13,7 @@ from megadapo.lab.profiling.profiles import trainer_alone
 from megadapo.lab.whatif.alternatives import Alternative
 from megadapo.lab.whatif.saved_step import (
     SavedStep,
-    Weights,
+    StepWeights,
     read_step,
     saved_logprobs,
     weights_after,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class WhatIfComparison:
     """All objectives at the same weights."""
 
     title: str
@@ -41,7 +41,7 @@ class Comparison:
 
 def compare(
     config: RunConfig, step: int, alternatives: Sequence[Alternative]
-) -> Iterator[Comparison]:
+) -> Iterator[WhatIfComparison]:
     """Yield the objectives on a step's saved groups, before the step's updates and after them.
 
     Args:
@@ -64,7 +64,7 @@ def compare(
                 f"checkpoint, and its updates cannot be repeated, because {obstacle}."
             )
         title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
-        yield Comparison(title=title, measured=measured, notes=notes)
+        yield WhatIfComparison(title=title, measured=measured, notes=notes)
         if obstacle is not None:
             return
         if after is not None:
@@ -84,7 +84,7 @@ def compare(
         old = np.where(np.isfinite(known), known, current.logprobs)
         measured, _ = _measure(trainer, variants, step, replace(current, logprobs=old))
         title = f"after the updates of step {step}, with the old log-probs from before them"
-        yield Comparison(
+        yield WhatIfComparison(
             title=title, measured=measured, notes=[f"These weights are from {source}."]
         )
 
@@ -122,7 +122,7 @@ def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> floa
     return objective.kl_reward_coef
 
 
-def _settings(config: RunConfig, before: Weights) -> TrainerSettings:
+def _settings(config: RunConfig, before: StepWeights) -> TrainerSettings:
     settings = trainer_settings(config)
     # no engine shares the device; the loss that balances experts is no part of an objective
     trainer = settings.trainer.model_copy(update={"offload": (), "router_aux_loss_coef": 0.0})
@@ -164,7 +164,7 @@ def _measure_on(
     return measure(rank, variants, policy_version, old)
 
 
-def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Weights) -> str | None:
+def _cannot_repeat(config: RunConfig, saved: SavedStep, before: StepWeights) -> str | None:
     """Return the reason why the step's updates cannot be repeated, None if they can."""
     if before.step != saved.step - 1:
         return f"step {saved.step - 1} has none"
@@ -178,7 +178,7 @@ def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Weights) -> str 
 
 
 def _notes(
-    config: RunConfig, saved: SavedStep, before: Weights, distances: np.ndarray
+    config: RunConfig, saved: SavedStep, before: StepWeights, distances: np.ndarray
 ) -> Iterator[str]:
     """Yield what the reader must know of the batch and of the weights before the step."""
     step, num_groups = saved.step, len(saved.sampled.groups)

@@ -40,7 +40,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class _HeadInputs:
+class _CapturedInputs:
     """Arguments of the policy head, in the form that the schedule returns."""
 
     loss: Tensor
@@ -100,9 +100,9 @@ def _with_one_forward(
     return outputs, gradients
 
 
-def _keep_inputs(*, context: MicroBatch, **inputs: Any) -> _HeadInputs:
+def _keep_inputs(*, context: MicroBatch, **inputs: Any) -> _CapturedInputs:
     """Keep the hidden states; an `output_processor` like the head."""
-    return _HeadInputs(torch.zeros(()), inputs)
+    return _CapturedInputs(torch.zeros(()), inputs)
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from megadapo.run.state.checkpoint_store import CHECKPOINTS, step_folders, step_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class StepWeights:
     """The policy's weights after a step."""
 
     step: int
@@ -101,13 +101,13 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
     return found
 
 
-def weights_before(folder: Path, step: int) -> Weights:
+def weights_before(folder: Path, step: int) -> StepWeights:
     """Return the newest weights of the run from before a step."""
     earlier = [path for path in step_folders(folder / CHECKPOINTS) if step_of(path) < step]
     if not earlier:
-        return Weights(step=0, checkpoint=None)
+        return StepWeights(step=0, checkpoint=None)
     # the ranks that read its files hash them
-    return Weights(step=step_of(earlier[-1]), checkpoint=load(earlier[-1], hashes=False))
+    return StepWeights(step=step_of(earlier[-1]), checkpoint=load(earlier[-1], hashes=False))
 
 
 def weights_after(folder: Path, step: int) -> Checkpoint | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megadapo.lab.record import write_record
 from megadapo.lab.whatif.alternatives import Alternative
-from megadapo.lab.whatif.compare import Comparison
+from megadapo.lab.whatif.compare import WhatIfComparison
 from megadapo.lab.whatif.types import Measured
 from megadapo.observe.metrics.records import plain_numbers
 from megadapo.observe.tables import TextTable
@@ -19,7 +19,7 @@ HEAD = (
 )
 
 
-def comparison_table(comparison: Comparison, alternatives: Sequence[Alternative]) -> str:
+def comparison_table(comparison: WhatIfComparison, alternatives: Sequence[Alternative]) -> str:
     """Return one row per objective, and the notes."""
     pairs = zip(alternatives, comparison.measured, strict=True)
     rows = [[one.name, *_cells(measured)] for one, measured in pairs]
@@ -34,7 +34,7 @@ def write_json(
     run_folder: Path,
     step: int,
     alternatives: Sequence[Alternative],
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[WhatIfComparison],
 ) -> None:
     """Write all numbers."""
     write_record(

@@ -24,7 +24,7 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
 
     A share is None without texts or phrases.
     """
-    searches = [_Search.of(phrase) for phrase in phrases]
+    searches = [_PhraseSearch.of(phrase) for phrase in phrases]
     found = [0] * len(phrases)
     num_any = 0
     for text in texts:
@@ -40,7 +40,7 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
     }
 
 
-class _Search(NamedTuple):
+class _PhraseSearch(NamedTuple):
     """A search for a phrase as whole words, for texts of megabytes.
 
     Plain searches for single words come first, which are ten times as fast as the pattern's.

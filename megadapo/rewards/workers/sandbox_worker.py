@@ -102,7 +102,7 @@ def enter(settings: Mapping[str, Any], *, writable: bool = True) -> int | None:
 
 
 @dataclass(frozen=True)
-class Run:
+class ChildResult:
     """A run that has ended."""
 
     in_time: bool
@@ -120,7 +120,7 @@ def run_child(
     user: int | None,
     output_bytes: int,
     max_processes: int = isolation.MAX_PROCESSES,
-) -> Run:
+) -> ChildResult:
     """Run a function in a child process without privileges, which exits after it."""
     # without it, generated code could write a result and exit
     token = secrets.token_hex(16).encode()
@@ -141,7 +141,7 @@ def run_child(
     for file in files:
         os.close(file)
     returned = written.startswith(token)
-    return Run(in_time, output, written.removeprefix(token) if returned else None)
+    return ChildResult(in_time, output, written.removeprefix(token) if returned else None)
 
 
 def _run(

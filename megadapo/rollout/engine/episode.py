@@ -155,7 +155,7 @@ def _readable(tools: Sequence[Mapping[str, Any]]) -> list[ChatCompletionToolsPar
     return found
 
 
-class Episode:
+class RemoteEpisode:
     """The episode of one response.
 
     It is known by its seed and the policy version that began it, so an engine that gets a stopped

@@ -13,7 +13,7 @@ import numpy as np
 
 from megadapo.data.group import NO_VERSION, Failure, Response, Turn
 from megadapo.errors import ConfigError, DataError
-from megadapo.rollout.engine.episode import Episode, sampled_of
+from megadapo.rollout.engine.episode import RemoteEpisode, sampled_of
 from megadapo.rollout.engine.in_flight import InFlightResponse, Segment
 from megadapo.rollout.episodes.types import Outcome
 from megadapo.rollout.types import EpisodeRequest
@@ -27,7 +27,7 @@ class EpisodeResponse(InFlightResponse):
     While its environment works, it has no request, and so no slot of the engine.
     """
 
-    _episode: Episode | None = None
+    _episode: RemoteEpisode | None = None
 
     async def submit(self) -> None:
         """Submit the rest of the response, if its episode is open."""
@@ -117,7 +117,7 @@ class EpisodeResponse(InFlightResponse):
         branch, seeds = self._branch, self._group.request.seeds
         parent = None if branch is None else seeds[branch.parent]
         prompt_ids = self._group.request.prompt_ids
-        self._episode = Episode(client, request, prompt_ids, self._seed, version, parent)
+        self._episode = RemoteEpisode(client, request, prompt_ids, self._seed, version, parent)
         opened = await self._unless_stopped(self._episode.open(before, self._ends))
         if opened is None:
             return

@@ -92,7 +92,7 @@ def runs_of_copies(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterPart:
     """Place of a contiguous part of a parameter in the whole model."""
 
     start: int
@@ -100,7 +100,7 @@ class _Place:
     tensor: ShardedTensor
 
 
-def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_Place]]:
+def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_ParameterPart]]:
     """Return the places of every parameter's parts."""
     return {
         entry.data: _places(entry)
@@ -110,16 +110,18 @@ def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_
     }
 
 
-def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_Place]:
+def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_ParameterPart]:
     """Return the place of each part: gate and up projection, one parameter, are two tensors."""
     parts: Any = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     whole = entry.data
     assert all(part.data.is_contiguous() for part in parts), "parts are runs of a parameter's rows"
-    return [_Place(part.data.storage_offset() - whole.storage_offset(), part) for part in parts]
+    return [
+        _ParameterPart(part.data.storage_offset() - whole.storage_offset(), part) for part in parts
+    ]
 
 
 def _owned_run(
-    parameter: Tensor, start: int, stop: int, state: dict[str, Tensor], places: list[_Place]
+    parameter: Tensor, start: int, stop: int, state: dict[str, Tensor], places: list[_ParameterPart]
 ) -> OwnedRun:
     weight = parameter.detach().view(-1)[start:stop]
     replica = places[0].tensor.replica_id
@@ -138,7 +140,9 @@ def _owned_run(
     )
 
 
-def _pieces(key: str, values: Tensor, first: int, places: Sequence[_Place]) -> Iterator[Piece]:
+def _pieces(
+    key: str, values: Tensor, first: int, places: Sequence[_ParameterPart]
+) -> Iterator[Piece]:
     """Yield the boxes of a flat run that starts at the parameter's element `first`."""
     for place in places:
         tensor = place.tensor

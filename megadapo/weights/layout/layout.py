@@ -14,7 +14,7 @@ from typing import Any
 
 from megadapo.errors import WeightError
 from megadapo.models.families import Family, family_of
-from megadapo.models.rows import Cut, Weight
+from megadapo.models.rows import TensorSplit, Weight
 from megadapo.models.shape import ModelShape, model_shape
 from megadapo.weights.layout import cuts
 from megadapo.weights.layout.cuts import Run
@@ -191,24 +191,26 @@ class ModelLayout:
         **names: Any,
     ) -> Shard:
         """Return part `rank` of `size` of a row; Megatron and vLLM cut all but QKV equally."""
-        is_column_cut = row.cut is Cut.COLUMNS
+        is_column_cut = row.split is TensorSplit.COLUMNS
         symbols, across = row.row_sizes, row.column_size
         if is_column_cut:
             assert row.column_size is not None, "a vector has no columns to cut"
             symbols, across = (row.column_size,), row.row_sizes[0]
         sizes = [self.shape.size(symbol) for symbol in symbols]
-        if row.cut is Cut.REPLICATED:
+        if row.split is TensorSplit.REPLICATED:
             runs = cuts.whole(tensors, sizes)
-        elif row.cut is Cut.QKV:
+        elif row.split is TensorSplit.QKV:
             runs = cut_qkv(tensors, sizes, self.shape.num_kv_heads, rank, size)
-        elif row.cut is Cut.VOCAB:
+        elif row.split is TensorSplit.VOCAB:
             runs = cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
         else:
             runs = cuts.cut_each(tensors, sizes, rank, size)
         return Shard(
             runs=tuple(runs),
             axis=1 if is_column_cut else 0,
-            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
+            length=padded // size
+            if row.split is TensorSplit.VOCAB
+            else sum(run.size for run in runs),
             width=None if across is None else self.shape.size(across),
             **names,
         )

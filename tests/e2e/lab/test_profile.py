@@ -25,8 +25,8 @@ def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
         "backward attention ",
         "optimizer ",
         "aten::mm",
-        "_PolicyHead",
-        "_RMSNorm",
+        "_PolicyHeadFunction",
+        "_RMSNormFunction",
         "roofline measured here",
     ):
         assert row in result.stdout, result.stdout

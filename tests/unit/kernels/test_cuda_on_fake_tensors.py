@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels import attention, rmsnorm, rotary, swiglu
 from megadapo.kernels.policy_head import products as products
-from megadapo.kernels.policy_head.head import _PolicyHead
+from megadapo.kernels.policy_head.head import _PolicyHeadFunction
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.kernels.policy_head.tiling import HeadOptions, plan_call
 from megadapo.lab.profiling.time_table import bytes_moved
@@ -168,8 +168,8 @@ def test_passes_over_memory_of_the_head(request, options, num_logits, weight_pas
         set_materialize_grads=lambda _: None,
     )
     with bytes_moved() as moved, _Calls() as calls:
-        _PolicyHead.forward(context, hidden, weight, call, given, PolicyObjective(), True)
-        d_hidden, d_weight, *_ = _PolicyHead.backward(context, fake())
+        _PolicyHeadFunction.forward(context, hidden, weight, call, given, PolicyObjective(), True)
+        d_hidden, d_weight, *_ = _PolicyHeadFunction.backward(context, fake())
     num_blocks, num_tiles = 5, 9
     products = num_tiles * num_logits + 2 * num_blocks
     assert calls.names["aten::mm"] + calls.names["aten::addmm"] == products

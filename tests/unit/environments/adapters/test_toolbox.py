@@ -11,7 +11,7 @@ import pytest
 from megadapo.environments.adapters.toolbox import Toolbox
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Environment, Observation, Task, ToolCall
-from megadapo.environments.results import WrongResult
+from megadapo.environments.results import ProtocolViolation
 from megadapo.rollout.episodes.host import EpisodeHost
 from tests.support.rollout.hosts import MODULE, task_of, turn_of, with_host
 from tests.unit.environments.adapters.playing import playing, task
@@ -161,7 +161,7 @@ def test_first_observations_are_joined_and_all_tools_closed() -> None:
             await box.close()
         assert all(one.is_closed for one in box._members.values())
         assert await Toolbox(**{COUNTER: {}}).reset(task()) is None
-        with pytest.raises(WrongResult, match="text or token_ids"):
+        with pytest.raises(ProtocolViolation, match="text or token_ids"):
             await Toolbox(**{BEGINNER: {"name": "a", "text": "x"}}).reset(task())
 
     asyncio.run(play())

@@ -9,7 +9,7 @@ from megadapo.lab.ablation.measures import MEASURES
 from megadapo.lab.ablation.report import ablation_tables, markdown, write_reports
 from megadapo.lab.ablation.result import collect
 from megadapo.lab.ablation.rows import Ablation
-from megadapo.lab.ablation.runner import Failure
+from megadapo.lab.ablation.runner import RunFailure
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.tables import TextTable
 from tests.support import REPOSITORY
@@ -104,7 +104,7 @@ def test_rows_with_identical_results_are_flagged(tmp_path):
 def test_numbers_leave_out_failed_and_missing_runs(tmp_path):
     ablation = ablation_of(tmp_path)
     finish(ablation.runs[0])
-    failure = Failure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")
+    failure = RunFailure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")
     rows, differences, effects, failures = ablation_tables(collect(ablation, [failure]))
     assert all(cell == "-" for cell in rows.rows[1][1:-1])
     assert rows.note.endswith("incomplete rows: plain: 1; + clip | higher: 0.")

@@ -9,7 +9,7 @@ import pytest
 from megadapo.config import load_config
 from megadapo.errors import ConfigError, DataError
 from megadapo.lab.ablation.rows import RowRun
-from megadapo.lab.ablation.runner import Runner
+from megadapo.lab.ablation.runner import AblationRunner
 from tests.support.runs.ablations import ROWS, ablation_of, finish
 
 
@@ -101,7 +101,7 @@ def test_failed_run_is_named_and_ends_no_other(tmp_path):
     others[0].log.parent.mkdir(parents=True, exist_ok=True)
     others[0].log.write_text("megadapo: an earlier process\n")
     shown: list[str] = []
-    failures = Runner(jobs=2, show=shown.append).train(runs)
+    failures = AblationRunner(jobs=2, show=shown.append).train(runs)
     assert sorted(failure.run.name for failure in failures) == sorted(run.name for run in others)
     for failure in failures:
         assert failure.exit_code == ConfigError.exit_code
