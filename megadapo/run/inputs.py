@@ -36,7 +36,7 @@ from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import SupportsGenerate
 from megadapo.rollout.types import SamplingSettings
 from megadapo.tokens.stops import stop_ids
@@ -139,7 +139,7 @@ class SamplingInputs(RunPrompts):
         config: RunConfig,
         engines: SupportsGenerate,
         journal: Journal | None = None,
-        schedule: Schedule | None = None,
+        schedule: SamplingSchedule | None = None,
         host: EpisodeHostActor | None = None,
     ) -> Sampler:
         """Return the sampler of a run at its first step."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
-from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, Schedule, read_source
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule, read_source
 from megadapo.run.state.config_diff import samples_digest
 
 RULES = ("mode", "prompts_per_step", "max_staleness", "max_asked_per_prompt")
@@ -55,7 +55,9 @@ def repeats_exactly(config: RunConfig) -> bool:
     )
 
 
-def open_schedule(config: RunConfig, folder: Path | None, repeated: Path | None) -> Schedule:
+def open_schedule(
+    config: RunConfig, folder: Path | None, repeated: Path | None
+) -> SamplingSchedule:
     """Open the schedule of the run in `folder`, or one in memory.
 
     `repeated`: folder of the run to repeat, if any.
@@ -71,8 +73,8 @@ def open_schedule(config: RunConfig, folder: Path | None, repeated: Path | None)
             "another run.folder"
         )
     if not config.sampling.carries:
-        return Schedule()
-    return Schedule(
+        return SamplingSchedule()
+    return SamplingSchedule(
         None if folder is None else folder / SCHEDULE_FILE,
         _rules(config),
         source=None if repeated is None else repeated / SCHEDULE_FILE,

@@ -112,18 +112,20 @@ class LiveRollouts(Rollouts):
 
     def wait(self) -> None:
         if not self.config.sampling.carries:
-            self.sampler.cut()
+            self.sampler.pause_for_weights()
         self.evaluations.finish_pending()
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as `policy_version`."""
         if isinstance(self.sampler, BackgroundSampler):
             # not within the publication, in which an engine that restarts gets no weights
-            self.sampler.wait_for_cut()
+            self.sampler.wait_until_can_pause()
         with self.gpus.publishing():
             weights = "" if self.journal is None else self.publisher.fingerprint()
-            report = self.publisher.publish(policy_version, stop_generating=self.sampler.cut)
-            self.sampler.go_on(policy_version, weights)
+            report = self.publisher.publish(
+                policy_version, stop_generating=self.sampler.pause_for_weights
+            )
+            self.sampler.resume_sampling(policy_version, weights)
         return report
 
     def evaluate(self, step: int) -> None:

@@ -160,7 +160,7 @@ class OurSampler:
 
     def publish(self) -> None:
         self._engines.publish()
-        self.sampler.go_on(self._engines.policy_version)
+        self.sampler.resume_sampling(self._engines.policy_version)
 
 
 def trained_groups(batch: SampledBatch) -> list[TrainedGroup]:

@@ -42,10 +42,10 @@ def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator
         waited_s = engines.now - start
         if overlaps:
             _generate(sampler, engines, until=trained)
-            while not sampler.can_cut:
+            while not sampler.can_pause:
                 sampler.turn()
             waited_s += engines.now - trained
-        sampler.cut()
+        sampler.pause_for_weights()
         engines.pass_time(PUBLISH_S if overlaps else train_s + SWITCH_S, have_gpus=overlaps)
         yield TrainedStep(
             seconds=engines.now - start,
@@ -55,7 +55,7 @@ def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator
             num_dropped=batch.num_dropped,
         )
         engines.publish()
-        sampler.go_on(engines.policy_version)
+        sampler.resume_sampling(engines.policy_version)
 
 
 def _generate(sampler: Sampler, engines: VirtualEngines, *, until: float) -> None:

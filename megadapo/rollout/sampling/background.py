@@ -39,21 +39,21 @@ class BackgroundSampler:
         with self._inside(lambda: self._sampler.can_take):
             return self._sampler.take()
 
-    def wait_for_cut(self) -> None:
-        """Wait until the mode allows a cut; the engines generate meanwhile."""
-        with self._inside(self._may_cut):
+    def wait_until_can_pause(self) -> None:
+        """Wait until the mode allows a pause; the engines generate meanwhile."""
+        with self._inside(self._may_pause):
             pass
 
-    def cut(self) -> None:
+    def pause_for_weights(self) -> None:
         """Stop everything in flight, as soon as the mode allows it."""
-        with self._inside(self._may_cut):
+        with self._inside(self._may_pause):
             self._works = False
-            self._sampler.cut()
+            self._sampler.pause_for_weights()
 
-    def go_on(self, policy_version: int, weights: str = "") -> None:
+    def resume_sampling(self, policy_version: int, weights: str = "") -> None:
         """Continue with new weights; where batches are whole, from the next `next_batch` on."""
         with self._inside():
-            self._sampler.go_on(policy_version, weights)
+            self._sampler.resume_sampling(policy_version, weights)
             # else an evaluation may use the engines first, which have nothing in flight now
             self._works = self._sampler.config.carries and policy_version < self._num_steps
 
@@ -80,8 +80,8 @@ class BackgroundSampler:
         """Whether no group is generated any more, because the last step has its batch."""
         return not self._sampler.config.carries and self._sampler.step > self._num_steps
 
-    def _may_cut(self) -> bool:
-        return not self._works or self._is_over or self._sampler.can_cut
+    def _may_pause(self) -> bool:
+        return not self._works or self._is_over or self._sampler.can_pause
 
     @contextmanager
     def _inside(

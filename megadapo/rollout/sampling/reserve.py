@@ -17,7 +17,7 @@ class OpenEntry(NamedTuple):
     version: int
     """Policy version of the engines when it was requested."""
     responses: tuple[Response, ...]
-    """The responses with which the engines have it: those at the latest cut, or none."""
+    """The responses that the engines have of it: those at the latest pause, or none."""
 
 
 @dataclass

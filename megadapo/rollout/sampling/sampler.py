@@ -26,8 +26,8 @@ from megadapo.rollout.sampling.prompt_cursor import PromptCursor, PromptHistory
 from megadapo.rollout.sampling.requests import GroupRequests
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.schedule import Schedule
-from megadapo.rollout.sampling.schedule_records import Cut, Take
+from megadapo.rollout.sampling.schedule import SamplingSchedule
+from megadapo.rollout.sampling.schedule_records import Take, WeightPause
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.shortfall import check_failures, check_size
 from megadapo.rollout.sampling.statistics import RejectedGroups, StepCounters
@@ -42,7 +42,7 @@ class Sampler:
     """Fills batches from the prompt stream; its state is all that a resumed run needs.
 
     The caller repeats `turn` until `can_take`, and then calls `take`. Around each publication of
-    weights it calls `cut` and `go_on`. One thread uses it at a time.
+    weights it calls `pause_for_weights` and `resume_sampling`. One thread uses it at a time.
     A group is open until it is settled: scored, and counted in the step's statistics.
     """
 
@@ -60,7 +60,7 @@ class Sampler:
         is_mixed: Callable[[Group], bool] | None = None,
         new_executor: Callable[[], Executor] | None = None,
         journal: Journal | None = None,
-        schedule: Schedule | None = None,
+        schedule: SamplingSchedule | None = None,
         max_failed_share: float = 1.0,
         episodes: EpisodeRequests | None = None,
         host: EpisodeHostActor | None = None,
@@ -72,7 +72,7 @@ class Sampler:
             is_mixed: returns whether a group is kept; by default by sampling.accuracy_range.
             new_executor: returns the executor for scoring; by default a thread pool.
             journal: keeps scored groups until a checkpoint holds them.
-            schedule: repeats takes and cuts, and records them; used if groups may wait.
+            schedule: repeats takes and pauses, and records them; used if groups may wait.
             max_failed_share: largest share of a step's responses without a score.
             episodes: the environments of prompts; by default all prompts have a single turn.
         """
@@ -82,7 +82,7 @@ class Sampler:
         episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
         size = config.responses_per_prompt
         self._requests = GroupRequests(settings, episodes, size, journal, host)
-        self._schedule = schedule or Schedule()
+        self._schedule = schedule or SamplingSchedule()
         self._history = PromptHistory(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._cursor = PromptCursor(prompts, self._history)
         self._pool = ScoringPool(engines, scorer, self._cursor.prompt, new_executor)
@@ -126,11 +126,11 @@ class Sampler:
         return (self.config.overlaps or not self._pool.open) and self._is_due(Take)
 
     @property
-    def can_cut(self) -> bool:
-        """Whether a cut now leaves the next batch as the mode defines it."""
+    def can_pause(self) -> bool:
+        """Whether a pause now leaves the next batch as the mode defines it."""
         if not self.config.carries:
             return self.can_take
-        return self._schedule.next is None or (not self._pool.open and self._is_due(Cut))
+        return self._schedule.next is None or (not self._pool.open and self._is_due(WeightPause))
 
     def turn(self, timeout_s: float | None = None) -> bool:
         """Request groups as the engines have capacity for, and settle finished ones.
@@ -165,7 +165,7 @@ class Sampler:
         window, counters, config = self._window, self._counters, self.config
         assert window is not None, "the batch is not complete"
         if config.carries and not config.overlaps:
-            self.cut()
+            self.pause_for_weights()
         kept = [self._reserve.take(index) for index in window.chosen()]
         counters.num_carried = len(window.open)
         left = [group for _, group in sorted(self._reserve.finished.items())]
@@ -191,7 +191,7 @@ class Sampler:
         self._start_batch(is_ahead=config.overlaps)
         return batch
 
-    def cut(self) -> None:
+    def pause_for_weights(self) -> None:
         """Stop everything in flight, so that the engines can take weights."""
         for group in self._pool.stop():
             self._reserve.park(group.key, group.responses)
@@ -201,13 +201,13 @@ class Sampler:
         self._unsent = sorted(self._reserve.open)
         self._requests.sync()
 
-    def go_on(self, policy_version: int, weights: str = "") -> None:
+    def resume_sampling(self, policy_version: int, weights: str = "") -> None:
         """Continue with new weights, whose fingerprint is `weights`."""
         self._is_ahead = False
         self._requests.begin(policy_version, weights)
         if self.config.carries:
             counts = self._reserve.counts(self.config.responses_per_prompt)
-            if self._schedule.cut(policy_version, weights, self._cursor.next_index, counts):
+            if self._schedule.pause(policy_version, weights, self._cursor.next_index, counts):
                 self._counters.num_recomputed += sum(map(sum, counts.values()))
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Sampler:
             self._settle(window, group)
         return window
 
-    def _is_due(self, kind: type[Take | Cut]) -> bool:
+    def _is_due(self, kind: type[Take | WeightPause]) -> bool:
         return self._schedule.is_due(kind, self._cursor.next_index, self._reserve.open)
 
     def _submit(self, window: Window) -> None:
@@ -298,7 +298,7 @@ class Sampler:
         return self._history.keep_rate(self._cursor.prompt(prompt_index).id)
 
     def _request(self, window: Window, prompt_index: int) -> OpenGroup | None:
-        """Return the group to submit; None if it has ended or stays as it is until the next cut."""
+        """Return the group to submit; None if it has ended or waits for the next weights."""
         responses = self._reserve.open[prompt_index].responses
         prompt = self._cursor.prompt(prompt_index)
         stop_at = self._schedule.stop_at_tokens(prompt_index)

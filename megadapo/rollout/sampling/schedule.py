@@ -1,9 +1,10 @@
 """The schedule: all that clocks decide in a run whose groups may wait for a later step.
 
-A `Take` makes a batch: it says which requested groups were still open. A `Cut` stops everything in
-flight, before engines get new weights: it says how many tokens each open response had. Between two
-cuts is a period with one policy version. Seeds, weights and these two answers determine every
-token, so a run that repeats them repeats itself, with any number of engines at any speed.
+A `Take` makes a batch: it says which requested groups were still open. A `WeightPause` stops
+everything in flight, before engines get new weights: it says how many tokens each open response
+had. Between two pauses is a period with one policy version. Seeds, weights and these two answers
+determine every token, so a run that repeats them repeats itself, with any number of engines at
+any speed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from megadapo.rollout.journal.record_log import RecordLog, read_records
 from megadapo.rollout.sampling.schedule_records import (
     WEIGHTS_DIGITS,
     Counts,
-    Cut,
     Take,
+    WeightPause,
     contents_digest,
     decode_record,
     describe_difference,
@@ -70,8 +71,8 @@ def read_source(path: Path, rules: str) -> list[bytes]:
     return payloads[1:]
 
 
-class Schedule:
-    """The takes and cuts of a run: repeated from files while there are any, and then recorded.
+class SamplingSchedule:
+    """The takes and pauses of a run: repeated from files while there are any, and then recorded.
 
     A run that resumes repeats its own records after the checkpoint's. If it cannot, because its
     configuration has changed, it decides again from there on. A run that repeats another one stops
@@ -121,7 +122,7 @@ class Schedule:
             self._num_source = len(records)
 
     @property
-    def next(self) -> Take | Cut | None:
+    def next(self) -> Take | WeightPause | None:
         """The record to repeat; None: the run decides."""
         is_known = self.position < len(self._records)
         return decode_record(self._records[self.position]) if is_known else None
@@ -131,7 +132,9 @@ class Schedule:
         """Size of the file."""
         return 0 if self._log is None else self._log.num_bytes
 
-    def is_due(self, kind: type[Take | Cut], next_index: int, open_groups: Iterable[int]) -> bool:
+    def is_due(
+        self, kind: type[Take | WeightPause], next_index: int, open_groups: Iterable[int]
+    ) -> bool:
         """Return whether the next record is of a kind, and exactly its groups are settled."""
         record = self.next
         if not isinstance(record, kind) or next_index < record.next_index:
@@ -143,9 +146,9 @@ class Schedule:
         return self.next is None or prompt_index not in self.next.open
 
     def stop_at_tokens(self, prompt_index: int) -> tuple[int, ...]:
-        """Return the counts at which a group's responses stop at the next cut; empty: nowhere."""
+        """Return the counts at which a group's responses stop at the next pause; empty: nowhere."""
         for record in map(decode_record, self._records[self.position : self.position + 2]):
-            if isinstance(record, Cut):
+            if isinstance(record, WeightPause):
                 return record.counts.get(prompt_index, ())
         return ()
 
@@ -166,17 +169,17 @@ class Schedule:
         digests = {group.prompt_index: contents_digest(group) for group in batch}
         self._done(Take(step, next_index, frozenset(open_groups), digests))
 
-    def cut(self, policy_version: int, weights: str, next_index: int, counts: Counts) -> bool:
+    def pause(self, policy_version: int, weights: str, next_index: int, counts: Counts) -> bool:
         """Record that the engines have new weights, or compare with the record to repeat.
 
         Returns:
-            False if the cut is done already: a resumed run publishes the weights of its checkpoint
-            again.
+            False if the pause is recorded already: a resumed run publishes the weights of its
+            checkpoint again.
         """
         last = decode_record(self._records[self.position - 1]) if self.position else None
-        if isinstance(last, Cut) and last.policy_version == policy_version:
+        if isinstance(last, WeightPause) and last.policy_version == policy_version:
             return False
-        self._done(Cut(policy_version, weights[:WEIGHTS_DIGITS], next_index, dict(counts)))
+        self._done(WeightPause(policy_version, weights[:WEIGHTS_DIGITS], next_index, dict(counts)))
         return True
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ class Schedule:
             self._log.close()
         self._log = None
 
-    def _done(self, made: Take | Cut) -> None:
+    def _done(self, made: Take | WeightPause) -> None:
         record = self.next
         if self._num_source and self.position == self._num_source:
             step = made.step if isinstance(made, Take) else made.policy_version + 1

@@ -1,4 +1,4 @@
-"""The records of a schedule: takes and cuts, their bytes, and the first difference of two."""
+"""The records of a schedule: takes and pauses, their bytes, and the first difference of two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from megadapo.data.group import Group
 
 WEIGHTS_DIGITS = 16
-"""Digits of a fingerprint of weights that a cut keeps."""
+"""Digits of a fingerprint of weights that a pause keeps."""
 Counts = Mapping[int, tuple[int, ...]]
 """Number of tokens of each response of each open group, by prompt index."""
 
@@ -32,7 +32,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightPause:
     """The engines were stopped and got weights."""
 
     policy_version: int
@@ -47,7 +47,7 @@ class Cut:
         return self.counts.keys()
 
 
-def encode_record(record: Take | Cut) -> bytes:
+def encode_record(record: Take | WeightPause) -> bytes:
     """Return a record as compressed JSON; prompt indices are differences from the one before."""
     entry: dict[str, Any] = {"next": record.next_index, "open": _gaps(record.open)}
     if isinstance(record, Take):
@@ -60,7 +60,7 @@ def encode_record(record: Take | Cut) -> bytes:
 
 
 @lru_cache(maxsize=4)  # a repetition asks for the next two for every group
-def decode_record(payload: bytes) -> Take | Cut:
+def decode_record(payload: bytes) -> Take | WeightPause:
     """Return the record of a payload behind the file's header."""
     entry = json.loads(zlib.decompress(payload))
     open_groups = list(accumulate(entry["open"]))
@@ -68,7 +68,7 @@ def decode_record(payload: bytes) -> Take | Cut:
         digests = dict(zip(accumulate(entry["batch"]), entry["digests"], strict=True))
         return Take(entry["step"], entry["next"], frozenset(open_groups), digests)
     counts = dict(zip(open_groups, map(tuple, entry["counts"]), strict=True))
-    return Cut(entry["version"], entry["weights"], entry["next"], counts)
+    return WeightPause(entry["version"], entry["weights"], entry["next"], counts)
 
 
 def _gaps(indices: Iterable[int]) -> list[int]:
@@ -86,7 +86,9 @@ def contents_digest(group: Group) -> int:
     return digest
 
 
-def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str) -> str:
+def describe_difference(
+    one: Take | WeightPause, two: Take | WeightPause, name: str, other: str
+) -> str:
     """Return the first difference of two records, by step, group and token.
 
     `name` and `other` say whose they are.
@@ -102,7 +104,7 @@ def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str)
                 return f"{place}, group {index}: it is in the batch of {has} alone"
             if ours != theirs:
                 return f"{place}, group {index}: its tokens, log-probs, versions or rewards differ"
-    elif isinstance(one, Cut) and isinstance(two, Cut):
+    elif isinstance(one, WeightPause) and isinstance(two, WeightPause):
         place = f"version {one.policy_version}"
         if one.policy_version != two.policy_version:
             return f"{place}: {other} publishes version {two.policy_version}"
@@ -114,7 +116,7 @@ def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str)
             for response, (n, m) in enumerate(pairs):
                 if n != m:
                     where = f"{place}, group {index}, response {response}"
-                    return f"{where}: it has {n} tokens at the cut in {name}, and {m} in {other}"
+                    return f"{where}: it has {n} tokens at the pause in {name}, and {m} in {other}"
     else:
         return f"{name} {_doing(one)}, and {other} {_doing(two)}"
     only = sorted(set(one.open) ^ set(two.open))
@@ -124,7 +126,7 @@ def describe_difference(one: Take | Cut, two: Take | Cut, name: str, other: str)
     return f"{place}: {one.next_index} groups are requested in {name}, {two.next_index} in {other}"
 
 
-def _doing(record: Take | Cut) -> str:
+def _doing(record: Take | WeightPause) -> str:
     if isinstance(record, Take):
         return f"takes the batch of step {record.step}"
     return f"publishes version {record.policy_version}"

@@ -9,8 +9,8 @@ import numpy as np
 
 from megadapo.data.group import Group, Response, Score, Turn
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.sampling.schedule import Schedule
-from megadapo.rollout.sampling.schedule_records import Cut, Take
+from megadapo.rollout.sampling.schedule import SamplingSchedule
+from megadapo.rollout.sampling.schedule_records import Take, WeightPause
 from tests.support.rollout.scripted_engines import make_prompts
 
 EXPERTS = np.argsort(np.random.default_rng(0).random((9, 2, 4))).astype(np.uint8)[..., :3]
@@ -60,17 +60,17 @@ COUNTS = {4: (7, 0, 12), 6: (0, 0, 0)}
 
 def write_schedule(path: Path, rules: str = "rules", weights: str = "aa" * 32) -> Path:
     """Write a schedule with a batch between two publications."""
-    schedule = Schedule(path, rules)
-    schedule.cut(0, "00" * 32, 0, {})
+    schedule = SamplingSchedule(path, rules)
+    schedule.pause(0, "00" * 32, 0, {})
     schedule.take(1, 8, [4, 6, 7], BATCH)
-    schedule.cut(1, weights, 9, COUNTS)
+    schedule.pause(1, weights, 9, COUNTS)
     schedule.close()
     return path
 
 
-def read_schedule(path: Path) -> list[Take | Cut]:
+def read_schedule(path: Path) -> list[Take | WeightPause]:
     """Return the intact records of a schedule with the rules "rules"."""
-    schedule, found = Schedule(path, "rules"), []
+    schedule, found = SamplingSchedule(path, "rules"), []
     while schedule.next is not None:
         found.append(schedule.next)
         schedule.position += 1

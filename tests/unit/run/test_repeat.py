@@ -34,7 +34,7 @@ def test_schedule_of_another_configuration_is_refused_before_anything_starts(tmp
     """The trainer and all engines started first, and --dry-run said that all was well."""
     run, again = config("sampling.prompts_per_step=4"), config()
     schedule = open_schedule(run, tmp_path, None)
-    schedule.cut(0, "00" * 32, 0, {})
+    schedule.pause(0, "00" * 32, 0, {})
     schedule.close()
     assert check_schedule(run, tmp_path).startswith(f"repeating the schedule of {tmp_path}")
     with pytest.raises(ConfigError, match=r"other data, rewards.* in its config\.json"):

@@ -6,7 +6,7 @@ import pytest
 
 from megadapo.errors import DataError
 from megadapo.lab.diff.schedules import about_schedules
-from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, Schedule
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule
 from tests.support.rollout.groups import make_group
 
 BATCH = [make_group(index) for index in (3, 5)]
@@ -15,11 +15,11 @@ BATCH = [make_group(index) for index in (3, 5)]
 def write(folder, batch=BATCH, counts=(7, 0), rules="rules", num_records=3):
     """Write a schedule with a batch between two publications."""
     folder.mkdir()
-    schedule = Schedule(folder / SCHEDULE_FILE, rules)
-    schedule.cut(0, "00" * 32, 0, {})
+    schedule = SamplingSchedule(folder / SCHEDULE_FILE, rules)
+    schedule.pause(0, "00" * 32, 0, {})
     if num_records > 1:
         schedule.take(1, 8, [4], batch)
-        schedule.cut(1, "aa" * 32, 9, {4: counts})
+        schedule.pause(1, "aa" * 32, 9, {4: counts})
     schedule.close()
     return folder
 
@@ -37,10 +37,13 @@ OTHER = [BATCH[0], replace(BATCH[1], scores=(replace(BATCH[1].scores[0], reward=
         ({"batch": BATCH[:1]}, "part at step 1, group 5: it is in the batch of A alone."),
         (
             {"counts": (7, 2)},
-            "version 1, group 4, response 1: it has 0 tokens at the cut in A, and",
+            "version 1, group 4, response 1: it has 0 tokens at the pause in A, and",
         ),
         # responses that one run has not begun have no counts
-        ({"counts": ()}, "version 1, group 4, response 0: it has 7 tokens at the cut in A, and 0"),
+        (
+            {"counts": ()},
+            "version 1, group 4, response 0: it has 7 tokens at the pause in A, and 0",
+        ),
     ],
 )
 def test_first_difference_is_named_by_step_and_group(tmp_path, changes, told):

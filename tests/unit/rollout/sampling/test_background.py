@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megadapo.rollout.sampling.background import POLL_S, BackgroundSampler
-from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.run.rollouts import LiveRollouts
 from tests.support.processes.running import wait_until
 from tests.support.rollout.clocked_engines import ClockedEngines
@@ -29,14 +29,14 @@ def start(engines, *, state=None, version=0):
     sampler = BackgroundSampler(make_sampler(engines, saved_groups="all", **MODE), NUM_STEPS)
     if state is not None:
         sampler.load_state_dict(state)
-    sampler.go_on(version)
+    sampler.resume_sampling(version)
     return sampler
 
 
 def publish(sampler, engines):
-    sampler.cut()
+    sampler.pause_for_weights()
     engines.policy_version += 1
-    sampler.go_on(engines.policy_version)
+    sampler.resume_sampling(engines.policy_version)
 
 
 def all_batches():
@@ -83,15 +83,15 @@ def test_no_group_is_submitted_while_engines_take_weights():
     mode = MODE | {"mode": "async", "max_staleness": 2, "num_prompts": 1000}
     engines.policy_version = 0
     sampler = BackgroundSampler(make_sampler(engines, **mode), NUM_STEPS)
-    sampler.go_on(0)
+    sampler.resume_sampling(0)
     for _ in range(3):
         sampler.next_batch()
-        sampler.cut()
+        sampler.pause_for_weights()
         num_asked = len(engines.asked)
         time.sleep(3 * POLL_S)
         assert engines.num_in_flight == 0 and len(engines.asked) == num_asked
         engines.policy_version += 1
-        sampler.go_on(engines.policy_version)
+        sampler.resume_sampling(engines.policy_version)
         wait_until(lambda before=num_asked: len(engines.asked) > before)
     sampler.close()
 
@@ -128,7 +128,7 @@ def test_batch_that_failed_is_sampled_again():
     failed = start(dying)
     failed.next_batch()
     with pytest.raises(KilledError):
-        failed.cut()
+        failed.pause_for_weights()
     with pytest.raises(KilledError):
         failed.next_batch()
     state = saved_state(failed)
@@ -155,8 +155,8 @@ def test_publication_of_a_repeated_run_begins_when_it_can_stop_the_engines(tmp_p
         return make_sampler(engines, sampler=own, **mode)
 
     first = ClockedEngines(random.Random(1), slots=60)
-    source = sampler(first, Schedule(tmp_path / "a"))
-    source.go_on(0)
+    source = sampler(first, SamplingSchedule(tmp_path / "a"))
+    source.resume_sampling(0)
     for _ in range(3):
         source.next_batch()
         for _ in range(12):
@@ -164,12 +164,12 @@ def test_publication_of_a_repeated_run_begins_when_it_can_stop_the_engines(tmp_p
         publish(source, first)
 
     engines = SlowEngines(random.Random(2), slots=60)
-    repeated = sampler(engines, Schedule(source=tmp_path / "a"))
+    repeated = sampler(engines, SamplingSchedule(source=tmp_path / "a"))
     may_stop = []
 
     class Publisher:
         def publish(self, version, *, stop_generating):
-            may_stop.append(repeated.can_cut)
+            may_stop.append(repeated.can_pause)
             stop_generating()
             engines.policy_version = version
 
@@ -177,7 +177,7 @@ def test_publication_of_a_repeated_run_begins_when_it_can_stop_the_engines(tmp_p
     others = dict.fromkeys(("config", "engines", "inputs", "evaluations"))
     gpus = SimpleNamespace(publishing=nullcontext)
     rollouts = LiveRollouts(sampler=background, publisher=Publisher(), gpus=gpus, **others)
-    background.go_on(0)
+    background.resume_sampling(0)
     for step in (1, 2, 3):
         background.next_batch()
         rollouts.publish(step)

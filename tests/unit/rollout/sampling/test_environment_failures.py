@@ -29,7 +29,7 @@ from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
     HeldOutRequests,
 )
-from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import MAX_REPEATS
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, contents, make_sampler
@@ -283,24 +283,24 @@ def test_run_without_the_failures_repeats_one_that_asked_again(seed, tmp_path):
                 "new_executor": (lambda: Slowly(clock)) if slowly else AtOnce,
             },
         )
-        sampler.cut()
-        sampler.go_on(0, "start")
+        sampler.pause_for_weights()
+        sampler.resume_sampling(0, "start")
         batches = []
         for version in range(1, 8):
             batches.append(sampler.next_batch())
             for _ in range(clock.randint(0, 6) if sampler.config.overlaps else 0):
                 sampler.turn()
-            while not sampler.can_cut:
+            while not sampler.can_pause:
                 sampler.turn()
-            sampler.cut()
+            sampler.pause_for_weights()
             engines.policy_version = version
-            sampler.go_on(version, weights_after(version, batches[-1]))
+            sampler.resume_sampling(version, weights_after(version, batches[-1]))
         schedule.close()
         return contents(batches), engines.failures
 
-    expected, failures = run(random.Random(seed), 0.3, Schedule(tmp_path / "a"))
+    expected, failures = run(random.Random(seed), 0.3, SamplingSchedule(tmp_path / "a"))
     assert failures.total() > 10
-    source = Schedule(tmp_path / "b", source=tmp_path / "a")
+    source = SamplingSchedule(tmp_path / "b", source=tmp_path / "a")
     again, none = run(random.Random(100 + seed), 0.0, source)
     assert again == expected and not none
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

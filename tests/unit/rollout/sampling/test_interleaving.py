@@ -58,17 +58,17 @@ def steps(
     if sampling.get("mode") == "one_step_off":
         engines.policy_version = 0
         sampler = BackgroundSampler(sampler, NUM_STEPS)
-        sampler.go_on(0)
+        sampler.resume_sampling(0)
     batches, evaluations = [], []
     for _ in range(NUM_STEPS):
         with EvaluationInProgress(engines, VERIFIER, HELD_OUT) as running:
             shared.evaluation = running if evaluates else None
             batches.append(sampler.next_batch())
-            sampler.cut()
+            sampler.pause_for_weights()
             evaluations.append(running.finish() if evaluates else None)
         assert engines.num_in_flight == 0 or sampling.get("mode") == "partial"
         engines.policy_version += 1
-        sampler.go_on(engines.policy_version)
+        sampler.resume_sampling(engines.policy_version)
     sampler.close()
     return batches, evaluations
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal
-from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.schedule_records import WEIGHTS_DIGITS, Take
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.groups import payloads
@@ -47,8 +47,8 @@ class Run:
             self.sampler.load_state_dict(json.loads(state))
         self.weights = weights
         self.batches, self.states, self.fingerprints = [], [], []
-        self.sampler.cut()
-        self.sampler.go_on(version, weights)
+        self.sampler.pause_for_weights()
+        self.sampler.resume_sampling(version, weights)
 
     def steps(self, number, *, resizes=False):
         for _ in range(number):
@@ -64,14 +64,14 @@ class Run:
             # the trainer's time, in turns of the engines
             for _ in range(self.clock.randint(0, 6) if num_turns is None else num_turns):
                 self.sampler.turn()
-            while not self.sampler.can_cut:
+            while not self.sampler.can_pause:
                 self.sampler.turn()
         if resizes:
             self.engines.resize(self.clock.randint(1, 3))
-        self.sampler.cut()
+        self.sampler.pause_for_weights()
         version = self.engines.policy_version = self.engines.policy_version + 1
         self.weights = weights_after(version, batch)
-        self.sampler.go_on(version, self.weights)
+        self.sampler.resume_sampling(version, self.weights)
         self.fingerprints.append(self.weights)
         if self.sampler.config.overlaps and self.sampler.config.carries:
             # the driver saves its state while the sampler's thread has gone on
@@ -81,7 +81,7 @@ class Run:
 
 
 def repeated(source, path):
-    return Schedule(path, source=source)
+    return SamplingSchedule(path, source=source)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_random_schedule_is_repeated(seed, tmp_path):
         engines |= {"executor": lambda: Slowly(clock)}
     engines |= {"journal": Journal(tmp_path, "settings")}
     resizes, num_steps = clock.random() < 0.5, 8
-    run = Run(mode, clock, Schedule(tmp_path / "a"), **engines)
+    run = Run(mode, clock, SamplingSchedule(tmp_path / "a"), **engines)
     batches, weights, states = run.steps(num_steps, resizes=resizes), run.fingerprints, run.states
     for _ in range(clock.randint(0, 2)):
         # killed at a publication, and resumed from an earlier checkpoint, maybe without its last
@@ -110,7 +110,7 @@ def test_random_schedule_is_repeated(seed, tmp_path):
         if clock.random() < 0.5:
             (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-3])
         engines |= {"num_engines": clock.randint(1, 3), "version": saved, "weights": at}
-        run = Run(mode, clock, Schedule(tmp_path / "a"), state=state, **engines)
+        run = Run(mode, clock, SamplingSchedule(tmp_path / "a"), state=state, **engines)
         batches = batches[:saved] + run.steps(num_steps - saved, resizes=resizes)
         weights = weights[:saved] + run.fingerprints
         states = states[:saved] + run.states
@@ -145,7 +145,7 @@ def test_run_resumed_at_a_cut_equals_an_undisturbed_one(mode, tmp_path):
     The resumed run has other engines, so only state, seed and schedule can be what repeats it.
     """
     mode, num_steps = SMALL | mode, 6
-    first = Run(mode, random.Random(1), Schedule(tmp_path / "a"), num_engines=2)
+    first = Run(mode, random.Random(1), SamplingSchedule(tmp_path / "a"), num_engines=2)
     expected = contents(first.steps(num_steps))
     first.schedule.close()
     carries = first.sampler.config.carries
@@ -153,21 +153,21 @@ def test_run_resumed_at_a_cut_equals_an_undisturbed_one(mode, tmp_path):
         path = shutil.copy(tmp_path / "a", tmp_path / f"from-{at}")
         state, known = first.states[at - 1], first.fingerprints[at - 1]
         engines = {"num_engines": 1 + at % 3, "slots": 21, "version": at, "weights": known}
-        resumed = Run(mode, random.Random(at), Schedule(path), state=state, **engines)
+        resumed = Run(mode, random.Random(at), SamplingSchedule(path), state=state, **engines)
         if carries:
             assert json.dumps(saved_state(resumed.sampler)) == state, "decoding changed the state"
         assert contents(resumed.steps(num_steps - at)) == expected[at:]
         assert resumed.fingerprints == first.fingerprints[at:]
         resumed.schedule.close()
         assert path.read_bytes() == (tmp_path / "a").read_bytes()
-        # each step has a take and a cut, and weights are also published before the first
+        # each step has a take and a pause, and weights are also published before the first
         assert resumed.schedule.position == (2 * num_steps + 1 if carries else 0)
 
 
 def test_async_trains_every_mixed_group_once_and_none_too_old():
     mode, oldest = ASYNC | {"max_staleness": 3}, 0
     for seed in range(6):
-        run = Run(mode, random.Random(seed), Schedule(), num_engines=3, slots=90)
+        run = Run(mode, random.Random(seed), SamplingSchedule(), num_engines=3, slots=90)
         batches = run.steps(14)
         trained = [group.prompt_index for batch in batches for group in batch.groups]
         assert len(trained) == len(set(trained)) == 14 * 8
@@ -190,32 +190,32 @@ def test_records_name_the_batches_and_weights(tmp_path):
 
     Journals are deleted by their version, and used by their weights.
     """
-    schedule, journal = Schedule(), Journal(tmp_path, "settings")
+    schedule, journal = SamplingSchedule(), Journal(tmp_path, "settings")
     run = Run(ASYNC, random.Random(0), schedule, num_engines=2, journal=journal)
-    batches, takes, cuts = run.steps(4), [], []
+    batches, takes, pauses = run.steps(4), [], []
     for position in range(schedule.position):
         schedule.resume_at(position)
         record = schedule.next
         if isinstance(record, Take):
             takes.append((record.step, set(record.digests)))
         else:
-            cuts.append((record.policy_version, record.weights))
+            pauses.append((record.policy_version, record.weights))
     groups = [{group.prompt_index for group in batch.groups} for batch in batches]
     assert takes == list(enumerate(groups, start=1))
     weights = [one[:WEIGHTS_DIGITS] for one in ("start", *run.fingerprints)]
-    assert cuts == list(enumerate(weights))
+    assert pauses == list(enumerate(weights))
     known = [json.loads(payloads(path)[0]) for path in (tmp_path / JOURNAL_FOLDER).iterdir()]
     known = {header["policy_version"]: header["weights"] for header in known}
     assert len(known) > 2
     assert known.items() <= dict(enumerate(("start", *run.fingerprints))).items()
-    run.sampler.cut()
-    run.sampler.go_on(5, "weights")
+    run.sampler.pause_for_weights()
+    run.sampler.resume_sampling(5, "weights")
     assert not run.sampler._requests._digests, "digests of earlier requests fill the memory"
 
 
 def test_fast_engines_do_not_make_tokens_old():
     """Catches engines that fill the whole staleness with batches for which no one waits."""
-    run = Run(ASYNC | {"max_staleness": 4}, random.Random(1), Schedule(), slots=600)
+    run = Run(ASYNC | {"max_staleness": 4}, random.Random(1), SamplingSchedule(), slots=600)
     run.engines._speeds = [12]
     for _ in range(14):
         run.step(num_turns=60)
@@ -251,13 +251,13 @@ def test_resumed_run_decides_as_an_undisturbed_one(tmp_path):
     """Engines that are faster than the trainer request less in advance, which a resumed run forgot:
     its tokens were as old as max_staleness allows, until it had found out again."""
     mode, at, num_steps = ASYNC | {"max_staleness": 4}, 8, 12
-    first = Run(mode, Steady(), Schedule(tmp_path / "a"), slots=600)
+    first = Run(mode, Steady(), SamplingSchedule(tmp_path / "a"), slots=600)
     for step in range(num_steps):
         if step == at:
             shutil.copy(tmp_path / "a", tmp_path / "b")
         first.step(num_turns=60)
     saved = {"state": first.states[at - 1], "version": at, "weights": first.fingerprints[at - 1]}
-    resumed = Run(mode, Steady(), Schedule(tmp_path / "b"), slots=600, **saved)
+    resumed = Run(mode, Steady(), SamplingSchedule(tmp_path / "b"), slots=600, **saved)
     for _ in range(at, num_steps):
         resumed.step(num_turns=60)
     assert contents(resumed.batches) == contents(first.batches[at:])
@@ -265,4 +265,4 @@ def test_resumed_run_decides_as_an_undisturbed_one(tmp_path):
     # a state of an earlier version still loads
     old = json.loads(saved["state"])
     del old["most_untrained"]
-    Run(mode, Steady(), Schedule(), slots=600, **saved | {"state": json.dumps(old)}).step()
+    Run(mode, Steady(), SamplingSchedule(), slots=600, **saved | {"state": json.dumps(old)}).step()

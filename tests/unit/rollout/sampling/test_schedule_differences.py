@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megadapo.errors import OracleError
-from megadapo.rollout.sampling.schedule import Schedule
+from megadapo.rollout.sampling.schedule import SamplingSchedule
 from tests.support.rollout.groups import BATCH, COUNTS, make_group, write_schedule
 
 
@@ -42,8 +42,8 @@ VALUES = "5: its tokens, log-probs, versions or rewards differ"
     ids=["token", "version", "log-prob", "reward", "missing group", "other group", "one too many"],
 )
 def test_difference_of_a_batch_names_step_and_group(tmp_path, batch, place):
-    schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"))
-    schedule.cut(0, "00" * 32, 0, {})
+    schedule = SamplingSchedule(None, "rules", source=write_schedule(tmp_path / "a"))
+    schedule.pause(0, "00" * 32, 0, {})
     with pytest.raises(OracleError, match=f"^step 1, group {place}. The run does not repeat"):
         schedule.take(1, 8, [4, 6, 7], batch)
 
@@ -55,24 +55,26 @@ def test_difference_of_a_batch_names_step_and_group(tmp_path, batch, place):
         (
             "aa" * 32,
             COUNTS | {4: (7, 1, 12)},
-            "version 1, group 4, response 1: it has 0 tokens at the cut in the schedule, and 1 in",
+            "version 1, group 4, response 1: it has 0 tokens at the pause in the schedule, and 1",
         ),
         ("aa" * 32, {6: (0, 0, 0)}, "version 1, group 4: it is open in the schedule alone"),
     ],
 )
-def test_difference_of_a_cut_names_version_group_and_response(tmp_path, weights, counts, place):
-    schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"))
-    schedule.cut(0, "00" * 32, 0, {})
+def test_difference_of_a_pause_names_version_group_and_response(tmp_path, weights, counts, place):
+    schedule = SamplingSchedule(None, "rules", source=write_schedule(tmp_path / "a"))
+    schedule.pause(0, "00" * 32, 0, {})
     schedule.take(1, 8, [4, 6, 7], BATCH)
     with pytest.raises(OracleError, match=place):
-        schedule.cut(1, weights, 9, counts)
+        schedule.pause(1, weights, 9, counts)
 
 
 def test_differences_are_counted_if_bits_may_differ(tmp_path, caplog):
-    schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"), is_strict=False)
-    schedule.cut(0, "11" * 32, 0, {})
+    schedule = SamplingSchedule(
+        None, "rules", source=write_schedule(tmp_path / "a"), is_strict=False
+    )
+    schedule.pause(0, "11" * 32, 0, {})
     schedule.take(1, 8, [4, 6, 7], BATCH[:1])
-    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    schedule.pause(1, "aa" * 32, 9, COUNTS)
     assert schedule.num_differences == 2 and schedule.next is None
     zeros, ones = "0" * 16, "1" * 16
     assert caplog.messages == [

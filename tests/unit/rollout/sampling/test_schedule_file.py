@@ -12,23 +12,23 @@ import pytest
 from megadapo.errors import ConfigError, OracleError
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import Schedule
-from megadapo.rollout.sampling.schedule_records import Cut, Take
+from megadapo.rollout.sampling.schedule import SamplingSchedule
+from megadapo.rollout.sampling.schedule_records import Take, WeightPause
 from tests.support.rollout.groups import BATCH, COUNTS, payloads, read_schedule, write_schedule
 
 
 def test_records_survive(tmp_path):
-    first, take, cut = read_schedule(write_schedule(tmp_path / "a"))
-    assert first == Cut(0, "0" * 16, 0, {})
+    first, take, pause = read_schedule(write_schedule(tmp_path / "a"))
+    assert first == WeightPause(0, "0" * 16, 0, {})
     assert (take.step, take.next_index, take.open) == (1, 8, {4, 6, 7})
     assert take.digests.keys() == {3, 5}
-    assert cut == Cut(1, "a" * 16, 9, COUNTS)
+    assert pause == WeightPause(1, "a" * 16, 9, COUNTS)
 
 
 def test_file_names_its_format_and_rules(tmp_path):
     """A later version must not read records of another kind."""
     for name, rules in (("a", ()), ("b", ("some",))):
-        Schedule(tmp_path / name, *rules).close()
+        SamplingSchedule(tmp_path / name, *rules).close()
         (header,) = payloads(tmp_path / name)
         assert json.loads(header) == {"format": 1, "rules": "".join(rules)}
 
@@ -36,10 +36,10 @@ def test_file_names_its_format_and_rules(tmp_path):
 def test_own_records_come_before_those_to_repeat(tmp_path):
     """A run that repeats another one was killed and resumes."""
     known = read_schedule(write_schedule(tmp_path / "a"))
-    own = Schedule(tmp_path / "b", "rules")
-    own.cut(0, "00" * 32, 0, {})
+    own = SamplingSchedule(tmp_path / "b", "rules")
+    own.pause(0, "00" * 32, 0, {})
     own.close()
-    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+    schedule = SamplingSchedule(tmp_path / "b", "rules", source=tmp_path / "a")
     for position, record in enumerate([*known, None]):
         schedule.resume_at(position)
         assert schedule.next == record
@@ -47,16 +47,16 @@ def test_own_records_come_before_those_to_repeat(tmp_path):
 
 def test_only_a_new_cut_counts(tmp_path):
     """A resumed run publishes its weights again, and no token is made twice for it."""
-    schedule = Schedule(tmp_path / "a", "rules")
-    assert schedule.cut(0, "00" * 32, 0, {}) is True
-    assert schedule.cut(0, "00" * 32, 0, {}) is False
-    assert schedule.cut(1, "00" * 32, 0, {}) is True
+    schedule = SamplingSchedule(tmp_path / "a", "rules")
+    assert schedule.pause(0, "00" * 32, 0, {}) is True
+    assert schedule.pause(0, "00" * 32, 0, {}) is False
+    assert schedule.pause(1, "00" * 32, 0, {}) is True
     schedule.close()
     assert len(read_schedule(tmp_path / "a")) == 2
 
 
 def test_until_is_of_the_next_cut_only(tmp_path):
-    schedule = Schedule(None, "rules", source=write_schedule(tmp_path / "a"))
+    schedule = SamplingSchedule(None, "rules", source=write_schedule(tmp_path / "a"))
     assert [schedule.stop_at_tokens(4), schedule.stop_at_tokens(99)] == [(), ()]
     for position in (1, 2):
         schedule.resume_at(position)
@@ -96,22 +96,22 @@ def test_source_that_is_not_whole_is_refused(tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=f"^--schedule: {path}:? {problem}"):
-            Schedule(None, "rules", source=path)
+            SamplingSchedule(None, "rules", source=path)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_end_of_the_source_is_named_once(tmp_path, caplog, resumes):
     """From there on the run follows the speed of its engines, which its user must know."""
-    schedule = Schedule(tmp_path / "b", "rules", source=write_schedule(tmp_path / "a"))
-    schedule.cut(0, "00" * 32, 0, {})
+    schedule = SamplingSchedule(tmp_path / "b", "rules", source=write_schedule(tmp_path / "a"))
+    schedule.pause(0, "00" * 32, 0, {})
     schedule.take(1, 8, [4, 6, 7], BATCH)
-    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    schedule.pause(1, "aa" * 32, 9, COUNTS)
     assert caplog.messages == []
     for step in (2, 3):
         schedule.take(step, 12, [], BATCH)
         if resumes:
             schedule.close()
-            schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+            schedule = SamplingSchedule(tmp_path / "b", "rules", source=tmp_path / "a")
             schedule.resume_at(2 + step)
     ends = f"--schedule: {tmp_path / 'a'} ends before step 2: from there on the run decides itself"
     assert caplog.messages == [ends]
@@ -127,13 +127,13 @@ def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
     data = write_schedule(tmp_path / "a").read_bytes()
     assert caplog.messages == []
     (tmp_path / "a").write_bytes(data[:-1])
-    schedule = Schedule(tmp_path / "a", "rules")
+    schedule = SamplingSchedule(tmp_path / "a", "rules")
     last, size = read_ends(tmp_path / "a")[-1], len(data) - 1
     place = f"a torn record at byte {schedule.num_bytes} of {size}"
     assert last < schedule.num_bytes < size
     assert caplog.messages == [f"{tmp_path / 'a'}: {place}; what followed is decided again"]
     schedule.resume_at(2)
-    schedule.cut(1, "cc" * 32, 9, COUNTS)
+    schedule.pause(1, "cc" * 32, 9, COUNTS)
     schedule.close()
     assert [one.next_index for one in read_schedule(tmp_path / "a")] == [0, 8, 9]
 
@@ -141,24 +141,24 @@ def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
 def test_schedule_of_other_rules_is_refused_and_an_own_one_begins_again(tmp_path, caplog):
     before = write_schedule(tmp_path / "a").read_bytes()
     with pytest.raises(ConfigError, match="another|other data"):
-        Schedule(None, "other rules", source=tmp_path / "a")
+        SamplingSchedule(None, "other rules", source=tmp_path / "a")
     with pytest.raises(ConfigError, match="cannot be read"):
-        Schedule(None, "rules", source=tmp_path / "missing")
-    assert Schedule(tmp_path / "a", "other rules").next is None
+        SamplingSchedule(None, "rules", source=tmp_path / "missing")
+    assert SamplingSchedule(tmp_path / "a", "other rules").next is None
     (aside,) = (tmp_path / "aside").iterdir()
     assert aside.read_bytes() == before and aside.name.endswith("-a")
     told = f"{tmp_path / 'a'} is of a run with other rules, and begins again; the old one is in "
     assert caplog.messages == [f"{told}{tmp_path / 'aside'}"]
     with pytest.raises(ConfigError, match="other data"):
-        Schedule(None, "rules", source=tmp_path / "a")
+        SamplingSchedule(None, "rules", source=tmp_path / "a")
 
 
 def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     """It could not wait for what its own schedule says, and must not end."""
     before = write_schedule(tmp_path / "a").read_bytes()
-    schedule = Schedule(tmp_path / "a", "rules")
+    schedule = SamplingSchedule(tmp_path / "a", "rules")
     schedule.resume_at(2)
-    schedule.cut(1, "cc" * 32, 9, COUNTS)
+    schedule.pause(1, "cc" * 32, 9, COUNTS)
     (aside,) = (tmp_path / "aside").iterdir()
     assert aside.read_bytes() == before
     c, a = "c" * 16, "a" * 16
@@ -170,7 +170,7 @@ def test_resumed_run_with_another_configuration_decides_again(tmp_path, caplog):
     schedule.take(2, 12, [], BATCH)
     schedule.close()
     found = read_schedule(tmp_path / "a")
-    assert [type(one) for one in found] == [Cut, Take, Cut, Take]
+    assert [type(one) for one in found] == [WeightPause, Take, WeightPause, Take]
     assert found[2].weights == "c" * 16
 
 
@@ -179,20 +179,20 @@ def test_resumed_run_that_repeats_another_one_ends_at_a_difference(tmp_path, is_
     """It decided again without an error, because its own file has the record too."""
     write_schedule(tmp_path / "a")
     before = write_schedule(tmp_path / "b").read_bytes()
-    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a", is_strict=is_strict)
+    schedule = SamplingSchedule(tmp_path / "b", "rules", source=tmp_path / "a", is_strict=is_strict)
     schedule.resume_at(2)
     if is_strict:
         with pytest.raises(OracleError, match="^version 1: the weights differ"):
-            schedule.cut(1, "cc" * 32, 9, COUNTS)
+            schedule.pause(1, "cc" * 32, 9, COUNTS)
     else:
-        schedule.cut(1, "cc" * 32, 9, COUNTS)
+        schedule.pause(1, "cc" * 32, 9, COUNTS)
         assert schedule.num_differences == 1
     assert (tmp_path / "b").read_bytes() == before
 
 
 def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, caplog):
     before = write_schedule(tmp_path / "a").read_bytes()
-    schedule = Schedule(tmp_path / "a", "rules")
+    schedule = SamplingSchedule(tmp_path / "a", "rules")
     schedule.resume_at(9)
     schedule.take(5, 60, [], BATCH)
     assert caplog.messages == [
@@ -204,29 +204,34 @@ def test_file_without_the_records_of_its_checkpoint_is_left_alone(tmp_path, capl
 def test_file_gets_records_that_it_lost_from_the_source(tmp_path, caplog):
     """A file with a gap is not repeated by any other run."""
     known = read_schedule(write_schedule(tmp_path / "a"))
-    own = Schedule(tmp_path / "b", "rules")
-    own.cut(0, "00" * 32, 0, {})
+    own = SamplingSchedule(tmp_path / "b", "rules")
+    own.pause(0, "00" * 32, 0, {})
     own.close()
-    schedule = Schedule(tmp_path / "b", "rules", source=tmp_path / "a")
+    schedule = SamplingSchedule(tmp_path / "b", "rules", source=tmp_path / "a")
     schedule.resume_at(2)
-    schedule.cut(1, "aa" * 32, 9, COUNTS)
+    schedule.pause(1, "aa" * 32, 9, COUNTS)
     schedule.close()
     assert read_schedule(tmp_path / "b") == known and caplog.messages == []
 
 
 def test_mode_without_a_schedule_resumes_a_run_that_had_one(caplog):
     """It warned that a file named None had lost records."""
-    schedule = Schedule()
+    schedule = SamplingSchedule()
     schedule.resume_at(5)
     assert schedule.position == 0 and schedule.next is None and caplog.messages == []
 
 
 def test_file_with_the_records_of_its_checkpoint_goes_on(tmp_path, caplog):
-    schedule = Schedule(write_schedule(tmp_path / "a"), "rules")
+    schedule = SamplingSchedule(write_schedule(tmp_path / "a"), "rules")
     schedule.resume_at(3)
     schedule.take(2, 60, [], BATCH)
     schedule.close()
-    assert [type(one) for one in read_schedule(tmp_path / "a")] == [Cut, Take, Cut, Take]
+    assert [type(one) for one in read_schedule(tmp_path / "a")] == [
+        WeightPause,
+        Take,
+        WeightPause,
+        Take,
+    ]
     assert caplog.messages == []
 
 
@@ -246,14 +251,14 @@ def test_full_disk_ends_the_schedule_and_not_the_run(
 ):
     """A file with a gap could not be repeated, so nothing more is written."""
     path = write_schedule(tmp_path / "a")
-    schedule = Schedule(path, "rules")
+    schedule = SamplingSchedule(path, "rules")
     with monkeypatch.context() as patch:
         if fails == "truncate":
             schedule._log._file = FailingFile(path, "r+")
         else:
             patch.setattr(record_log.os, fails, full)
         schedule.resume_at(2)
-        schedule.cut(1, "cc" * 32, 9, COUNTS)
+        schedule.pause(1, "cc" * 32, 9, COUNTS)
     schedule.take(2, 60, [], BATCH)
     problem = "cannot be written: No space left on device"
     assert caplog.messages[1:] == [f"{path} {problem}: the run cannot be repeated from there on"]
@@ -272,20 +277,20 @@ def random_counts(source, num_groups):
 
 def test_a_group_takes_few_bytes(tmp_path):
     """Sixteen counts of up to 20,480 tokens for each open group of the paper's recipe."""
-    schedule, num_groups = Schedule(tmp_path / "a"), 800
+    schedule, num_groups = SamplingSchedule(tmp_path / "a"), 800
     start = schedule.num_bytes
     counts = random_counts(random.Random(0), num_groups)
-    schedule.cut(1, "aa" * 32, 2 * num_groups, counts)
+    schedule.pause(1, "aa" * 32, 2 * num_groups, counts)
     assert (schedule.num_bytes - start) / num_groups <= 40
 
 
 def test_past_records_take_few_bytes_of_memory(tmp_path):
     """Decoded, those of ten thousand steps filled 2 GB of the driver's memory."""
     source, num_groups, num_steps = random.Random(0), 256, 12
-    schedule = Schedule(tmp_path / "a")
+    schedule = SamplingSchedule(tmp_path / "a")
     tracemalloc.start()
     for step in range(num_steps):
-        schedule.cut(step, "aa" * 32, 2 * num_groups, random_counts(source, num_groups))
+        schedule.pause(step, "aa" * 32, 2 * num_groups, random_counts(source, num_groups))
         schedule.take(step + 1, 2 * num_groups, range(num_groups), [])
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
