@@ -152,7 +152,7 @@ class TrainerRank(TrainedModel):
             len(split), checks_ratio=request.checks_first_ratio
         )
         if not shares_pass:
-            split, spent = self._with_old_policy(split)
+            split, spent = self._compute_old_logprobs(split)
             seconds.append(spent)
         if self.reference is not None:
             split = self.reference.add_logprobs(
@@ -205,8 +205,8 @@ class TrainerRank(TrainedModel):
         is_repeated = checks_ratio and self.device.type == "cuda"
         return num_mini_batches == 1 and not (is_read_before or is_repeated)
 
-    def _with_old_policy(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
-        """Return the mini-batches with their old policy, and the time of the passes for it."""
+    def _compute_old_logprobs(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
+        """Return the mini-batches with their old log-probs, and the time to compute them."""
         found, seconds = [], 0.0
         with self.experts.counted():
             for mini_batch in split:
@@ -307,7 +307,7 @@ class TrainerRank(TrainedModel):
             for mini_batch in self.splitter.split_responses(batch):
                 computed = self.logprobs_of(mini_batch)
                 for micro_batch, values in zip(mini_batch, computed, strict=False):
-                    result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
+                    result[micro_batch.batch_index] = values[micro_batch.rows].cpu().numpy()
         return result if self.has_results else None
 
     def begin_save(self, folder: Path) -> int:

@@ -189,7 +189,7 @@ class ReferencePolicy:
         return [
             mini_batch.with_policy(
                 [
-                    micro_batch.with_advantages(advantages[micro_batch.source])
+                    micro_batch.with_advantages(advantages[micro_batch.batch_index])
                     for micro_batch in mini_batch
                 ]
             )
@@ -202,7 +202,7 @@ class ReferencePolicy:
         if has_results():
             for micro_batch in (one for mini_batch in split for one in mini_batch):
                 assert micro_batch.kl is not None, "with_reference sets it"
-                kl[torch.from_numpy(micro_batch.source)] = micro_batch.kl.cpu()
+                kl[torch.from_numpy(micro_batch.batch_index)] = micro_batch.kl.cpu()
         kl = kl.to(next(iter(self._parameters.values())).device)
         torch.distributed.all_reduce(kl)
         return kl.cpu().numpy()
@@ -212,7 +212,7 @@ def _at_rows(known: np.ndarray, micro_batches: Sequence[MicroBatch]) -> list[Ten
     """Return [T] of each micro-batch on the last pipeline stage, else an empty list."""
     if not mpu.is_pipeline_last_stage():
         return []
-    return [one.at_rows(known[one.source]) for one in micro_batches]
+    return [one.at_rows(known[one.batch_index]) for one in micro_batches]
 
 
 def with_reference(

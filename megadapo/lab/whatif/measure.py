@@ -140,7 +140,7 @@ def _of_batch(
     found = np.full(len(batch.tokens), np.nan, dtype=np.float32)
     for mini_batch, parts in zip(split, numbers, strict=True):
         for micro_batch, own in zip(mini_batch, parts, strict=False):
-            found[micro_batch.source] = own.cpu().numpy()
+            found[micro_batch.batch_index] = own.cpu().numpy()
     return found
 
 
@@ -160,7 +160,7 @@ def _work(
     has_reference = objective.kl_coef != 0.0
     # otherwise the head itself computes the old log-probs
     if logprobs_old is not None or has_reference or objective.gate == "bapo":
-        split = [_with_old_policy(rank, one, variant, logprobs_old) for one in split]
+        split = [_set_old_logprobs(rank, one, variant, logprobs_old) for one in split]
     if has_reference:
         assert rank.reference is not None, "the run's own objective has it"
         split = rank.reference.add_logprobs(
@@ -181,13 +181,13 @@ def _work(
     return work
 
 
-def _with_old_policy(
+def _set_old_logprobs(
     rank: TrainerRank, mini_batch: MiniBatch, variant: Variant, logprobs_old: np.ndarray | None
 ) -> MiniBatch:
     if logprobs_old is None:
         proximal = rank.logprobs_of(mini_batch)
     else:
-        proximal = [one.at_rows(logprobs_old[one.source]) for one in mini_batch]
+        proximal = [one.at_rows(logprobs_old[one.batch_index]) for one in mini_batch]
     pairs = zip(mini_batch, proximal, strict=False)
     importance = variant.algorithm.importance
     return mini_batch.with_policy([old_policy(*pair, importance) for pair in pairs])
@@ -240,5 +240,5 @@ def _logprobs(
     found = np.full(num_tokens, np.nan, dtype=np.float32)
     for work, own in reversed(list(zip(works, outputs, strict=True))):
         for (micro_batch, _), output in zip(work, own, strict=True):
-            found[micro_batch.source] = output.logprobs[micro_batch.rows].cpu().numpy()
+            found[micro_batch.batch_index] = output.logprobs[micro_batch.rows].cpu().numpy()
     return found

@@ -31,9 +31,16 @@ from megadapo.trainer.model.parallel import add_up_over_context
 class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
 
-    Entry t of a [T] tensor belongs to hidden state t and describes the next token, which may be on
-    another context-parallel rank. Entries outside of `rows` are not used. Fields from `proximal` on
-    are set before the step's first update, on the last pipeline stage only.
+    The fields have four index spaces:
+
+    - [T]: this rank's tokens with padding. Entry t belongs to hidden state t and describes the next
+      token, which may be on another context-parallel rank. Entries outside of `rows` are not used.
+    - [S]: the sequences.
+    - [R]: the tokens that this rank predicts. `rows` maps them to T, `batch_index` to the batch.
+    - [N]: the predicted tokens of all context-parallel ranks. `own_of_all_ranks` maps R to N.
+
+    Fields from `proximal` on are set before the step's first update, on the last pipeline stage
+    only.
     """
 
     tokens: Tensor  # [1, T] int64
@@ -41,7 +48,7 @@ class MicroBatch:
     packed: PackedSequences
     members: np.ndarray  # [S] int64, indices of the sequences in the batch
     lengths: np.ndarray  # [S] int64, their tokens
-    source: np.ndarray  # [R] index of each predicted token in the batch's flat arrays
+    batch_index: np.ndarray  # [R] index in the flat arrays of the batch
     rows: Tensor  # [R] int64, ascending: hidden states that predict a token
     targets: Tensor  # [T] int64
     advantages: Tensor  # [T] fp32
@@ -52,10 +59,9 @@ class MicroBatch:
     num_stale: int
     num_tokens: int
     """T without padding."""
-    whole_sequences: np.ndarray
-    """[N] int64, ascending: index among the S sequences of each predicted token. N counts the
-    predicted tokens of all context-parallel ranks."""
-    own: np.ndarray  # [R] indices of this rank's predicted tokens among the N, ascending
+    sequences_all_ranks: np.ndarray
+    """[N] int64, ascending: index among the S sequences of each predicted token."""
+    own_of_all_ranks: np.ndarray  # [R] index among the N, ascending
     has_stale: bool
     """Whether a predicted token on any context-parallel rank was sampled from other weights."""
     experts: Tensor | None = None  # [T, layers, K], with router replay
@@ -81,7 +87,7 @@ class MicroBatch:
     @property
     def sequences(self) -> np.ndarray:
         """[R] int64: index among the S sequences of each predicted token."""
-        own: np.ndarray = self.whole_sequences[self.own]
+        own: np.ndarray = self.sequences_all_ranks[self.own_of_all_ranks]
         return own
 
     def at_rows(self, values: np.ndarray) -> Tensor:
@@ -160,7 +166,7 @@ class MicroBatchBuilder:
             packed=pack_sequences(padded, self.inverse_frequencies, self.part),
             members=members,
             lengths=stops - starts,
-            source=of_rows,
+            batch_index=of_rows,
             rows=_tensor(rows),
             targets=_spread(batch.tokens[of_rows], rows, num_rows),
             advantages=_spread(batch.advantages[of_rows], rows, num_rows),
@@ -170,8 +176,8 @@ class MicroBatchBuilder:
             is_stale=_tensor(is_stale[own]),
             num_stale=int(is_stale[own].sum()),
             num_tokens=len(here),
-            whole_sequences=np.repeat(np.arange(len(members)), stops - starts)[chosen],
-            own=own,
+            sequences_all_ranks=np.repeat(np.arange(len(members)), stops - starts)[chosen],
+            own_of_all_ranks=own,
             has_stale=bool(is_stale.any()),
             experts=self._experts(batch, members, row_of, num_rows=num_rows),
         )

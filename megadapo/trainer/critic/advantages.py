@@ -66,7 +66,7 @@ def values_of_tokens(
     """Return known values [T] of a batch as `with_token_advantages` takes them."""
     is_last = mpu.is_pipeline_last_stage()
     return [
-        [torch.from_numpy(values[one.source]).to(device) for one in mini_batch if is_last]
+        [torch.from_numpy(values[one.batch_index]).to(device) for one in mini_batch if is_last]
         for mini_batch in split
     ]
 
@@ -80,17 +80,17 @@ def _token_advantages(
         assert micro_batch.kl is not None, "ReferencePolicy.add_logprobs sets it"
         known.append(micro_batch.kl)
     scores, of_states, *kl = _of_whole_sequences(micro_batch, known)
-    rewards = terminal_rewards(scores, micro_batch.whole_sequences)
+    rewards = terminal_rewards(scores, micro_batch.sequences_all_ranks)
     for divergence in kl:
         rewards -= kl_coef * divergence
     advantages = generalized_advantages(
         rewards,
         of_states,
-        micro_batch.whole_sequences,
+        micro_batch.sequences_all_ranks,
         discount=algorithm.discount,
         gae_lambda=algorithm.gae_lambda,
     )
-    own: np.ndarray = advantages[micro_batch.own]
+    own: np.ndarray = advantages[micro_batch.own_of_all_ranks]
     return own
 
 
@@ -129,9 +129,9 @@ def _sums(values: Sequence[float], device: torch.device) -> list[float]:
 
 def _of_whole_sequences(micro_batch: MicroBatch, known: Sequence[Tensor]) -> np.ndarray:
     """Return each [R] as [N] float64, with the values of the other context-parallel ranks."""
-    shape = (len(known), len(micro_batch.whole_sequences))
+    shape = (len(known), len(micro_batch.sequences_all_ranks))
     values = micro_batch.rows.new_zeros(shape, dtype=torch.float64)
-    own = torch.from_numpy(micro_batch.own).to(values.device)
+    own = torch.from_numpy(micro_batch.own_of_all_ranks).to(values.device)
     values[:, own] = torch.stack([values_here.double() for values_here in known])
     add_up_over_context(values)
     found: np.ndarray = values.cpu().numpy()

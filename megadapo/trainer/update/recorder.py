@@ -39,9 +39,9 @@ class UpdateRecorder:
         if not len(self._places):
             return
         for micro_batch, current in zip(micro_batches, logprobs, strict=False):
-            slots = np.searchsorted(self._places, micro_batch.source)
+            slots = np.searchsorted(self._places, micro_batch.batch_index)
             slots = np.minimum(slots, len(self._places) - 1)
-            wanted = self._places[slots] == micro_batch.source
+            wanted = self._places[slots] == micro_batch.batch_index
             if not wanted.any():
                 continue
             old, proximal = micro_batch.logprobs_old, micro_batch.proximal

@@ -40,11 +40,11 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
         for mini_batch in step.split
         for part in mini_batch
         if part.has_computed_advantages
-        for place, value in zip(part.source, part.advantages[part.rows].tolist(), strict=True)
+        for place, value in zip(part.batch_index, part.advantages[part.rows].tolist(), strict=True)
     }
     targets = [
         ValueTargets(
-            values_old=target.values_old + _moves(micro_batch.source).float(),
+            values_old=target.values_old + _moves(micro_batch.batch_index).float(),
             returns=target.returns,
         )
         for micro_batch, target in zip(split[0], step.targets[0], strict=False)
@@ -71,7 +71,7 @@ def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
         with_kl = [
             mini_batch.with_policy(
                 [
-                    replace(micro_batch, kl=torch.from_numpy(values[micro_batch.source]))
+                    replace(micro_batch, kl=torch.from_numpy(values[micro_batch.batch_index]))
                     for micro_batch in mini_batch
                 ]
             )
@@ -81,7 +81,7 @@ def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
         step = CriticStep(rank.critic, with_kl, 1, kl_coef=kl_coef)
         for micro_batches, targets in zip(split, step.targets, strict=True):
             for micro_batch, target in zip(micro_batches, targets, strict=True):
-                difference[micro_batch.source] += sign * target.returns.double().numpy()
+                difference[micro_batch.batch_index] += sign * target.returns.double().numpy()
     return difference
 
 

@@ -196,7 +196,9 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Ten
     import torch
 
     moved = logprobs.clone()
-    moved[micro_batch.rows] += torch.from_numpy(0.15 * np.sin(pace * micro_batch.source)).float()
+    moved[micro_batch.rows] += torch.from_numpy(
+        0.15 * np.sin(pace * micro_batch.batch_index)
+    ).float()
     return moved
 
 

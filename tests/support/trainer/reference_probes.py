@@ -66,7 +66,7 @@ def advantages_by_rule(rendezvous, settings, batch, rules: list[str], scale: flo
         split = with_kl(settings.algorithm.objective.kl_reward_coef, advantage=rule)
         values = np.full(len(batch.tokens), np.nan)
         for micro_batch in (one for mini_batch in split for one in mini_batch):
-            values[micro_batch.source] = micro_batch.advantages[micro_batch.rows].numpy()
+            values[micro_batch.batch_index] = micro_batch.advantages[micro_batch.rows].numpy()
         found[rule] = values
     return found
 
