@@ -1,4 +1,4 @@
-"""The processes of one environment: started, asked, and replaced when they are lost.
+"""The processes of one environment: started, called, and replaced when they are lost.
 
 Everything here belongs to one event loop. Each process plays many episodes; an episode's object
 stays in one process.
@@ -40,8 +40,8 @@ class EnvironmentDescription:
     """Whether tasks and actions have token ids."""
 
 
-class Seat:
-    """The place of one object of an environment in a process."""
+class EnvironmentSlot:
+    """A slot of a worker process, which one object of the environment has until it is released."""
 
     def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
         self._process, self._number, self._timeout_s = process, number, timeout_s
@@ -66,7 +66,7 @@ class Seat:
                 self.seconds = time.monotonic() - start
 
     async def release(self) -> None:
-        """Close the object and free its place; what fails then concerns no one."""
+        """Close the object and free its slot; a failure of `close` is ignored."""
         if self._number not in self._process.objects:
             return
         self._process.objects.discard(self._number)
@@ -116,8 +116,8 @@ class EnvironmentProcesses:
             described["uses_tokens"],
         )
 
-    async def seat(self) -> Seat:
-        """Return a place for a new object, in the process with the fewest."""
+    async def new_slot(self) -> EnvironmentSlot:
+        """Return a slot for a new object, in the process with the fewest."""
         # the others play while one cannot be started
         without_process = math.inf if time.monotonic() < self._next_start else 0
 
@@ -127,7 +127,7 @@ class EnvironmentProcesses:
 
         process = await self._process(min(range(len(self._places)), key=load))
         self._num_objects += 1
-        return Seat(process, self._num_objects, self._config.timeout_s)
+        return EnvironmentSlot(process, self._num_objects, self._config.timeout_s)
 
     async def stop(self) -> None:
         """Kill all processes."""

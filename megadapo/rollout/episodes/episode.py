@@ -13,7 +13,7 @@ from typing import Any
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
 from megadapo.environments.process import LOST, CallError
-from megadapo.environments.processes import EnvironmentProcesses, Seat
+from megadapo.environments.processes import EnvironmentProcesses, EnvironmentSlot
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
 from megadapo.rollout.episodes.types import Opened, Outcome, RecordedTurn, SampledTurn
 
@@ -41,7 +41,7 @@ class Episode:
     ) -> None:
         self._name, self._config, self._processes = name, config, processes
         self._task, self._journal = asdict(task) | {"episode": name}, journal
-        self._seat: Seat | None = None
+        self._slot: EnvironmentSlot | None = None
         self._lock = asyncio.Lock()
         self._closing = asyncio.Event()
         self._failure: str | None = None
@@ -160,7 +160,7 @@ class Episode:
         Raises:
             CallError: that is impossible.
         """
-        if self._seat is not None and self._seat.is_alive:
+        if self._slot is not None and self._slot.is_alive:
             return
         self._leave()
         turns = len(self.record.turns)
@@ -169,11 +169,11 @@ class Episode:
             raise CallError("interrupted", text)
         attempt, pause_s = 0, FIRST_PAUSE_S
         while True:
-            seat = await self._processes.seat()
+            slot = await self._processes.new_slot()
             try:
-                await self._reset(seat)
+                await self._reset(slot)
             except CallError as error:
-                self._release(seat)
+                self._release(slot)
                 if error.cause in _OUTAGES and pause_s <= LONGEST_PAUSE_S:
                     await self._pause(pause_s, error)
                     pause_s *= 2
@@ -183,14 +183,14 @@ class Episode:
                     raise
                 continue
             try:
-                await self._repeat(seat)
+                await self._repeat(slot)
             except CallError as error:
-                self._release(seat)
+                self._release(slot)
                 attempt += 1
                 if attempt == MAX_ATTEMPTS or error.cause != LOST:
                     raise
                 continue
-            self._seat = seat
+            self._slot = slot
             return
 
     async def _pause(self, seconds: float, error: CallError) -> None:
@@ -206,13 +206,13 @@ class Episode:
             await asyncio.wait_for(self._closing.wait(), seconds)
             raise error
 
-    async def _reset(self, seat: Seat) -> None:
+    async def _reset(self, slot: EnvironmentSlot) -> None:
         record = self.record
         if record.is_reset and self._config.recovery == "state":
             state = record.turns[-1].state if record.turns else record.state
-            await seat.call("restore", task=self._task, state=state)
+            await slot.call("restore", task=self._task, state=state)
             return
-        reply = await seat.call("reset", task=self._task)
+        reply = await slot.call("reset", task=self._task)
         fields = reply["observation"]
         observation = None if fields is None else Observation(**fields)
         if not record.is_reset:
@@ -221,16 +221,16 @@ class Episode:
         elif not _is_same(record.observation, observation):
             raise CallError("not repeatable", "reset returned another observation than before")
 
-    async def _repeat(self, seat: Seat) -> None:
+    async def _repeat(self, slot: EnvironmentSlot) -> None:
         """Give a new object the recorded actions."""
         if self._config.recovery == "state":
             return
         has_records = all(turn.outcome is not None for turn in self.record.turns)
         for number, turn in enumerate(self.record.turns):
-            reply = await seat.call("step", action=asdict(turn.action))
+            reply = await slot.call("step", action=asdict(turn.action))
             if turn.outcome is None:
                 # of a response without records, which cannot be compared
-                turn.answer({**reply, "seconds": seat.seconds})
+                turn.answer({**reply, "seconds": slot.seconds})
             elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
                 raise CallError("not repeatable", f"turn {number} was answered differently before")
         if not has_records:
@@ -246,15 +246,15 @@ class Episode:
                 if not is_written:
                     await self._write("act")
                     is_written = True
-                assert self._seat is not None
-                reply = await self._seat.call("step", action=asdict(given.action))
+                assert self._slot is not None
+                reply = await self._slot.call("step", action=asdict(given.action))
             except CallError as error:
                 may_repeat = error.cause == LOST and self._config.recovery != "once"
                 if may_repeat and attempt < MAX_ATTEMPTS:
                     continue
                 return self._failed(error)
             turn, record.pending = record.pending, None
-            turn.answer({**reply, "seconds": self._seat.seconds})
+            turn.answer({**reply, "seconds": self._slot.seconds})
             record.turns.append(turn)
             try:
                 await self._write("answer")
@@ -278,7 +278,7 @@ class Episode:
                 raise CallError("journal", f"{error.strerror}") from error
 
     def _failed(self, error: CallError) -> Outcome:
-        seconds = 0.0 if self._seat is None else self._seat.seconds
+        seconds = 0.0 if self._slot is None else self._slot.seconds
         self._fail(error)
         return Outcome(None, self._failure, seconds)
 
@@ -288,13 +288,13 @@ class Episode:
 
     def _leave(self) -> None:
         """Give the object up, if there is one."""
-        if self._seat is not None:
-            self._release(self._seat)
-            self._seat = None
+        if self._slot is not None:
+            self._release(self._slot)
+            self._slot = None
 
-    def _release(self, seat: Seat) -> None:
+    def _release(self, slot: EnvironmentSlot) -> None:
         # its method close may take long
-        task = asyncio.create_task(seat.release())
+        task = asyncio.create_task(slot.release())
         self._released.add(task)
         task.add_done_callback(self._released.discard)
 
