@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.health import nodes_to_leave_out
-from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
+from megadapo.cluster.nodes import NodeFolders, check_node_folders, lost_nodes
 from megadapo.cluster.places import (
     Place,
     PlaceRequest,
@@ -41,20 +41,20 @@ class Cluster:
         engines: Mapping[int, Place],
         *,
         daemons: Mapping[int, str | None] = {},
-        needs: Needs | None = None,
+        folders: NodeFolders | None = None,
     ) -> None:
         """
         Args:
             trainer: the slots of the trainer's ranks.
             engines: the slots of each engine, by number.
             daemons: start time by pid of Ray's daemons, if they serve this process alone.
-            needs: folders that nodes which join later must see.
+            folders: those that nodes which join later must see.
         """
         import ray
 
         self.uses_cuda = config.uses_cuda
         self.daemons = RayDaemonWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
-        self._config, self._needs = config, needs
+        self._config, self._folders = config, folders
         self._own_daemons = daemons
         self._trainer = trainer
         self._engines = dict(engines)
@@ -70,13 +70,13 @@ class Cluster:
         num_engines: int,
         engine_ranks: int,
         tensor_parallel: int = 1,
-        needs: Needs | None = None,
+        folders: NodeFolders | None = None,
     ) -> Cluster:
         """Start or join Ray and reserve the slots.
 
         Args:
             tensor_parallel: number of neighbouring trainer ranks that must be on one node.
-            needs: folders that every node of a joined cluster must see.
+            folders: those that every node of a joined cluster must see.
         """
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
         daemons = connect_to_ray(config, sum(layout))
@@ -96,14 +96,14 @@ class Cluster:
             engines = places[len(places) - num_engines :]
         engine_slots = [engine.slots for engine in engines]
         check_nodes(trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
-        cluster = cls(config, trainer, dict(enumerate(engines)), daemons=daemons, needs=needs)
-        if needs is not None and config.address is not None:
+        cluster = cls(config, trainer, dict(enumerate(engines)), daemons=daemons, folders=folders)
+        if folders is not None and config.address is not None:
             one_of_each = {
                 slot.node: place.options(number)
                 for place in reversed(places)
                 for number, slot in reversed(list(enumerate(place.slots)))
             }
-            cluster._num_cores = check_needs(one_of_each, needs)
+            cluster._num_cores = check_node_folders(one_of_each, folders)
         return cluster
 
     def trainer_cores(self) -> list[int]:
@@ -164,7 +164,7 @@ class Cluster:
         alive = alive_nodes().items() if without else ()
         left_out = [node for node, address in alive if address in without]
         left_out += nodes_to_leave_out(self._config)
-        return PlaceRequest(self._config, num_ranks, without=left_out, needs=self._needs)
+        return PlaceRequest(self._config, num_ranks, without=left_out, folders=self._folders)
 
     def add_engine(self, index: int, place: Place) -> None:
         """Give an engine a place."""

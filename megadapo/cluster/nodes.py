@@ -27,7 +27,7 @@ VISIBLE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class NodeFolders:
     """Folders that a run uses on every node, as absolute paths."""
 
     shared: Path
@@ -41,12 +41,14 @@ class NodeAnswer:
     """A node's answer to the check."""
 
     num_cores: int
-    saw_question: bool
+    saw_file: bool
     lacks: tuple[str, ...]
     """Config keys of the folders that are missing."""
 
 
-def check_needs(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str, int]:
+def check_node_folders(
+    options: Mapping[str, dict[str, Any]], folders: NodeFolders
+) -> dict[str, int]:
     """Check that every node has what a run needs; return the number of cores by node.
 
     Args:
@@ -57,10 +59,10 @@ def check_needs(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str
     """
     import ray
 
-    task: Any = ray.remote(max_retries=0)(answer_for)
-    with question_file(needs.shared) as question:
+    task: Any = ray.remote(max_retries=0)(check_this_node)
+    with visibility_file(folders.shared) as shared_file:
         calls: list[ObjectRef[Any]] = [
-            task.options(**entry).remote(question, dict(needs.present))
+            task.options(**entry).remote(shared_file, dict(folders.present))
             for entry in options.values()
         ]
         answers: list[NodeAnswer] = gather(
@@ -72,7 +74,7 @@ def check_needs(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str
         problems = [
             problem
             for node, answer in zip(options, answers, strict=True)
-            for problem in problems_of(node, answer, needs, question)
+            for problem in node_problems(node, answer, folders, shared_file)
         ]
     if problems:
         raise InfraError("\n".join(problems))
@@ -90,56 +92,61 @@ def lost_nodes(nodes: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def question_file(folder: Path) -> Iterator[Path]:
-    """Create a file in a folder, and remove it with its answers at the end of the block.
+def visibility_file(folder: Path) -> Iterator[Path]:
+    """Create a file in a shared folder, and remove it and its replies at the end of the block.
 
-    A node answers with a file beside it. The folder is created if it is missing.
+    A node that sees it replies with a file beside it. The folder is created if it is missing.
     """
-    question = folder / f".megadapo-{uuid.uuid4().hex}"
+    shared_file = folder / f".megadapo-{uuid.uuid4().hex}"
     folder.mkdir(parents=True, exist_ok=True)
-    question.touch()
+    shared_file.touch()
     try:
-        yield question
+        yield shared_file
     finally:
-        for path in (question, *folder.glob(f"{question.name}-*")):
+        for path in (shared_file, *folder.glob(f"{shared_file.name}-*")):
             path.unlink(missing_ok=True)
 
 
-def answer_to(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Answer a question file once it is visible here; return whether it is."""
-    if is_visible := _appears(question, wait_s):
-        _answer_file(question, answer).touch()
+def reply_if_visible(shared_file: Path, reply: str, *, wait_s: float = VISIBLE_S) -> bool:
+    """Write a reply beside a file once the file is visible here; return whether it is."""
+    if is_visible := _appears(shared_file, wait_s):
+        _reply_file(shared_file, reply).touch()
     return is_visible
 
 
-def is_answered(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Return whether an answer becomes visible here."""
-    return _appears(_answer_file(question, answer), wait_s)
+def sees_reply(shared_file: Path, reply: str, *, wait_s: float = VISIBLE_S) -> bool:
+    """Return whether a reply becomes visible here."""
+    return _appears(_reply_file(shared_file, reply), wait_s)
 
 
-def answer_for(
-    question: Path, present: Mapping[str, Path], node: str = "", *, wait_s: float = VISIBLE_S
+def check_this_node(
+    shared_file: Path, present: Mapping[str, Path], node: str = "", *, wait_s: float = VISIBLE_S
 ) -> NodeAnswer:
     """Check this node; its name is its address by default."""
     return NodeAnswer(
         num_cores=len(os.sched_getaffinity(0)),
-        saw_question=answer_to(question, node or node_address(), wait_s=wait_s),
+        saw_file=reply_if_visible(shared_file, node or node_address(), wait_s=wait_s),
         lacks=tuple(key for key, folder in present.items() if not folder.exists()),
     )
 
 
-def problems_of(
-    node: str, answer: NodeAnswer, needs: Needs, question: Path, *, wait_s: float = VISIBLE_S
+def node_problems(
+    node: str,
+    answer: NodeAnswer,
+    folders: NodeFolders,
+    shared_file: Path,
+    *,
+    wait_s: float = VISIBLE_S,
 ) -> Iterator[str]:
     """Yield a message for each thing that a node lacks."""
-    if not (answer.saw_question and is_answered(question, node, wait_s=wait_s)):
+    if not (answer.saw_file and sees_reply(shared_file, node, wait_s=wait_s)):
         yield (
-            f"node {node}: it and the driver do not see each other's files in {needs.shared} "
+            f"node {node}: it and the driver do not see each other's files in {folders.shared} "
             "(run.folder): choose a folder on storage that all nodes share, or mount it there"
         )
     for key in answer.lacks:
         yield (
-            f"node {node}: {needs.present[key]} ({key}) does not exist: copy it to that path on "
+            f"node {node}: {folders.present[key]} ({key}) does not exist: copy it to that path on "
             "every node"
         )
 
@@ -160,5 +167,5 @@ def _appears(path: Path, wait_s: float) -> bool:
     return path.exists()
 
 
-def _answer_file(question: Path, answer: str) -> Path:
-    return question.with_name(f"{question.name}-{answer}")
+def _reply_file(shared_file: Path, reply: str) -> Path:
+    return shared_file.with_name(f"{shared_file.name}-{reply}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather, result_of
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.nodes import Needs, answer_for, problems_of, question_file
+from megadapo.cluster.nodes import NodeFolders, check_this_node, node_problems, visibility_file
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 
@@ -76,7 +76,7 @@ class PlaceRequest:
     Args:
         num_slots: slots of the process that joins, all on one node.
         without: ids of nodes to leave out.
-        needs: folders that the node must see, if a cluster was joined.
+        folders: those that the node must see, if a cluster was joined.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class PlaceRequest:
         num_slots: int,
         *,
         without: Sequence[str] = (),
-        needs: Needs | None = None,
+        folders: NodeFolders | None = None,
     ) -> None:
         self._config, self._num_slots = config, num_slots
-        self._needs = needs if config.address is not None else None
+        self._folders = folders if config.address is not None else None
         # on a laptop's CPU any number of processes is legal, see `connect_to_ray`
         is_counted = config.uses_cuda or config.address is not None
         self._group = (
@@ -137,11 +137,13 @@ class PlaceRequest:
         self._slots = [Slot(bundle, node, None) for bundle, node in enumerate(places)]
         self._names = [f"a slot on {node}" for node in places]
         self._calls = locate_gpus(group, self._num_slots) if self._config.uses_cuda else []
-        if self._needs is not None:
-            self._question = self._open.enter_context(question_file(self._needs.shared))
+        if self._folders is not None:
+            self._visibility_file = self._open.enter_context(visibility_file(self._folders.shared))
             options = {**Place(group, self._slots).options(), "num_gpus": 0}
-            task: Any = ray.remote(max_retries=0)(answer_for)
-            call = task.options(**options).remote(self._question, dict(self._needs.present))
+            task: Any = ray.remote(max_retries=0)(check_this_node)
+            call = task.options(**options).remote(
+                self._visibility_file, dict(self._folders.present)
+            )
             self._calls.append(call)
             self._names.append(f"node {places[0]}")
         return True
@@ -157,10 +159,10 @@ class PlaceRequest:
             result_of(call, name=name, doing="get ready for an engine")
             for call, name in zip(calls, self._names, strict=True)
         ]
-        if self._needs is not None:
+        if self._folders is not None:
             node = self._slots[0].node
             answer = answers.pop()
-            problems = list(problems_of(node, answer, self._needs, self._question))
+            problems = list(node_problems(node, answer, self._folders, self._visibility_file))
             if problems:
                 raise InfraError("\n".join(problems))
         slots = self._slots

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import megadapo
 from megadapo.cluster.machine import GIB, Machine, inspect_machine
-from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, is_answered, question_file
+from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, reply_if_visible, sees_reply, visibility_file
 from megadapo.cluster.ray_connection import accepts_without_token, join_cluster
 from megadapo.cluster.this_node import ClockOffset, ClockReading, clock_offset, read_clock
 
@@ -27,7 +27,7 @@ WARM_UP_BYTES = 1 << 20
 MAX_ROUNDS = 16
 """Most rounds of messages; in each round every node sends to another."""
 ANSWER = "doctor"
-"""Suffix of an answer's file."""
+"""Suffix of a reply's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +127,9 @@ class NodeInspector:
     def clock(self) -> ClockReading:
         return read_clock()
 
-    def answer(self, question: Path) -> bool:
-        """Return whether this node sees the question's file; if so, write an answer beside it."""
-        return answer_to(question, ANSWER)
+    def reply(self, shared_file: Path) -> bool:
+        """Return whether this node sees the file; if so, write a reply beside it."""
+        return reply_if_visible(shared_file, ANSWER)
 
     def put_messages(self) -> list[Any]:
         """Put both messages for another node into the object store and return their references."""
@@ -174,9 +174,9 @@ def _ask_nodes(
             continue
         sees_folder = None
         if folder is not None:
-            with question_file(folder) as question:
-                is_seen, _ = _answer(inspector.answer.remote(question))
-                sees_folder = bool(is_seen) and is_answered(question, ANSWER)
+            with visibility_file(folder) as shared_file:
+                is_seen, _ = _answer(inspector.reply.remote(shared_file))
+                sees_folder = bool(is_seen) and sees_reply(shared_file, ANSWER)
         yield Node(
             name=name,
             num_gpus=num_gpus,

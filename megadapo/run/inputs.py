@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megadapo.algorithm.advantages import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.nodes import Needs
+from megadapo.cluster.nodes import NodeFolders
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.data.order import Share
@@ -186,7 +186,7 @@ def start_cluster(
         "algorithm.reference.path": config.algorithm.reference.path,
     }
     models = {key: Path(path).absolute() for key, path in paths.items() if path}
-    needs = Needs(
+    folders = NodeFolders(
         shared=(folder or config.run.folder).absolute(),
         present={key: path for key, path in models.items() if path.is_dir()},
     )
@@ -197,7 +197,7 @@ def start_cluster(
             num_engines=num_engines,
             engine_ranks=config.rollout.ranks_per_engine,
             tensor_parallel=config.trainer.tensor_parallel,
-            needs=needs,
+            folders=folders,
         )
         stack.callback(cluster.shutdown)
         # processes that start later have ended when this looks for lost nodes

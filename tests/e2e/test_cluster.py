@@ -194,7 +194,7 @@ from pathlib import Path
 from ray.cluster_utils import Cluster as Nodes
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.nodes import Needs
+from megadapo.cluster.nodes import NodeFolders
 from megadapo.errors import InfraError
 
 def wait_for(request, seconds):
@@ -210,9 +210,9 @@ config = ClusterConfig(
     device="cuda", placement="separate", address=nodes.address, allow_unauthenticated=True,
     check_nodes=False,
 )
-needs = Needs(shared=folder, present={"model.path": folder})
+folders = NodeFolders(shared=folder, present={"model.path": folder})
 sizes = {"num_trainer_ranks": 1, "num_engines": 2, "engine_ranks": 1}
-cluster = Cluster.start(config, **sizes, needs=needs)
+cluster = Cluster.start(config, **sizes, folders=folders)
 gpus = [cluster.engine_gpus(index)[0] for index in (0, 1)]
 request = cluster.request_engine(1)
 answers = {"full": wait_for(request, 2) is None}
@@ -224,7 +224,7 @@ late = cluster.request_engine(2)
 answers["one GPU"] = wait_for(late, 2) is None
 nodes.add_node(num_cpus=2, num_gpus=2, object_store_memory=1 << 28)
 answers["two GPUs"] = len(wait_for(late, 60).gpus)
-cluster._needs = Needs(shared=folder, present={"model.path": folder / "missing"})
+cluster._folders = NodeFolders(shared=folder, present={"model.path": folder / "missing"})
 cluster.release_engine(1)
 try:
     wait_for(cluster.request_engine(1), 60)
@@ -405,7 +405,7 @@ def test_cluster_without_token_is_refused_and_doctor_asks_every_node(tmp_path):
     nodes = diagnosis["facts"]["nodes"]
     assert [len(node["facts"]["machine"]["gpus"]) for node in nodes] == [0, 1]
     assert all(node["sees_folder"] and node["clock"]["ahead_ns"] == 0 for node in nodes)
-    assert not list(folder.iterdir()), "nothing of the question may stay"
+    assert not list(folder.iterdir()), "the check may leave no file"
     links = [(link["source"][0], link["target"][0]) for link in diagnosis["facts"]["links"]]
     assert sorted(links) == [("0", "1"), ("1", "0")]
     assert all(link["gb_per_s"] > 0 for link in diagnosis["facts"]["links"])

@@ -8,7 +8,13 @@ import pytest
 
 from megadapo.cluster.cluster import Slot, check_nodes, share_cores
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.nodes import Needs, answer_for, listens, problems_of, question_file
+from megadapo.cluster.nodes import (
+    NodeFolders,
+    check_this_node,
+    listens,
+    node_problems,
+    visibility_file,
+)
 from megadapo.cluster.ray_connection import check_device
 from megadapo.cluster.this_node import INTERFACE_VARIABLES, interface_towards, use_interface_towards
 from megadapo.errors import ConfigError, InfraError
@@ -56,19 +62,23 @@ def test_device_that_is_named_is_not_compared() -> None:
 def test_error_names_node_without_run_folder_or_model(tmp_path: Path) -> None:
     """Otherwise each node saves checkpoints on its own disk, or only the driver has the model."""
     run, model = tmp_path / "run", tmp_path / "model"
-    needs = Needs(shared=run, present={"model.path": model})
-    with question_file(run) as question:
-        blind = answer_for(tmp_path / question.name, needs.present, "10.0.0.7", wait_s=0.0)
-        lacks_folder, lacks_model = problems_of("10.0.0.7", blind, needs, question, wait_s=0.0)
+    folders = NodeFolders(shared=run, present={"model.path": model})
+    with visibility_file(run) as shared_file:
+        blind = check_this_node(
+            tmp_path / shared_file.name, folders.present, "10.0.0.7", wait_s=0.0
+        )
+        lacks_folder, lacks_model = node_problems(
+            "10.0.0.7", blind, folders, shared_file, wait_s=0.0
+        )
         assert lacks_folder.startswith("node 10.0.0.7: ") and f"{run} (run.folder)" in lacks_folder
         assert lacks_model.startswith(f"node 10.0.0.7: {model} (model.path) does not exist")
-        # it sees the question, but its answer stays on its own disk
-        one_way = answer_for(question, {}, "10.0.0.8", wait_s=0.0)
-        (run / f"{question.name}-10.0.0.8").unlink()
-        assert len(list(problems_of("10.0.0.8", one_way, needs, question, wait_s=0.0))) == 1
+        # it sees the file, but its reply stays on its own disk
+        one_way = check_this_node(shared_file, {}, "10.0.0.8", wait_s=0.0)
+        (run / f"{shared_file.name}-10.0.0.8").unlink()
+        assert len(list(node_problems("10.0.0.8", one_way, folders, shared_file, wait_s=0.0))) == 1
         model.mkdir()
-        fine = answer_for(question, needs.present, "10.0.0.9", wait_s=0.0)
-        assert list(problems_of("10.0.0.9", fine, needs, question, wait_s=0.0)) == []
+        fine = check_this_node(shared_file, folders.present, "10.0.0.9", wait_s=0.0)
+        assert list(node_problems("10.0.0.9", fine, folders, shared_file, wait_s=0.0)) == []
     assert not list(run.iterdir())
 
 
