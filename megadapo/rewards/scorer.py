@@ -189,6 +189,6 @@ def _combined_steps(
     )
     if not steps:
         return ()
-    of_whole = [reward for reward, one in zip(rewards, scores, strict=True) if not one.steps]
+    whole_rewards = [reward for reward, one in zip(rewards, scores, strict=True) if not one.steps]
     end, value = steps[-1]
-    return (*steps[:-1], (end, math.fsum([value, *of_whole])))
+    return (*steps[:-1], (end, math.fsum([value, *whole_rewards])))

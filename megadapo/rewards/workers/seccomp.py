@@ -48,7 +48,7 @@ _SYSTEM_CALLS = {
 }
 """Denied calls, with their numbers on x86-64 and on 64-bit Arm; None: it lacks this call."""
 
-_OF_OTHERS = {
+_DENIED_ALONE = {
     # processes of the same user, and leaving the process group that ends with the worker
     **{"setpgid": (109, 154), "setsid": (112, 157)},
     **{"fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "pidfd_open": (434, 434)},
@@ -68,12 +68,12 @@ _CHECKED = {
     **{"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "kill": (62, 129)},
     **{"tgkill": (234, 131), "fcntl": (72, 25), "ioctl": (16, 29)},
 }
-_OF_ITSELF = {
+_SELF_ONLY = {
     **{"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274)},
     **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119)},
 }
 """Calls that `alone` allows with the pid 0 only, which is the process itself."""
-_OF_KILLS = {"setrlimit": (160, 164), "timer_create": (222, 107)}
+_CAN_KILL_CALLER = {"setrlimit": (160, 164), "timer_create": (222, 107)}
 """Calls by which the kernel may kill the process itself, and that most programs may use."""
 _FIRST_UNKNOWN = 452
 """Numbers from here on, those of x32 included, give ENOSYS, so that libraries use older calls."""
@@ -119,16 +119,16 @@ def restrict(*, alone: bool = False) -> None:
     if alone:
         checks["clone"].append((0, _CLONE_THREAD, _CLONE_THREAD, True))
         checks["kill"] = checks["tgkill"] = [(0, _ANY, os.getpid(), True)]
-        checks |= {name: [(0, _ANY, 0, True)] for name in _OF_ITSELF}
+        checks |= {name: [(0, _ANY, 0, True)] for name in _SELF_ONLY}
         checks["fcntl"] = [(1, _ANY, command, False) for command in _SIGNALLING_FCNTL]
         checks["ioctl"] = [(1, _ANY, command, False) for command in _SIGNALLING_IOCTL]
-    install(program([*_SYSTEM_CALLS, *(_OF_OTHERS if alone else ())], checks))
+    install(program([*_SYSTEM_CALLS, *(_DENIED_ALONE if alone else ())], checks))
 
 
 def program(denied: Iterable[str], checks: dict[str, list[_Check]] | None = None) -> bytes:
     """Return a filter that denies calls with EPERM, some of them only with certain arguments."""
     index, audit = _architecture()
-    calls = _SYSTEM_CALLS | _OF_OTHERS | _CHECKED | _OF_ITSELF | _OF_KILLS
+    calls = _SYSTEM_CALLS | _DENIED_ALONE | _CHECKED | _SELF_ONLY | _CAN_KILL_CALLER
     numbers: dict[str, Any] = {name: both[index] for name, both in calls.items()}
     denial = _RET_ERRNO | errno.EPERM
     lines = [

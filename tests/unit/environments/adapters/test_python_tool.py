@@ -18,7 +18,7 @@ from tests.support.processes.running import is_running, wait_until
 from tests.unit.environments.adapters.playing import Player, playing, task
 
 SETRLIMIT, TIMER = (
-    seccomp._OF_KILLS[name][platform.machine() == "aarch64"]
+    seccomp._CAN_KILL_CALLER[name][platform.machine() == "aarch64"]
     for name in ("setrlimit", "timer_create")
 )
 LOST = "The interpreter was restarted, and all variables and imports are lost: "

@@ -14,7 +14,7 @@ def test_numbers_of_system_calls_are_those_of_the_kernel() -> None:
         0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
         1: Path("/usr/include/asm-generic/unistd.h"),
     }
-    known = seccomp._SYSTEM_CALLS | seccomp._OF_OTHERS | seccomp._CHECKED | seccomp._OF_ITSELF
+    known = seccomp._SYSTEM_CALLS | seccomp._DENIED_ALONE | seccomp._CHECKED | seccomp._SELF_ONLY
     for index, header in headers.items():
         if not header.exists():
             pytest.skip("needs the kernel's headers")
