@@ -96,7 +96,7 @@ class EpisodeClient:
             problem = f"the text behind {start} cannot be read as a call"
         return Action(text=text, tool_calls=tuple(calls), problem=problem)
 
-    def ids_of(
+    def observation_ids(
         self, observation: Observation, turn_ids: Sequence[int], request: EpisodeRequest
     ) -> list[int]:
         """Return the tokens to append behind a turn; names of control tokens are plain text.
@@ -222,9 +222,9 @@ class RemoteEpisode:
         """Tell the host that the episode has ended or is not wanted; does not wait."""
         self._client.actor.close.remote([self._name])
 
-    def ids_of(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
-        """Return the tokens to append behind a turn; see `EpisodeClient.ids_of`."""
-        return self._client.ids_of(observation, turn_ids, self.request)
+    def observation_ids(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
+        """Return the tokens to append behind a turn; see `EpisodeClient.observation_ids`."""
+        return self._client.observation_ids(observation, turn_ids, self.request)
 
 
 def _tool_call(name: str, arguments: str) -> ToolCall:

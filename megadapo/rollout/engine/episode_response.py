@@ -195,7 +195,7 @@ class EpisodeResponse(InFlightResponse):
                 return
             try:
                 num_left = self._num_left(self._token_ids)
-                ids = self._episode.ids_of(observation, turn_ids)[:num_left]
+                ids = self._episode.observation_ids(observation, turn_ids)[:num_left]
             except (ConfigError, DataError) as error:
                 self._fail(f"wrong result: {error}")
                 return

@@ -96,7 +96,9 @@ class EngineHandle:
         self.awaited: ObjectRef[Any] | None = self.actor.start.remote()
         """The pending start, report or end."""
 
-    def sibling(self, index: int, gpus: tuple[str, ...], options: dict[str, Any]) -> EngineHandle:
+    def start_another(
+        self, index: int, gpus: tuple[str, ...], options: dict[str, Any]
+    ) -> EngineHandle:
         """Start another engine with the same settings and weights, at another place.
 
         `options`: Ray's options for its actor.

@@ -95,7 +95,7 @@ class ChangingPool(EnginePool):
 
     def join(self, number: int, place: Place) -> None:
         """Start an engine; it serves once it has the weights that were published last."""
-        engine = self._model_handle.sibling(number, place.gpus, place.options())
+        engine = self._model_handle.start_another(number, place.gpus, place.options())
         engine.is_new = True
         # other threads iterate over the engines, so their table is never changed in place
         self._handles = {**self._handles, number: engine}

@@ -170,7 +170,7 @@ def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
 
     def num_appended(*contents):
         messages = [{"role": "user", "content": content} for content in contents]
-        return len(client.ids_of(Observation(messages=messages), turn, play.request))
+        return len(client.observation_ids(Observation(messages=messages), turn, play.request))
 
     assert num_appended("<|im_end|>" * 50) == num_appended("") + 50
     assert num_appended("b" * 30, "c" * 30, "d") == num_appended("", "", "") + 50

@@ -33,7 +33,7 @@ class Handle(EngineHandle):
     def submit(self, groups):
         pass
 
-    def sibling(self, index, gpus, options):
+    def start_another(self, index, gpus, options):
         return make_handle(index)
 
 
