@@ -172,7 +172,7 @@ def packed_attention(
         bounds = (cu_seqlens, cu_seqlens, longest, longest)
         # all earlier tokens and no later one
         options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale, **_GROUPS}
-        # as a view, values would keep the whole product of q, k and v for the backward pass
+        # values are copied: a view would keep the whole product of q, k and v for the backward pass
         out: Tensor = _on_gpu(query, key, value.contiguous(), *bounds, **options)
         return out
     lengths = cu_seqlens.diff()

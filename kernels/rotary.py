@@ -96,7 +96,7 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     size = 2 * cos.shape[-1]
     cos, sin = cos.float(), sin.float() * sign
     turned, rest = x[..., :size].float(), x[..., size:]
-    # both halves at once: one pass over all memory is cheaper than two strided ones
+    # both halves in one kernel: one pass over all memory is cheaper than two strided ones
     first, second = turned.chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     y = turned * torch.cat([cos, cos], dim=-1)[:, None]

@@ -129,7 +129,7 @@ def policy_terms(
     if logprobs_ref is not None:
         kept &= logprobs_ref.isfinite()
         raw = logprobs_ref - logprobs
-        # of the policy to the one that sampled the token
+        # ratio of the policy to the one that sampled the token
         to_sampler = ratio if importance_weights is None else ratio * importance_weights
         kl, _ = _kl_terms(raw, to_sampler, inside, switches.kl_value)
         _, d_kl = _kl_terms(raw, to_sampler, inside, switches.kl_gradient)
@@ -317,7 +317,7 @@ def token_terms(
     if SWITCHES.kl_value != "none":
         kept = kept & is_finite(logprob_ref)
         raw = logprob_ref - logprob
-        # of the policy to the one that sampled the token
+        # ratio of the policy to the one that sampled the token
         to_sampler = ratio
         if SWITCHES.has_importance_weights:
             to_sampler = ratio * importance_weight

@@ -273,7 +273,7 @@ def plan_shards(
     vocab_size: int | None,
     tp_invariant: bool,
 ) -> VocabShards:
-    """Cut the vocabulary into shards: one per rank, or if asked as many for every TP size."""
+    """Cut the vocabulary into shards: one per rank, or equally many for every TP size."""
     tp, rank = process_group_size(process_group), process_group_rank(process_group)
     columns = weight.shape[0]
     padded = columns * tp

@@ -64,7 +64,7 @@ class BapoConfig(Section, title="algorithm.bapo"):
 
 def _edges(smallest: float, largest: float, step: float) -> np.ndarray:
     """Return all bounds from the smallest to the largest, ascending."""
-    # by multiplication: rounding of many additions could lose a step
+    # multiplied, because rounding of many additions could lose a step
     counts = np.arange(int((largest - smallest) / step + _ROUNDING) + 1)
     return np.asarray(np.round(smallest + step * counts, 12))
 

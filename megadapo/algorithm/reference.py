@@ -95,7 +95,7 @@ def token_losses(
                 f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing"
             )
         gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # of the policy to the one that sampled the token
+        # ratio of the policy to the one that sampled the token
         to_sampler = ratio if importance_weights is None else ratio * importance_weights
         value = kl_estimates(gap, to_sampler, objective.kl_value).detach()
         slope = kl_estimates(gap, to_sampler, objective.kl_gradient)
@@ -164,7 +164,7 @@ def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
 
     Args:
         gap: [T] log-prob of the reference policy less the policy's, within +-MAX_LOG_RATIO.
-        ratio: [T] of the policy to the one that sampled the token, the factor of corrected-k3.
+        ratio: [T] policy over the policy that sampled the token, the factor of corrected-k3.
     """
     k3 = gap.exp() - gap - 1.0
     estimates = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": k3, "corrected-k3": ratio * k3}

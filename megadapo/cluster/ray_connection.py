@@ -101,7 +101,7 @@ def accepts_without_token() -> bool:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH_")}
     try:
         # in a process of its own, since Ray reads its token once a process
-        asked = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-P", "-c", _PROBE, address],
             env=environment | {"RAY_AUTH_MODE": "disabled"},
             capture_output=True,
@@ -112,9 +112,9 @@ def accepts_without_token() -> bool:
         raise InfraError(
             f"{address} did not say in {_PROBE_TIMEOUT_S:.0f} s who may join"
         ) from None
-    answer = asked.stdout.strip()
+    answer = result.stdout.strip()
     if answer not in (_REFUSED, _ADMITTED):
-        raise InfraError(f"{address} did not say who may join it: {asked.stderr.strip()[-500:]}")
+        raise InfraError(f"{address} did not say who may join it: {result.stderr.strip()[-500:]}")
     return answer == _ADMITTED
 
 

@@ -120,13 +120,13 @@ def clock_offset(read_other: Callable[[], ClockReading]) -> ClockOffset:
     here = this_machine()
     best: ClockOffset | None = None
     for _ in range(CLOCK_READINGS):
-        asked = time.time_ns()
+        sent = time.time_ns()
         reading = read_other()
         answered = time.time_ns()
         if reading.machine == here:
             return ClockOffset(ahead_ns=0, error_ns=0)
-        error = (answered - asked) // 2
+        error = (answered - sent) // 2
         if best is None or error < best.error_ns:
-            best = ClockOffset(ahead_ns=reading.time_ns - asked - error, error_ns=error)
+            best = ClockOffset(ahead_ns=reading.time_ns - sent - error, error_ns=error)
     assert best is not None
     return best

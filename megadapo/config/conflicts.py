@@ -175,7 +175,7 @@ def _check_timeouts(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[
     if weights.deadline_s > trainer.timeout_s:
         yield (
             f"weights.deadline_s = {weights.deadline_s:g} is above trainer.timeout_s = "
-            f"{trainer.timeout_s:g}, after which the trainer's own process groups give up: a stuck "
+            f"{trainer.timeout_s:g}, after which the trainer's own process groups end: a stuck "
             "update would end without the name of the rank that is stuck"
         )
 
@@ -260,7 +260,7 @@ def _check_environments(reward: RewardConfig, rollout: RolloutConfig) -> Iterato
 def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterator[str]:
     if sampling.branching.is_on and not rollout.environments:
         yield (
-            "sampling.branching.initial_rollouts: responses branch behind answers of an "
+            "sampling.branching.initial_rollouts: responses branch after answers of an "
             "environment, and there is none: add one to rollout.environments, or leave it out"
         )
     once = [one.label for one in rollout.environments if one.recovery == "once"]

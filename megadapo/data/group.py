@@ -31,7 +31,7 @@ MIN_RESPONSES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A turn of the model inside a response, and the output of a tool or environment behind it."""
+    """A turn of the model inside a response, and the output of a tool or environment after it."""
 
     end: int
     """Number of response tokens up to the end of the output."""
@@ -42,7 +42,7 @@ class Turn:
     seconds: float = 0.0
     """Time that the environment took."""
     is_call: bool = True
-    """Whether the output answers a call; False behind the last turn, and behind a stop text that
+    """Whether the output answers a call; False after the last turn, and after a stop text that
     ends no call."""
     metrics: tuple[tuple[str, float], ...] = ()
     """(name, value) of each number that its environment counted."""
@@ -89,7 +89,7 @@ class Response:
     """[n] int32 policy version that sampled each token, NO_VERSION on output of tools and
     environments."""
     turns: tuple[Turn, ...] = ()
-    """Turns with an output behind them."""
+    """Turns that are followed by an output."""
     entropy: float = math.nan
     """Normalised entropy of its first tokens; NaN if it was not measured."""
     branch: Branch | None = None

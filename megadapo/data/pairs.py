@@ -101,7 +101,7 @@ def pack_pairs(mini_batches: Sequence[Sequence[Pair]]) -> PackedBatch:
     """Pack the pairs of each optimizer update: sequence 2i is chosen, 2i + 1 rejected.
 
     A reward model gives its score at a sequence's last token. Entries of a batch describe the token
-    that a hidden state predicts, so one more token is put behind each sequence. No token before it
+    that a hidden state predicts, so one more token is added to each sequence. No token before it
     attends to it.
     """
     pairs = [pair for part in mini_batches for pair in part]

@@ -207,7 +207,7 @@ def _make(tasks: Sequence[DatasetShare], seed: int, size: int) -> Iterator[dict[
         task, index = tasks[number], num_made[number]
         num_made[number] += 1
         entry = item_at(datasets[number], index)
-        # without an answer the scorer needs the item alone
+        # if there is no answer, the scorer needs the item alone
         answer = "" if entry["answer"] is None else entry["answer"]
         item = Item(task.name, task.config, seed, size, index)
         made = {"question": entry["question"], "answer": answer}

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
     from megadapo.tokens.encoder import TextEncoder
 
-_ASKED = ("user", "1")
+_QUESTION = ("user", "1")
 _NEXT: dict[str, Messages] = {
     "user": (("user", "2"),),
     "tool": (("tool", "2"),),
     "tool, tool": (("tool", "2"), ("tool", "3")),
     "tool, user": (("tool", "2"), ("user", "3")),
 }
-"""Messages behind an answer, by their roles."""
+"""Messages after an answer, by their roles."""
 _ANSWERS = {
     "plain text": "a b",
     "with a thought": "<think>\na\n</think>\n\nb",
     "blanks at its ends": " a\n",
 }
-_BEHIND: tuple[Messages, ...] = (_NEXT["user"], _NEXT["tool"], ())
-"""Messages behind an answer that is rendered again."""
+_FOLLOW_UPS: tuple[Messages, ...] = (_NEXT["user"], _NEXT["tool"], ())
+"""Messages after an answer that is rendered again."""
 _ARGUMENTS = '{"x":1,"y":"z"}'
 """Arguments of a tool call as models often write them, without blanks."""
 _MARK = "NEXT"
@@ -66,7 +66,7 @@ class Glue:
     first: str
     """Result for the first turn of the conversation."""
     later: str
-    """Result for a turn behind another one with such messages."""
+    """Result for a turn after another one with such messages."""
     text: str
 
 
@@ -147,7 +147,7 @@ def diagnose_template(
     changing = [f"({one.messages})" for one in glue if one.later == _DIFFERS != one.first]
     if changing:
         warnings.append(
-            f"the template writes {', '.join(changing)} in another way behind an earlier turn of "
+            f"the template writes {', '.join(changing)} in another way after an earlier turn of "
             "the kind: megadapo always writes the first way, a server with this template does not"
         )
     return TemplateDiagnosis(
@@ -191,7 +191,7 @@ class _Checks:
                 continue
             first, later = (
                 "exact" if chat_ids(chat, self._tokenizer)[-len(glue) :] == glue else _DIFFERS
-                for chat in ([_ASKED, *turn], [_ASKED, *turn, *turn])
+                for chat in ([_QUESTION, *turn], [_QUESTION, *turn, *turn])
             )
             yield Glue(name, first, later, repr(self._tokenizer.decode(glue)))
 
@@ -203,7 +203,9 @@ class _Checks:
         yield self._found("the same with split_special_tokens", [], split)
         for role in self._turns.roles:
             plain, hostile = (
-                self._encoded(chat_text([_ASKED, (ASSISTANT, "0"), (role, text)], self._tokenizer))
+                self._encoded(
+                    chat_text([_QUESTION, (ASSISTANT, "0"), (role, text)], self._tokenizer)
+                )
                 for text in ("0", names)
             )
             yield self._found(f"apply_chat_template, {role}", plain, hostile)
@@ -216,14 +218,14 @@ class _Checks:
 
     def _kept(self, text: str, sampled: list[int]) -> Iterator[str]:
         """Yield whether an answer's tokens are there when the template renders the chat again."""
-        head = chat_text([_ASKED], self._tokenizer)
-        before = [*chat_ids([_ASKED], self._tokenizer), *sampled, self._close]
-        for behind in _BEHIND:
-            chat = [_ASKED, (ASSISTANT, text), *behind]
+        head = chat_text([_QUESTION], self._tokenizer)
+        before = [*chat_ids([_QUESTION], self._tokenizer), *sampled, self._close]
+        for messages in _FOLLOW_UPS:
+            chat = [_QUESTION, (ASSISTANT, text), *messages]
             try:
-                # without new messages the chat ends with the answer
-                ids = chat_ids(chat, self._tokenizer, add_generation_prompt=bool(behind))
-                shown = chat_text(chat, self._tokenizer, add_generation_prompt=bool(behind))
+                # if there are no new messages, the chat ends with the answer
+                ids = chat_ids(chat, self._tokenizer, add_generation_prompt=bool(messages))
+                shown = chat_text(chat, self._tokenizer, add_generation_prompt=bool(messages))
             except jinja2.TemplateError:
                 yield "refused"
                 continue
@@ -237,7 +239,7 @@ class _Checks:
 
     def _kept_call(self, content: str | None) -> Iterator[str]:
         """Yield what becomes of a tool call that a server has read and gives to the template."""
-        for behind in _BEHIND:
+        for messages in _FOLLOW_UPS:
             found = "refused"
             # most templates want the arguments as a table, some as text
             for arguments in ({"x": 1, "y": "z"}, _ARGUMENTS):
@@ -246,7 +248,7 @@ class _Checks:
                 chat: list[dict[str, Any]] = [
                     {"role": "user", "content": "1"},
                     {"role": ASSISTANT, "content": content, "tool_calls": calls},
-                    *({"role": role, "content": _MARK} for role, _ in behind),
+                    *({"role": role, "content": _MARK} for role, _ in messages),
                 ]
                 try:
                     text = cast(str, self._tokenizer.apply_chat_template(chat, tokenize=False))
@@ -321,7 +323,7 @@ def _tables(diagnosis: TemplateDiagnosis) -> str:
         rows=[astuple(one) for one in diagnosis.answers],
     )
     glue = TextTable(
-        title="glue behind an answer, beside the rendering of the whole conversation",
+        title="glue after an answer, beside the rendering of the whole conversation",
         head=("messages", "first turn", "later turn", "text"),
         rows=[astuple(one) for one in diagnosis.glue],
     )

@@ -63,7 +63,7 @@ class Observation:
     messages: Sequence[Mapping[str, str]] = ()
     """Messages of the roles "user" or "tool"; the model answers them in its next turn."""
     text: str | None = None
-    """Text that is appended as it is instead: the model's turn continues behind it."""
+    """Text that is appended as it is instead: the model's turn continues after it."""
     token_ids: Sequence[int] | None = None
     """Token ids that are appended as they are instead, up to the start of the model's next turn.
     They may be control tokens, and are never cut off."""
@@ -73,7 +73,7 @@ class Observation:
     """Whether the episode ends here."""
     is_call: bool = True
     """False if a stop text has ended no call of a tool: `max_turns` does not count the action, and
-    no response branches off behind it."""
+    no response branches off after it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers by name; each one's sum in an episode becomes a metric: the mean over the episodes
     that have the name."""

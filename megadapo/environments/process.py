@@ -100,7 +100,7 @@ class EnvironmentProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            # without a filename the system has no process left
+            # an error without a filename: the system has no process left
             name = error.filename or "another process"
             raise CallError("cannot start", f"{name}: {error.strerror}") from error
         self._reader = asyncio.create_task(self._read())

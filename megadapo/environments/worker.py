@@ -61,7 +61,7 @@ MAX_RESULT_BYTES = 8 << 20
 """Size of a result as JSON, with the state, above which it is refused."""
 MAX_THREADS = 128
 MAX_STUCK = 8
-"""Number of threads that may hang for good before the process gets no more episodes."""
+"""Number of threads that may hang before the process gets no more episodes."""
 COROUTINE_CALLS = 4096
 """Number of calls at the same time if `step` is a coroutine."""
 CANCEL_S = 1.0

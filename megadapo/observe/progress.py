@@ -190,7 +190,7 @@ class RunDisplay:
             self.write(line, console=True)
 
     def write(self, line: str, *, console: bool) -> None:
-        """Write a line to `log.txt` and, if asked, to the console.
+        """Write a line to `log.txt` and, if requested, to the console.
 
         If the disk refuses a line, the console shows it. Messages can quote what a model wrote.
         """

@@ -239,10 +239,7 @@ class RewardFunction(Section, title="reward.functions"):
             yield f"reward.functions.options.pattern is no regular expression: {error}"
         else:
             if num_groups != 1:
-                yield (
-                    f"reward.functions.options.pattern has {num_groups} groups; the score is "
-                    "its one group"
-                )
+                yield f"reward.functions.options.pattern has {num_groups} groups, not one"
 
     def _wrong_sandbox_options(self, kinds: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
         for key, value in self.options.items():

@@ -285,10 +285,10 @@ class ReasoningGymRunner(Runner):
         except DataError as error:
             raise RewardError(f'"{REASONING_GYM}", prompt {prompt.id}: {error}') from error
         answers = [marked_answer(text, prompt.ground_truth) for text in texts]
-        # the same answer is scored once
+        # equal answers are scored once
         given = list(dict.fromkeys(filter(None, answers)))
-        asked = {"item": asdict(item), "prompt": prompt.messages[-1][1]}
-        requests = [{**asked, "answer": one, "seconds": self.config.timeout_s} for one in given]
+        common = {"item": asdict(item), "prompt": prompt.messages[-1][1]}
+        requests = [{**common, "answer": one, "seconds": self.config.timeout_s} for one in given]
         limit_s = self.config.timeout_s + SANDBOX_GRACE_S + ITEM_S
         replies = dict(zip(given, self._pool.run(requests, limit_s), strict=True))
         return [self._result(replies.get(answer)) for answer in answers]

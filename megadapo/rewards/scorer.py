@@ -116,7 +116,9 @@ class Scorer:
         with self._lock:
             environments = [*self._of_environments.values()]
         found = [runner.drain_warning() for runner in self._runners.values()]
-        found += [counts.drain_warning("were left out or asked again") for counts in environments]
+        found += [
+            counts.drain_warning("were left out or requested again") for counts in environments
+        ]
         return [*self.verifier.drain_warnings(), *filter(None, found)]
 
     def close(self) -> None:

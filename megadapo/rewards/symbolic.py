@@ -108,17 +108,17 @@ class SymbolicPool:
         """
         with self._lock:
             different = list(dict.fromkeys(pairs))
-            asked = [pair for pair in different if not any(refusal(text) for text in pair)]
-            self._counts["num_refused"] += len(different) - len(asked)
-            requests = [{"answer": answer, "gold": gold} for answer, gold in asked]
+            allowed = [pair for pair in different if not any(refusal(text) for text in pair)]
+            self._counts["num_refused"] += len(different) - len(allowed)
+            requests = [{"answer": answer, "gold": gold} for answer, gold in allowed]
             started = time.monotonic()
-            # what is left in the minute that ends now
+            # the budget is per minute: older uses no longer count
             while self._busy and self._busy[0][0] < started - 60.0:
                 self._busy.popleft()
             left_s = self._seconds_per_minute - sum(seconds for _, seconds in self._busy)
             replies = self._processes.run(requests, self._timeout_s, started + left_s)
             self._busy.append((started, time.monotonic() - started))
-            results = dict(zip(asked, map(self._result, replies), strict=True))
+            results = dict(zip(allowed, map(self._result, replies), strict=True))
             return [results.get(pair) for pair in pairs]
 
     def close(self) -> None:

@@ -132,9 +132,9 @@ class Verifier:
                         self._scored.setdefault(pair, []).append(by_rule.correct)
         if self._pool is None or self._cross_check is not None:
             return scores
-        asked = [pair for pair in pairs if pair is not None]
-        equal = dict(zip(asked, self._pool.check_batch(asked), strict=True))
-        self._watch_losses(len(asked))
+        compared = [pair for pair in pairs if pair is not None]
+        equal = dict(zip(compared, self._pool.check_batch(compared), strict=True))
+        self._watch_losses(len(compared))
         decided = []
         for pair, by_rule in zip(pairs, scores, strict=True):
             symbolic = None

@@ -31,7 +31,8 @@ class SamplingSettings:
     """Longest response in tokens, including output of environments."""
     branching: BranchingConfig = BranchingConfig()
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a response. The engine adds the end tokens of the model's folder."""
+    """Tokens that end a response. The engine also ends at the end tokens that the
+    model's folder names."""
 
 
 @dataclass(frozen=True, kw_only=True)

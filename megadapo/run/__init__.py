@@ -1,1 +1,1 @@
-"""A run: its folder, its clock, its checkpoints, how it is asked to stop, and its running parts."""
+"""A run: its folder, its clock, its checkpoints, requests to stop it, and its running parts."""

@@ -118,7 +118,7 @@ class LiveRollouts(Rollouts):
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as `policy_version`."""
         if isinstance(self.sampler, BackgroundSampler):
-            # not within the publication, in which an engine that restarts gets no weights
+            # before the publication, because an engine that restarts in it gets no weights
             self.sampler.wait_until_can_pause()
         with self.gpus.publishing():
             weights = "" if self.journal is None else self.publisher.fingerprint()

@@ -95,7 +95,7 @@ class Run:
                 run._stop.uninstall()
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # also if the last save fails
+        # the log also ends if the last save fails
         self.log.end(error, stays_stopped=self._stop.stays_stopped)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:

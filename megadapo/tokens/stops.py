@@ -30,7 +30,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the control token that the chat template writes behind an answer.
+    """Return the control token that the chat template writes after an answer.
 
     None without a template, or if it ends answers in another way.
     """

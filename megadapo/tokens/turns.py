@@ -26,7 +26,7 @@ class Turns:
     the template drops or blanks that it trims would change what the policy has sampled.
 
     The glue is found by a mark: the template renders a chat whose answer is the mark, followed by
-    the new messages. The text behind the mark's close token is the glue.
+    the new messages. The text after the mark's close token is the glue.
     """
 
     stop_ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class Turns:
 
         Raises:
             ConfigError: there is no chat template, it closes turns without a token of their own, it
-                does not write an answer and the message of a role behind it exactly once, or a
+                does not write an answer and the message of a role after it exactly once, or a
                 message could complete the name of a control token.
         """
         self._name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the model'}"
@@ -54,7 +54,7 @@ class Turns:
         encoder, end = encoder_of(tokenizer), turn_end(tokenizer)
         if encoder is None or end is None:
             raise ConfigError(
-                f"{self._name} has no close token: it writes no control token behind the answer of "
+                f"{self._name} has no close token: it writes no control token after the answer of "
                 "a chat (user, assistant), so the end of a turn cannot be told from text. Use a "
                 "template that closes turns with a token, as ChatML does with <|im_end|>"
             )
@@ -69,7 +69,7 @@ class Turns:
     def ids_after(
         self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, str]]
     ) -> list[int]:
-        """Return the tokens to append behind a sampled turn, up to the start of the next turn.
+        """Return the tokens to append after a sampled turn, up to the start of the next turn.
 
         They begin with the close token if the turn has ended in another way: by another token that
         ends sequences, or by its length. Names of control tokens in the messages are plain text.
@@ -94,16 +94,16 @@ class Turns:
             glue = self._glue([(role, hidden)], mark)
         except DataError as error:
             raise ConfigError(f"{error}: {advice}") from error
-        before, *behind = glue.split(hidden)
-        if len(behind) != 1:
+        before, *rest = glue.split(hidden)
+        if len(rest) != 1:
             raise ConfigError(
-                f"{self._name} writes a message of the role {role!r} {len(behind)} times: {advice}"
+                f"{self._name} writes a message of the role {role!r} {len(rest)} times: {advice}"
             )
         # some vocabularies have runs of blanks as added tokens, which do no harm
         for name in filter(str.strip, self._encoder.controls):
             parts = ((name[:end], name[end:]) for end in range(1, len(name)))
-            # as if a template writes <{{ content }}> and a message is the text think
-            if any(before.endswith(a) or behind[0].startswith(b) for a, b in parts):
+            # for example, a template writes <{{ content }}> and a message is the text think
+            if any(before.endswith(a) or rest[0].startswith(b) for a, b in parts):
                 raise ConfigError(
                     f"{self._name} writes a part of {name} directly beside a message of the role "
                     f"{role!r}, so that a text could complete the token: {advice}"
@@ -142,7 +142,7 @@ class Turns:
         return self._encoder.encode(self._end + self._glue(shown, mark), hidden)
 
     def _glue(self, messages: Messages, mark: str) -> str:
-        """Return the template's text behind the close token of an answer, which is the mark.
+        """Return the template's text after the close token of an answer, which is the mark.
 
         The template sees the new messages themselves, as it may trim them or write them as JSON.
         """
@@ -151,13 +151,13 @@ class Turns:
             text = chat_text([("user", "0"), (ASSISTANT, mark), *messages], self._tokenizer)
         except jinja2.TemplateError as error:
             raise DataError(
-                f"{self._name} refuses messages of the roles ({roles}) behind an answer: {error}"
+                f"{self._name} refuses messages of the roles ({roles}) after an answer: {error}"
             ) from error
         # as in `turn_end`, there may be blanks before the close token
-        _, *behind = text.split(mark)
-        if len(behind) != 1 or not behind[0].lstrip().startswith(self._end):
+        _, *rest = text.split(mark)
+        if len(rest) != 1 or not rest[0].lstrip().startswith(self._end):
             raise DataError(
-                f"{self._name} writes an answer {len(behind)} times before messages of the roles "
+                f"{self._name} writes an answer {len(rest)} times before messages of the roles "
                 f"({roles}), or does not close it with {self._end} there"
             )
-        return behind[0].lstrip().removeprefix(self._end)
+        return rest[0].lstrip().removeprefix(self._end)

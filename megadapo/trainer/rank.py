@@ -178,7 +178,7 @@ class TrainerRank(TrainedModel):
             kl_coef=self.settings.algorithm.objective.kl_loss_coef + kl_coef,
         )
         if shares_pass and self.device.type == "cuda":
-            # both log-probs are of one pass
+            # one pass gave both log-probs
             metrics["policy/ratio_first_max_error"] = None
         of_critic = {} if critic is None else critic.result()
         self.offload.evict(*BETWEEN_UPDATES)

@@ -229,7 +229,7 @@ def with_reference(
         rows, proximal = micro_batch.rows, micro_batch.proximal
         assert proximal is not None, "computed before"
         gap = (values[rows] - proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # of the old policy to the one that sampled the token
+        # ratio of the old policy to the one that sampled the token
         to_sampler, weights = torch.ones_like(gap), micro_batch.importance_weights
         if weights is not None:
             to_sampler = weights[rows].double()

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from megadapo.cluster.cluster import Cluster
 
 CUDA_VARIABLES = {
-    # both of a rank's passes over the same tokens must give the same bits: sums inside the
-    # switch, and products whose workspace depends on the stream, do not
+    # sums inside the switch, and products whose workspace depends on the stream, would give
+    # other bits in a rank's second pass over the same tokens
     "NCCL_NVLS_ENABLE": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
@@ -189,13 +189,13 @@ class Trainer:
             self.logs,
             folder.absolute(),
             deadline=time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE,
-            # a watch of its own: the function may run in another thread, and a watch is for one
+            # a new watch, as the function may run in another thread and a watch serves one thread
             watch=self._watch_heartbeats().check,
         )
 
     def load(self, folder: Path, files: Files) -> None:
         """Read a checkpoint, saved at any split, whose files must be as listed."""
-        # twice: files are hashed, then read
+        # files are read twice: to hash them and to load them
         reading_s = 2 * sum(file.bytes for file in files.values()) / SLOWEST_STORAGE
         timeout_s = self._config.timeout_s + reading_s
         self.call_all("load", folder.absolute(), files, timeout_s=timeout_s)

@@ -160,5 +160,5 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
             next(steps)
         workers.trainer.gpus.start_update()
         yield workers.trainer.ranks
-    # not in a finally: after an error the user needs the logs
+    # no finally: after an error the user needs the logs
     shutil.rmtree(folder)

@@ -42,7 +42,7 @@ class TextTool(Environment):
     """
 
     _allows_blanks = False
-    """Whether blanks of the last token behind the stop text are allowed."""
+    """Whether blanks of the last token after the stop text are allowed."""
 
     def __init__(self, *, start: str, stop: str, output: str = OUTPUT) -> None:
         if not stop:
@@ -57,7 +57,7 @@ class TextTool(Environment):
     def has_ended(self, text: str) -> bool:
         """Return whether the turn has ended, as nothing stopped it.
 
-        An action begins behind the last observation, so it has no earlier stop text.
+        An action begins after the last observation, so it has no earlier stop text.
         """
         return self._stop not in text
 

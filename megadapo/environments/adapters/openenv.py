@@ -35,7 +35,7 @@ class OpenEnv(Environment):
         url: address of the server, such as "ws://127.0.0.1:8000"; http and https are allowed too.
         field: field of the server's action that takes the model's text. Without it the action is
             the arguments of a tool call, or a turn that is a JSON object.
-        after: text behind which the model's text starts, such as "</think>"; the last one counts.
+        after: text after which the model's text starts, such as "</think>"; the last one counts.
         text: field of the server's observation that is shown as a message; none: all as JSON.
         tools: JSON schemas that the chat template shows, whose arguments are the action's fields.
 

@@ -77,7 +77,7 @@ class Endpoint:
             return reply
 
         async def models(request: Any) -> Any:
-            # without max_model_len, as the engine limits the tokens
+            # max_model_len is left out, as the engine limits the tokens
             return web.json_response({"object": "list", "data": []})
 
         app = web.Application(client_max_size=MAX_BODY_BYTES)

@@ -50,7 +50,7 @@ class ChatTemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         *,
         tools: object = None,
     ) -> Any:
-        """Return the tokens so far with the glue behind them; raises what `Turns` raises."""
+        """Return the tokens so far followed by the glue; raises what `Turns` raises."""
         known = [*previous_prompt_ids, *previous_completion_ids]
         shown = [{"role": one["role"], "content": one["content"]} for one in new_messages]
         glue = self._turns.ids_after(previous_completion_ids, shown)

@@ -60,7 +60,7 @@ class StepGroups:
     def _only_one_has(self) -> Iterator[Difference]:
         for index in sorted(self.a.keys() ^ self.b.keys()):
             there = self.a.get(index) or self.b[index]
-            # how many groups behind the batch finish depends on the engines' speed
+            # the number of groups that finish after the batch depends on the engines' speed
             if there.disposition != "dropped":
                 pair = [groups.get(index) for groups in (self.a, self.b)]
                 shown = [None if one is None else one.disposition for one in pair]

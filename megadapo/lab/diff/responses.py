@@ -36,7 +36,7 @@ def token_advantages(saved: SavedResponse) -> np.ndarray:
 def rollout_place(one: SavedResponse, two: SavedResponse) -> tuple[int, str] | None:
     """Return the first token at which two responses differ, and the differing value.
 
-    A value of the whole response counts as one behind its last token.
+    A value of the whole response counts as one after its last token.
     """
     a, b = one.response, two.response
     found = [

@@ -34,7 +34,7 @@ def about_schedules(folder_a: Path, folder_b: Path) -> str:
 
 
 def _payloads(path: Path) -> tuple[list[bytes], str]:
-    """Return the intact records of a file, and what is wrong behind them."""
+    """Return the intact records of a file, and what is wrong after them."""
     found: list[bytes] = []
     try:
         problem = read_records(path, lambda offset, payload: found.append(payload))

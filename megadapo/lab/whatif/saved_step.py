@@ -64,7 +64,7 @@ def read_step(config: RunConfig, step: int) -> SavedStep:
             f"{folder} has no saved groups of step {step}; "
             + (saved or 'a run saves whole batches with observe.saved_groups = "all"')
         )
-    # as if the run ended here: later steps may not be saved
+    # the copied run ends here, because later steps may not be saved
     run = config.run.model_copy(update={"num_steps": step})
     until = config.model_copy(update={"run": run})
     sampled = ReplayedRollouts(until, folder / ROLLOUTS_FOLDER, first_step=step).next_batch()

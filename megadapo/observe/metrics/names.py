@@ -54,7 +54,7 @@ METRICS = {
     "groups/to_reserve": "Finished mixed groups that wait for a later step.",
     "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
-    "groups/unscored": "Groups given up because reward functions or environments failed on all of "
+    "groups/unscored": "Groups dropped because reward functions or environments failed on all of "
     "their responses, or on all but one; other prompts took their places.",
     "groups/stopped": "Groups ended before completion. Depends on the engines' speed if "
     "sampling.max_staleness is 0.",
@@ -209,7 +209,7 @@ Each entry of `rollout.environments` adds the means of its episodes: `environmen
 that it counts; `environment/NAME/out_of_turns` is the share of episodes that ended at `max_turns`,
 which are not truncated; `environment/NAME/failed` is the share of responses that it failed on,
 which have no score. `environment/NAME/failures/KIND` is the number of its failures in the step,
-those after which a response was asked again included, by kind of cause: failure
+those after which a response was requested again included, by kind of cause: failure
 (`EnvironmentFailure`), exception, timeout, lost_process, no_capacity (of memory or threads) and
 not_continued (an episode that cannot be repeated or has lost its records). A step leaves out kinds
 without failures.

@@ -1,7 +1,7 @@
 """The saved responses of runs: an index of every group that is shown, and the groups compressed.
 
 The groups may be far more than a page can hold. They are read once, one at a time; when the page's
-share is full, the step with the most groups gives up its last one, so that every step stays. If one
+share is full, the step with the most groups loses its last one, so that every step stays. If one
 group of each step is too much, only every second step keeps its own, then every fourth.
 """
 

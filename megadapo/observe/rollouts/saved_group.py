@@ -33,7 +33,7 @@ is not trained on. Policy versions are runs of tokens, [version, number of token
 "advantage", "advantages", "logprobs_old" and "logprobs_update" are null in groups that were not
 trained on. Without a trainer, "trained" groups are the ones it would receive; they have an
 advantage and null log-probs. "advantages" is null if every token has "advantage". A step is its
-end, counted in tokens, and its score. A turn is its end, with its output, the entropy behind it,
+end, counted in tokens, and its score. A turn is its end, with its output, the entropy after it,
 its reward, its environment's seconds, whether the output answers a call, and what the environment
 counted. `SavedResponse`,
 `Response` and `Score` describe the fields. "control_tokens" has the names of the special tokens in

@@ -64,7 +64,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
         # copied before the function can change its arguments
-        asked = [(text, len(token_ids)) for _, text, token_ids, *_ in calls]
+        texts = [(text, len(token_ids)) for _, text, token_ids, *_ in calls]
         arguments = [list(column) for column in zip(*calls, strict=True)]
         batches = [arguments] if is_batched else calls
         if loop is None:
@@ -73,7 +73,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
             returned = loop.run_until_complete(_run_coroutines(ask, batches, settings["timeout_s"]))
         if is_batched:
             returned = _each_of(returned[0], len(calls))
-        results = zip(returned, asked, strict=True)
+        results = zip(returned, texts, strict=True)
         return {"results": [_result(value, *response, reader) for value, response in results]}
 
     return handle

@@ -51,7 +51,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def refusal() -> str:
     """Return why the system does not allow the namespaces; empty if it does.
 
-    A process of its own tries, because a refusal can come halfway.
+    A child process tries, because a refusal can come after some namespaces are entered.
     """
     child = os.fork()
     if child == 0:

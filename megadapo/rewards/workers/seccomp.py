@@ -94,7 +94,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _Check = tuple[int, int, int, bool]
-"""An argument's index, mask and value, and whether it must have the value or must not."""
+"""Index of an argument, its mask, a value, and whether the argument must equal it or differ."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -65,7 +65,7 @@ class RolloutEngine:
         self._generation: Generation | None = None
         redirect_output(spec.log_file)
         os.environ.update(spec.environment())
-        # else each of vLLM's process groups would look the host's name up and listen there
+        # otherwise each of vLLM's process groups looks up the host's name and listens there
         use_interface_towards(node_address())
         self._guard = mark_and_guard(self._mark)
 

@@ -71,9 +71,11 @@ class EpisodeClient:
         if request.tool_parser is None:
             return Action(text=text)
         parser = self._parser(request)
-        asked = ChatCompletionRequest(messages=[], seed=0, tools=_readable(request.tools) or None)
+        chat_request = ChatCompletionRequest(
+            messages=[], seed=0, tools=_readable(request.tools) or None
+        )
         try:
-            found = parser.extract_tool_calls(text, asked)
+            found = parser.extract_tool_calls(text, chat_request)
         except Exception as error:
             # a parser may raise anything for a text of its model, whose mistake that is
             return Action(text=text, problem=f"the calls cannot be read: {error!r:.200}")
@@ -93,13 +95,13 @@ class EpisodeClient:
             except (RecursionError, ValueError):
                 problem = "the arguments of a call are no JSON object"
         if not found.tool_calls and start is not None and start in text:
-            problem = f"the text behind {start} cannot be read as a call"
+            problem = f"the text after {start} cannot be read as a call"
         return Action(text=text, tool_calls=tuple(calls), problem=problem)
 
     def observation_ids(
         self, observation: Observation, turn_ids: Sequence[int], request: EpisodeRequest
     ) -> list[int]:
-        """Return the tokens to append behind a turn; names of control tokens are plain text.
+        """Return the tokens to append after a turn; names of control tokens are plain text.
 
         Raises:
             DataError: the chat template has no place for the messages.
@@ -223,7 +225,7 @@ class RemoteEpisode:
         self._client.actor.close.remote([self._name])
 
     def observation_ids(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
-        """Return the tokens to append behind a turn; see `EpisodeClient.observation_ids`."""
+        """Return the tokens to append after a turn; see `EpisodeClient.observation_ids`."""
         return self._client.observation_ids(observation, turn_ids, self.request)
 
 

@@ -129,7 +129,7 @@ class EpisodeResponse(InFlightResponse):
         if not len(before.token_ids) and opened.observation is not None:
             self._observe(Outcome(opened.observation, None, 0.0), [])
         for turn in opened.recorded:
-            # a turn that this response has sampled is asked for again instead
+            # a turn that this response has sampled is requested again instead
             if len(current) or self._finish_reason != "unfinished":
                 break
             sampled = sampled_of(turn.sampled)
@@ -151,7 +151,7 @@ class EpisodeResponse(InFlightResponse):
     async def _ask(self) -> None:
         """Have the environment answer the turn that has just ended.
 
-        If the response is stopped meanwhile, the host finishes the turn and is asked again later.
+        If the response is stopped meanwhile, the host finishes the turn, and a later request gets it.
         """
         assert self._episode is not None
         response = self.response()
@@ -166,8 +166,8 @@ class EpisodeResponse(InFlightResponse):
             policy_versions=response.policy_versions[start:],
         )
         number = len(response.actions)
-        asked = self._episode.step(number, sampled, len(ids) - has_end)
-        outcome = await self._unless_stopped(asked)
+        pending = self._episode.step(number, sampled, len(ids) - has_end)
+        outcome = await self._unless_stopped(pending)
         if outcome is None:
             return
         self._observe(outcome, ids)
@@ -226,16 +226,16 @@ class EpisodeResponse(InFlightResponse):
 
     async def _unless_stopped(self, call: Awaitable[T]) -> T | None:
         """Wait for a call; None if the response is stopped before it returns."""
-        asked = asyncio.ensure_future(call)
+        running = asyncio.ensure_future(call)
         stopping = asyncio.ensure_future(self._stopping.wait())
         self.is_waiting = True
-        await asyncio.wait([asked, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
         self.is_waiting = False
-        if asked.done():
+        if running.done():
             stopping.cancel()
-            return asked.result()
+            return running.result()
         # the host continues; only this wait ends
-        asked.cancel()
+        running.cancel()
         return None
 
 

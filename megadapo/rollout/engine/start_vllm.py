@@ -57,7 +57,7 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
     usage = UsageContext.ENGINE_CONTEXT
     cpu_experts = spec.returns_experts and not spec.uses_cuda
     config = expert_config(arguments) if cpu_experts else arguments.create_engine_config(usage)
-    # only now is it known whether scheduling is asynchronous
+    # vLLM decides only here whether scheduling is asynchronous
     config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config)
     llm = AsyncLLM.from_vllm_config(
         config,

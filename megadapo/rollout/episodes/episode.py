@@ -229,7 +229,7 @@ class Episode:
         for number, turn in enumerate(self.record.turns):
             reply = await slot.call("step", action=asdict(turn.action))
             if turn.outcome is None:
-                # of a response without records, which cannot be compared
+                # the response has no records, so the answer cannot be compared
                 turn.answer({**reply, "seconds": slot.seconds})
             elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
                 raise CallError("not repeatable", f"turn {number} was answered differently before")

@@ -93,7 +93,7 @@ class EpisodeRecord:
     turns: list[TurnRecord] = field(default_factory=list)
     """Turns that were answered."""
     pending: TurnRecord | None = None
-    """Turn behind them whose action the environment may have got, and has not answered."""
+    """Turn after them whose action the environment may have got, and has not answered."""
     serial: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Opened:
     observation: Observation | None
     """Observation of `reset`; None if it returned none, or failed."""
     recorded: tuple[RecordedTurn, ...]
-    """Turns behind those of the response, which continues after the last of them."""
+    """Turns after those of the response, which continues after the last of them."""
     failure: str | None
     """Reason why the episode cannot continue: "CAUSE: details", with a cause of `CAUSES`."""
 

@@ -223,7 +223,7 @@ class EvaluationJournal:
 
         `identity`: identifies weights and scoring.
 
-        A file that fails keeps no results, and is a warning.
+        If the file cannot be read or written, a warning says so, and no more results are kept.
         """
         self.results: dict[str, ProblemResult] = {}
         """Results by digest of the request."""

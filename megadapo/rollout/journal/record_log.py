@@ -99,7 +99,7 @@ def read_records(path: Path, read: Callable[[int, bytes], None]) -> str:
     """Read a file that another process may write, up to its last intact record.
 
     Returns:
-        What is wrong behind that record; empty if nothing is.
+        What is wrong after that record; empty if nothing is.
     """
     with io.FileIO(path) as file:
         return _scan(file, read)[1]

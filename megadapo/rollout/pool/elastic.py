@@ -20,7 +20,7 @@ from megadapo.rollout.pool.request import EngineRequest, read_request
 CHECK_S = 2.0
 """Shortest time between two looks at the request."""
 RETRY_S = 30.0
-"""Seconds after a place that failed until another one is asked for."""
+"""Seconds after a place that failed until another one is requested."""
 RATE_S = 30.0
 """Seconds over which an engine's speed is measured."""
 
@@ -144,15 +144,15 @@ class ElasticEngines:
             self._engines.note(f"{lost}; another one starts when a node has free slots")
 
     def _drop_failed(self, now: float) -> None:
-        """Let engines go that have joined and cannot start, as places that failed."""
+        """Remove engines that joined and cannot start, and ask for other places later."""
         for one in self._engines.members():
             if one.has_failed:
                 self._engines.leave(one.number, within_s=0.0)
                 self._ask_at = now + RETRY_S
                 self._engines.note(
                     f"rollout engine {one.number} cannot start on node "
-                    f"{self._places.engine_node(one.number)} and is given up, see {one.log_file}; "
-                    f"another place is asked for in {RETRY_S:g} s"
+                    f"{self._places.engine_node(one.number)} and is removed, see {one.log_file}; "
+                    f"another place is requested in {RETRY_S:g} s"
                 )
 
     def _leaving(self, staying: Sequence[Member]) -> list[int]:

@@ -121,7 +121,7 @@ class Engines(ChangingPool):
     def score(self, requests: Sequence[ScoreRequest]) -> PendingScores:
         """Let every engine score the same tokens, and return at once; any thread may call it.
 
-        An engine that leaves is not asked, since it may have left with earlier weights.
+        An engine that leaves is left out, since it may have earlier weights.
 
         They must have answered before the engines sleep or take weights.
         """
@@ -227,7 +227,7 @@ class Engines(ChangingPool):
             owners = {ref: engine for engine in self._handles.values() for ref in engine.pending}
         started = time.monotonic()
         ready: list[ObjectRef[Any]] = []
-        # without the lock, which other threads would wait for
+        # the lock is free here, because other threads would wait for it
         if owners:
             ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
         else:
@@ -259,7 +259,7 @@ class Engines(ChangingPool):
     def _take(self, engine: EngineHandle, ref: ObjectRef[Any]) -> bool:
         """Process a finished call, and return whether it was a report."""
         if ref not in engine.pending:
-            return False  # of a process that has died since
+            return False  # its process has died since
         submitted = engine.submits.pop(ref, None)
         try:
             result = engine.read(ref, "generate")

@@ -137,7 +137,7 @@ class EngineHandle:
             save_stacks([hung])
         ray.kill(self.actor)
         pid = None if process is None else process.pid
-        # without a GPU, whose share a process that does not react would still hold
+        # the task takes no GPU, because a process that does not react still holds its share
         options = {**self._options, "num_gpus": 0}
         end: Any = ray.remote(_end_processes)
         self.awaited = end.options(**options).remote(pid, self._mark)
@@ -158,7 +158,7 @@ class EngineHandle:
         self.leave_at, self.start_at = time.monotonic() + within_s, math.inf
 
     def give_up(self) -> None:
-        """Leave the engine ended for good."""
+        """Leave the engine ended: it is not started again."""
         self.state = "gone"
         self.awaited = None
 
@@ -170,7 +170,7 @@ class EngineHandle:
     @property
     def slots_used(self) -> int:
         """Number of responses in flight that have or want a slot of the engine."""
-        # not more than twice the slots, so that responses find one soon when they return
+        # at most twice as many as slots, so that responses find one soon when they return
         return self.load - min(self._num_waiting, self.spec.config.max_num_seqs)
 
     @property
@@ -285,7 +285,7 @@ def _result(ref: ObjectRef[ProcessLocation]) -> ProcessLocation | None:
 
 
 def _end_processes(pid: int | None, mark: str) -> None:
-    """Kill an actor's process, which may be stopped and deaf to Ray, and all its children."""
+    """Kill an actor's process, which may be stopped and not react to Ray, and all its children."""
     if pid is not None:
         # the process may be gone, or its number may belong to another one, which Ray did not title
         with contextlib.suppress(OSError):

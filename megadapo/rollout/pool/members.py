@@ -109,7 +109,7 @@ class ChangingPool(EnginePool):
         self._handles[number].leave(within_s)
 
     def forget(self, number: int) -> None:
-        """Remove an engine whose node is lost, without a word to its processes."""
+        """Remove an engine whose node is lost, so its processes cannot be told to end."""
         import ray
 
         engine = self._handles[number]

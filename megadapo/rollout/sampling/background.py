@@ -54,7 +54,7 @@ class BackgroundSampler:
         """Continue with new weights; where batches are whole, from the next `next_batch` on."""
         with self._inside():
             self._sampler.resume_sampling(policy_version, weights)
-            # else an evaluation may use the engines first, which have nothing in flight now
+            # otherwise an evaluation may use the idle engines first
             self._works = self._sampler.config.carries and policy_version < self._num_steps
 
     def state_dict(self) -> SamplerState:

@@ -208,7 +208,7 @@ class EvaluationInProgress:
                     f"evaluation: {last.source} failed on all responses to problem "
                     f"{group.prompt.id}: {last.reason}"
                 )
-            # as if the responses without a score were like the others
+            # responses without a score count as the mean of the others
             scale = self._held_out.samples_per_problem / len(group.responses)
             result = ProblemResult(
                 num_correct=sum(group.correct),

@@ -61,7 +61,7 @@ class SampledBatch:
     num_recomputed: int = 0
     """Number of tokens that engines read again after cuts."""
     num_unscored: int = 0
-    """Number of groups given up because too few of their responses have a score."""
+    """Number of groups dropped because too few of their responses have a score."""
     num_excluded: int = 0
     """Number of responses that reward functions or environments failed on, left out of all other
     counts."""
@@ -74,7 +74,7 @@ class SampledBatch:
     reward_seconds: float | None
     """Time spent on scoring; None in a replay."""
     failures: Mapping[str, float] = field(default_factory=dict)
-    """Failures of environments by metric, those of responses that were asked again included."""
+    """Failures of environments by metric, those of responses that were requested again included."""
     accuracy: float
     """Share of correct responses."""
     reward_mean: float

@@ -61,7 +61,7 @@ def encode_record(record: Take | WeightPause) -> bytes:
 
 @lru_cache(maxsize=4)  # a repetition asks for the next two for every group
 def decode_record(payload: bytes) -> Take | WeightPause:
-    """Return the record of a payload behind the file's header."""
+    """Return the record of a payload after the file's header."""
     entry = json.loads(zlib.decompress(payload))
     open_groups = list(accumulate(entry["open"]))
     if "step" in entry:

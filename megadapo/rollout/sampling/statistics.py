@@ -155,7 +155,7 @@ class StepCounters:
     failures: Mapping[str, float] = field(default_factory=dict)
     engines: Sequence[EngineActivity] = ()
     overdue_since: float | None = None
-    """On the monotonic clock; None: a batch with enough mixed groups waits for no other."""
+    """Monotonic time since which a batch with enough mixed groups waits for others; else None."""
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
     @property
@@ -185,7 +185,7 @@ class StepCounters:
         self.overdue_since = now if num_awaited else None
 
     def forget_after(self, last: int) -> None:
-        """Count groups behind the batch's last prompt index as surplus, not in the statistics.
+        """Count groups after the batch's last prompt index as surplus, not in the statistics.
 
         The next step requests them again. Which of them finished depends on the engines' speed, so
         they must not influence anything.

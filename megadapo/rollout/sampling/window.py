@@ -69,9 +69,9 @@ class Window:
             max_asked: largest number of groups to request for the step.
             step: the step that trains on the batch.
             max_staleness: number of later steps that may train on a group of this one.
-            most_untrained: largest number of groups that are open or wait for a batch; with it,
-                groups are also requested and awaited so that every mixed one finds a batch
-                (`ExpectedMixed.most`).
+            most_untrained: largest number of groups that are open or wait for a batch. If given,
+                no more groups are requested than the next batches can use: each mixed one finds
+                a batch (`ExpectedMixed.most`).
             round_size: number of groups that are requested and awaited as a whole.
         """
         self.num_needed = num_needed
@@ -153,7 +153,7 @@ class Window:
         return bool(self._max_staleness) and self._last_step(version) < self._step
 
     def cannot_make_batch(self) -> list[int]:
-        """Return open prompt indices behind the last mixed group that the batch needs."""
+        """Return open prompt indices after the last mixed group that the batch needs."""
         if self._max_staleness or self._round_size is not None:
             return []
         return [index for index in self.open if index > self._last]

@@ -164,7 +164,7 @@ def _load(path: Path, *, hashes: bool) -> Checkpoint:
 def _check_present(folder: Path, files: Files) -> None:
     """Compare names and sizes of all files in the folder except the manifest."""
     for name, entry in sorted(files.items()):
-        # by name: a file server's folder listing may show another node's files late
+        # files are looked up by name: a file server may list another node's files late
         try:
             num_bytes = (folder / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):

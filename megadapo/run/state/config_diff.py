@@ -96,7 +96,7 @@ def check_config_diff(
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return both values of each dotted key that differs, without the keys of a start."""
-    # as JSON, which has no tuples
+    # JSON has no tuples, so both sides have lists
     before, after = (dict(_leaves(json.loads(json.dumps(plain)))) for plain in (old, new))
     return {
         key: (before.get(key), after.get(key))

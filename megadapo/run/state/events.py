@@ -156,7 +156,7 @@ class EventHook:
         else:
             problem = f"exit code {command.returncode}" if command.returncode else ""
         finally:
-            # also what the command left in the background
+            # kills what the command left in the background too
             with suppress(ProcessLookupError):
                 os.killpg(command.pid, signal.SIGKILL)
             command.wait()

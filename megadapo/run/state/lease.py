@@ -209,7 +209,7 @@ def _remove_stale(path: Path, stale_s: float) -> None:
             f"{path.parent} is driven by {who}: wait for it, stop it, or choose another "
             f"run.folder. If it is dead, {path} expires {stale_s:.0f} s after its last heartbeat"
         )
-    # one name for each dead driver: only one of those that found it dead removes its lease
+    # the name depends on the dead driver, so only one process that finds it dead removes its lease
     mark = path.with_name(f"{path.name}.{'unreadable' if holder is None else holder.token}.dead")
     try:
         os.link(path, mark)
@@ -223,7 +223,7 @@ def _remove_stale(path: Path, stale_s: float) -> None:
             f"{path} of a dead driver cannot be removed: {error.strerror}; delete it by hand"
         ) from error
     try:
-        # by now it may be the lease of another driver, which was quicker
+        # by now the lease may belong to another driver, which was quicker
         if _read(mark) == holder and path.samefile(mark):
             path.unlink()
     except FileNotFoundError:

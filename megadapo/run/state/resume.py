@@ -101,8 +101,8 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that `run.resume` asks for, and messages for the user.
 
-    The trainer's files are hashed by the ranks that load them; here only those of a checkpoint that
-    later ones must give way to.
+    The ranks hash the trainer's files when they load them. They are hashed here only if later
+    checkpoints must be set aside for this one.
 
     Raises:
         CheckpointError: it does not exist, "never" would mix two runs in one folder, or the run had

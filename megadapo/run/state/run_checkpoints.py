@@ -110,7 +110,7 @@ class RunCheckpoints:
         aside = self._store.set_aside_after(step, damaged=point.target is None)
         self._target = point.target
         if point.target is not None:
-            # only now: any newer checkpoint in the folder must have been trained from this one
+            # written only now, when every newer checkpoint in the folder was trained from this one
             point.target.write(self._folder)
         # without a checkpoint no record counts, not even the first evaluation
         self._log.rewind(step if checkpoint is not None else -1)

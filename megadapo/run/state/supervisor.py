@@ -258,7 +258,7 @@ class _Silence:
         self._seconds = 0.0
 
     def seconds(self, value: object) -> float:
-        """Return the seconds of silence; None as value is no silence."""
+        """Return the seconds since the value last changed; 0 for None."""
         since, self._looked_at = self._looked_at, time.monotonic()
         if value is None or value != self._value:
             self._value, self._seconds = value, 0.0

@@ -120,7 +120,7 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
         "response_length/truncated_fraction": sampled.truncated_fraction,
     }
     for name, value in sampled.reward_parts.items():
-        # what environments count has its own area
+        # counts of environments have their own area
         values[name if name.startswith("environment/") else f"reward/{name}"] = value
     return {name: _measured(value) for name, value in {**values, **sampled.failures}.items()}
 

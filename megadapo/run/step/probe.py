@@ -76,7 +76,7 @@ def _probed(
 ) -> ProbedSequence:
     start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
     num_prompt = int(batch.prompt_lengths[sequence])
-    # without its last token: vLLM needs room for one more
+    # the last token is left out: vLLM needs room for one more
     limit = min(max(MAX_ONE_PASS, num_prompt + MIN_RESPONSE), end - 1 - start)
     positions = np.flatnonzero(is_scored[start : start + limit])
     read = int(positions[-1]) + 1 if len(positions) else 0

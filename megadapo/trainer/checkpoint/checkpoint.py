@@ -179,7 +179,7 @@ def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
         problem = error
     torch.distributed.all_gather_object(problems, problem)
     if found := [problem for problem in problems if problem is not None]:
-        # what one rank cannot read may be sound: nothing is damaged before all have read it
+        # a file that one rank cannot read may be sound: all ranks read before any decides
         kinds = [type(problem) for problem in found]
         kind = InfraError if InfraError in kinds else CorruptCheckpointError
         raise kind("; ".join(str(problem) for problem in found if isinstance(problem, kind)))

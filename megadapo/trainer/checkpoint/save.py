@@ -55,21 +55,21 @@ def wait_for_save(
     """
     reports: dict[int, RankReport] = {}
     while True:
-        asked = [number for number in range(len(ranks)) if number not in reports]
+        missing = [number for number in range(len(ranks)) if number not in reports]
         answers: list[RankReport | None] = gather(
-            [ranks[number].save_report.remote() for number in asked],
-            names=[names[number] for number in asked],
+            [ranks[number].save_report.remote() for number in missing],
+            names=[names[number] for number in missing],
             doing="save",
-            logs=[logs[number] for number in asked],
+            logs=[logs[number] for number in missing],
             # a rank answers between other work
             timeout_s=LONGEST_WORK_S,
             watch=watch,
         )
-        reports |= {n: report for n, report in zip(asked, answers, strict=True) if report}
+        reports |= {n: report for n, report in zip(missing, answers, strict=True) if report}
         if len(reports) == len(ranks):
             return complete_save(folder, list(reports.values()))
         if time.monotonic() > deadline:
-            late = ", ".join(str(number) for number in asked if number not in reports)
+            late = ", ".join(str(number) for number in missing if number not in reports)
             raise InfraError(
                 f"trainer ranks {late} are still writing to {folder}: is it reachable?"
             )

@@ -60,7 +60,7 @@ class PolicyHead:
         hidden, weight, common = self._operands(hidden_states, output_layer, output_weight, context)
         has_old_policy = context.logprobs_old is not None
         if self.objective.ratio == "sequence" or not has_old_policy:
-            # the same rows and blocks as below, so these are the loss's own log-probs
+            # rows and blocks are those of the loss, so the log-probs are too
             with torch.no_grad():
                 logprobs, _ = token_logprobs(hidden, weight, context.targets, **common)
             if not has_old_policy:

@@ -1,7 +1,7 @@
 """Turns at the buckets that engine ranks read in a trainer rank's memory.
 
 A rank tells each reader that a bucket is full, and the reader tells it that it has read the bucket:
-one byte over a Unix socket. So the driver is not asked in every round. A process that ends closes
+one byte over a Unix socket. So no round needs the driver. A process that ends closes
 its sockets, so the others do not wait for it.
 """
 
@@ -31,7 +31,7 @@ class FillingTurns:
     """
 
     def __init__(self, patience_s: float) -> None:
-        # without a file, so that none is left if the process is killed
+        # the socket has no file, so none is left if the process is killed
         self.name = f"\0megadapo-{secrets.token_hex(16)}"
         self._patience_s = patience_s
         self._listener = socket.socket(socket.AF_UNIX)
@@ -113,7 +113,7 @@ class ReadingTurns:
             try:
                 self._senders[number].send(TURN)
             except OSError as error:
-                # what was read may be of a later round
+                # the sender may have filled the bucket for a later round already
                 raise InfraError(
                     f"Trainer rank {number} left out this engine rank: {error}"
                 ) from None

@@ -117,8 +117,8 @@ def test_engines_that_join_and_cannot_start_are_given_up(pool, elastic):
     warnings = pool.drain_warnings()
     for number in (2, 3, 4):
         assert (
-            f"rollout engine {number} cannot start on node c and is given up, see engine-0.log; "
-            "another place is asked for in 30 s"
+            f"rollout engine {number} cannot start on node c and is removed, see engine-0.log; "
+            "another place is requested in 30 s"
         ) in warnings
     elastic.follow(5)
     assert [one.number for one in pool.members()] == [0, 1]

@@ -80,7 +80,7 @@ def test_failures_of_environments_are_counted_by_cause(caplog):
         assert 1 < batch.num_excluded < 24
         assert scorer.drain_warnings() == [
             f"environment Sum failed on {batch.num_excluded} responses, which were left out or "
-            f"asked again: {batch.num_excluded} x {NO_SERVER}"
+            f"requested again: {batch.num_excluded} x {NO_SERVER}"
         ]
         assert scorer.drain_warnings() == []
     # the first one is told at once, with its prompt
