@@ -143,17 +143,21 @@ class RolloutConfig(Section, title="rollout"):
                 "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "
                 "rollout.tensor_parallel above 1, or turn it off"
             )
-        labels = [one.label for one in self.environments]
-        for label in sorted({one for one in labels if labels.count(one) > 1}):
+        labels = [environment.label for environment in self.environments]
+        for label in sorted({label for label in labels if labels.count(label) > 1}):
             yield f'rollout.environments: two have the name "{label}": give one another `name`'
         known = tool_parser_names()
-        for one in self.environments:
-            if one.tool_parser is not None and known and one.tool_parser not in known:
-                near = difflib.get_close_matches(one.tool_parser, known, n=1)
+        for environment in self.environments:
+            if (
+                environment.tool_parser is not None
+                and known
+                and environment.tool_parser not in known
+            ):
+                near = difflib.get_close_matches(environment.tool_parser, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
                 yield (
-                    f'rollout.environments.tool_parser = "{one.tool_parser}": vLLM has no such '
-                    f"parser{hint}"
+                    f'rollout.environments.tool_parser = "{environment.tool_parser}": vLLM has no '
+                    f"such parser{hint}"
                 )
         yield from self._vllm_conflicts()
 

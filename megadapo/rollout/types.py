@@ -100,7 +100,7 @@ class OpenGroup:
     @property
     def is_unfinished(self) -> bool:
         """Whether a response was stopped before its end."""
-        return any(one.finish_reason == "unfinished" for one in self.responses)
+        return any(response.finish_reason == "unfinished" for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
@@ -112,10 +112,10 @@ class OpenGroup:
         They keep their tokens, so they end as if the environment had not failed.
         """
         responses = (
-            replace(one, finish_reason="unfinished", text="", failure=None)
-            if one.finish_reason == "failed"
-            else one
-            for one in self.responses
+            replace(response, finish_reason="unfinished", text="", failure=None)
+            if response.finish_reason == "failed"
+            else response
+            for response in self.responses
         )
         return replace(self, responses=tuple(responses))
 

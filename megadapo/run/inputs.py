@@ -68,7 +68,7 @@ class RunPrompts:
         tokenizer = load_tokenizer(config)
         load = partial(_load_prompts, config, tokenizer=tokenizer)
         held_out = config.data.load_held_out(load)
-        all_held_out = [problem for one in held_out.values() for problem in one]
+        all_held_out = [problem for problems in held_out.values() for problem in problems]
 
         def load_train(source: str) -> list[Prompt]:
             loaded = load(source)

@@ -124,9 +124,13 @@ class ReplayedRollouts(Rollouts):
         if not 0 < prompt <= limit:
             yield f"has a prompt of {prompt} tokens, but data.max_prompt_tokens = {limit}"
         responses = saved.group.responses
-        if self._config.trainer.router_replay and any(one.experts is None for one in responses):
+        if self._config.trainer.router_replay and any(
+            response.experts is None for response in responses
+        ):
             yield "has a response without the experts that trainer.router_replay needs"
-        ids = np.concatenate([np.array(saved.prompt_ids), *(one.token_ids for one in responses)])
+        ids = np.concatenate(
+            [np.array(saved.prompt_ids), *(response.token_ids for response in responses)]
+        )
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             yield f"has tokens outside of the model's vocabulary of {self._vocab_size}"
 

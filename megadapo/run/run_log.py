@@ -92,7 +92,7 @@ class RunLog:
     def expected_s(self, name: str) -> float:
         """Return the longest time of a phase in recent steps; 0 if it is not known."""
         times = (record.get(f"time/{name}_s") for record in self.records[-NUM_RECENT:])
-        return max((float(one) for one in times if one), default=0.0)
+        return max((float(seconds) for seconds in times if seconds), default=0.0)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
         """Write and show one step's metrics; add times, the driver's memory and an evaluation.

@@ -200,7 +200,7 @@ class ReferencePolicy:
         """Return [tokens of the batch] float64, 0 for tokens without a KL divergence."""
         kl = torch.zeros(len(batch.tokens), dtype=torch.float64)
         if has_results():
-            for micro_batch in (one for mini_batch in split for one in mini_batch):
+            for micro_batch in (micro_batch for mini_batch in split for micro_batch in mini_batch):
                 assert micro_batch.kl is not None, "with_reference sets it"
                 kl[torch.from_numpy(micro_batch.batch_index)] = micro_batch.kl.cpu()
         kl = kl.to(next(iter(self._parameters.values())).device)
@@ -212,7 +212,7 @@ def _at_rows(known: np.ndarray, micro_batches: Sequence[MicroBatch]) -> list[Ten
     """Return [T] of each micro-batch on the last pipeline stage, else an empty list."""
     if not mpu.is_pipeline_last_stage():
         return []
-    return [one.at_rows(known[one.batch_index]) for one in micro_batches]
+    return [micro_batch.at_rows(known[micro_batch.batch_index]) for micro_batch in micro_batches]
 
 
 def with_reference(

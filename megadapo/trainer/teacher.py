@@ -78,8 +78,11 @@ class Teacher(RankModel):
         """
         if self._frequencies is not None:
             micro_batches = [
-                replace(one, packed=with_rotary(one.packed, self._frequencies, context_part()))
-                for one in micro_batches
+                replace(
+                    micro_batch,
+                    packed=with_rotary(micro_batch.packed, self._frequencies, context_part()),
+                )
+                for micro_batch in micro_batches
             ]
         with torch.no_grad():
             return compute_logprobs(self.chunks, self._head, micro_batches, replays=False)

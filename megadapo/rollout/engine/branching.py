@@ -70,7 +70,7 @@ def choose_branches(
         and _has_branch(call.entropy - response.entropy, seeds[index], call.end, config)
     )
     branches = [Branch(parent=index, num_tokens=end) for _, index, end in points]
-    return [one for one in branches for _ in range(config.beam_size - 1)][:num_left]
+    return [branch for branch in branches for _ in range(config.beam_size - 1)][:num_left]
 
 
 def response_prefix(response: Response, num_tokens: int, *, num_prompt: int) -> Response:

@@ -151,7 +151,7 @@ class EpisodeResponse(InFlightResponse):
     async def _ask(self) -> None:
         """Have the environment answer the turn that has just ended.
 
-        If the response is stopped meanwhile, the host finishes the turn, and a later request gets it.
+        If the response is stopped meanwhile, the host finishes the turn for a later request.
         """
         assert self._episode is not None
         response = self.response()

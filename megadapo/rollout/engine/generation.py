@@ -52,7 +52,7 @@ class Generation:
         """Tokens generated since the engine started, those of unfinished responses included."""
         groups = self._groups.values()
         ended = self._num_tokens + sum(group.num_tokens for group in groups)
-        running = (one for group in groups for one in group.collectors)
+        running = (collector for group in groups for collector in group.collectors)
         return ended + sum(map(self._num_tokens_of, running))
 
     async def submit(self, groups: Sequence[OpenGroup], policy_version: int) -> None:
@@ -153,7 +153,7 @@ class Generation:
         """Have vLLM end every unfinished response and return its tokens."""
         for group in groups:
             group.stop()
-        await self._end(one.request_id for group in groups for one in group.collectors)
+        await self._end(collector.request_id for group in groups for collector in group.collectors)
 
     async def _add_request(
         self, group: InFlightGroup, prompt: TokensInput, params: SamplingParams
@@ -225,7 +225,7 @@ class Generation:
         answers = [
             replace(
                 group.request,
-                responses=tuple(one.response() for one in group.responses),
+                responses=tuple(response.response() for response in group.responses),
                 seconds=group.seconds,
             )
             for group in groups
@@ -247,7 +247,9 @@ class Generation:
             if group.is_unfinished
             else replace(
                 group,
-                responses=tuple(replace(one, text=next(texts)) for one in group.responses),
+                responses=tuple(
+                    replace(response, text=next(texts)) for response in group.responses
+                ),
             )
             for group in answers
         )

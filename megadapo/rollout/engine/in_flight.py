@@ -126,7 +126,7 @@ class InFlightResponse:
         prefix = self._prefix
         if prefix is not None and not self._segments and self._failure is None:
             return prefix
-        parts = [_arrays(one) for one in self._segments] or [_arrays(Segment((), None, 0))]
+        parts = [_arrays(segment) for segment in self._segments] or [_arrays(Segment((), None, 0))]
         if prefix is not None:
             parts.insert(0, (prefix.token_ids, prefix.logprobs, prefix.policy_versions))
         token_ids, logprobs, versions = map(np.concatenate, zip(*parts, strict=True))
@@ -151,7 +151,7 @@ class InFlightResponse:
     @property
     def _token_ids(self) -> list[int]:
         before = [] if self._prefix is None else self._prefix.token_ids.tolist()
-        return [*before, *(token for one in self._segments for token in one.token_ids)]
+        return [*before, *(token for segment in self._segments for token in segment.token_ids)]
 
     def _add_output(self, output: CompletionOutput) -> None:
         """Add the output of a request."""
@@ -273,12 +273,12 @@ class InFlightGroup:
     @property
     def collectors(self) -> list[RequestOutputCollector]:
         """The vLLM requests of the group that are running."""
-        return [one.collector for one in self.responses if one.collector is not None]
+        return [response.collector for response in self.responses if response.collector is not None]
 
     @property
     def num_waiting(self) -> int:
         """Number of responses that wait for their environment."""
-        return sum(one.is_waiting for one in self.responses)
+        return sum(response.is_waiting for response in self.responses)
 
     def stop(self) -> None:
         """Submit no further requests."""

@@ -73,11 +73,11 @@ class HeldTokens:
 def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     """Return the last output with the tokens of all."""
     last = outputs[-1]
-    last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
-    experts = [one.routed_experts for one in outputs if one.routed_experts is not None]
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
+    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
     if experts:
         last.routed_experts = np.concatenate(experts)
-    tables = [one.new_logprobs for one in outputs if one.new_logprobs is not None]
+    tables = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if tables:
         # a step has as many columns as the request with the most log-probs; each needs its first
         width = min(table.logprobs.shape[1] for table in tables)
@@ -113,10 +113,12 @@ class BatchingScheduler(Scheduler):
         period = int(time.monotonic() / HELD_S)
         for outputs in by_client.values():
             taken = [
-                self._tokens.take(one, period=period, at_once=self._has_stop_texts(one.request_id))
-                for one in outputs.outputs
+                self._tokens.take(
+                    output, period=period, at_once=self._has_stop_texts(output.request_id)
+                )
+                for output in outputs.outputs
             ]
-            outputs.outputs = [one for one in taken if one is not None]
+            outputs.outputs = [output for output in taken if output is not None]
         return by_client
 
     def finish_requests(

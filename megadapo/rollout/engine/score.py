@@ -44,7 +44,9 @@ async def score(
         await asyncio.wait_for(_outputs(collectors), wait_s)
     except TimeoutError:
         # the core sends an end for each of them, which `_outputs` waits for
-        await llm.engine_core.abort_requests_async([one.request_id for one in collectors])
+        await llm.engine_core.abort_requests_async(
+            [collector.request_id for collector in collectors]
+        )
         await _outputs(collectors)
         return None
     return [

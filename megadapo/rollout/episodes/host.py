@@ -191,7 +191,9 @@ def check_environments(configs: Sequence[EnvironmentConfig]) -> list[Environment
     """Start and end every environment once; return what prompts need to know of them."""
 
     async def check() -> list[EnvironmentDescription]:
-        host = EpisodeHost([one.model_copy(update={"num_workers": 1}) for one in configs], None)
+        host = EpisodeHost(
+            [config.model_copy(update={"num_workers": 1}) for config in configs], None
+        )
         try:
             return await host.start()
         finally:

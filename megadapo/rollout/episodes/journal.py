@@ -189,7 +189,7 @@ class EpisodeJournal:
             self._index(self._version, log.append(payload), payload)
             self._entries[name].num_copies = num_copies.get(name, 0)
         log.sync()
-        for version in [one for one in self._logs if one < self._version]:
+        for version in [known for known in self._logs if known < self._version]:
             self._logs.pop(version).close()
         self._entries = {
             name: entry

@@ -130,14 +130,16 @@ class ElasticEngines:
     def _forget_lost(self, alive: Collection[str]) -> None:
         """Forget engines whose node is gone; others replace them on nodes with free slots."""
         members = self._engines.members()
-        away = [one.number for one in members if one.state in ("lost", "starting", "leaving")]
+        away = [
+            member.number for member in members if member.state in ("lost", "starting", "leaving")
+        ]
         for number in away:
             node = self._places.engine_node(number)
             if node in alive:
                 continue
             lost = f"rollout engine {number} is gone with its node {node}"
-            others = [one for one in self._engines.members() if one.number != number]
-            if not any(one.stays for one in others):
+            others = [member for member in self._engines.members() if member.number != number]
+            if not any(member.stays for member in others):
                 raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
             self._engines.forget(number)
             self._places.release_engine(number)
@@ -145,13 +147,14 @@ class ElasticEngines:
 
     def _drop_failed(self, now: float) -> None:
         """Remove engines that joined and cannot start, and ask for other places later."""
-        for one in self._engines.members():
-            if one.has_failed:
-                self._engines.leave(one.number, within_s=0.0)
+        for member in self._engines.members():
+            if member.has_failed:
+                self._engines.leave(member.number, within_s=0.0)
                 self._ask_at = now + RETRY_S
                 self._engines.note(
-                    f"rollout engine {one.number} cannot start on node "
-                    f"{self._places.engine_node(one.number)} and is removed, see {one.log_file}; "
+                    f"rollout engine {member.number} cannot start on node "
+                    f"{self._places.engine_node(member.number)} and is removed, see "
+                    f"{member.log_file}; "
                     f"another place is requested in {RETRY_S:g} s"
                 )
 
@@ -161,23 +164,23 @@ class ElasticEngines:
         request = self._request
         nodes = set(request.leave_nodes)
         chosen = [
-            one.number
-            for one in staying
-            if one.number in request.leave or self._places.engine_node(one.number) in nodes
+            member.number
+            for member in staying
+            if member.number in request.leave or self._places.engine_node(member.number) in nodes
         ]
-        others = [one for one in staying if one.number not in chosen]
+        others = [member for member in staying if member.number not in chosen]
         surplus = len(others) + len(self._waiting) - request.num_engines
         while surplus > 0 and self._waiting:
             self._waiting.pop().cancel()
             surplus -= 1
         others.sort(key=lambda one: (one.state == "serving", -one.number))
-        return chosen + [one.number for one in others[: max(0, surplus)]]
+        return chosen + [member.number for member in others[: max(0, surplus)]]
 
     def _leave(self, now: float) -> None:
-        staying = [one for one in self._engines.members() if one.stays]
+        staying = [member for member in self._engines.members() if member.stays]
         leaving = self._leaving(staying)
         self._postponed = set()
-        serving = {one.number for one in staying if one.state == "serving"}
+        serving = {member.number for member in staying if member.state == "serving"}
         for number in leaving:
             left = serving - {number}
             if not left:
@@ -194,7 +197,7 @@ class ElasticEngines:
             self._engines.note(f"rollout engine {number} has left")
 
     def _join(self, now: float) -> None:
-        staying = [one for one in self._engines.members() if one.stays]
+        staying = [member for member in self._engines.members() if member.stays]
         num_staying = len(staying) - len(self._postponed)
         missing = self._request.num_engines - num_staying - len(self._waiting)
         if missing > 0 and now >= self._ask_at:
@@ -228,16 +231,16 @@ class ElasticEngines:
             "trainer_nodes": self._places.trainer_nodes(),
             "engines": [
                 {
-                    "number": one.number,
-                    "node": self._places.engine_node(one.number),
+                    "number": member.number,
+                    "node": self._places.engine_node(member.number),
                     "state": "leaves when another one serves"
-                    if one.number in self._postponed
-                    else one.state,
-                    "load": one.load,
-                    "tokens": one.num_tokens,
-                    "tokens_per_s": self._rate(one, now),
+                    if member.number in self._postponed
+                    else member.state,
+                    "load": member.load,
+                    "tokens": member.num_tokens,
+                    "tokens_per_s": self._rate(member, now),
                 }
-                for one in self._engines.members()
+                for member in self._engines.members()
             ],
         }
 

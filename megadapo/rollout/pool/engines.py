@@ -60,7 +60,9 @@ class Engines(ChangingPool):
                 group, incarnation = self._in_flight[key]
                 left_out[incarnation] += group.num_at_once
             # responses of these groups that have ended are no load any more
-            loads = [max(0, one.slots_used - left_out[one.incarnation]) for one in self._taking]
+            loads = [
+                max(0, engine.slots_used - left_out[engine.incarnation]) for engine in self._taking
+            ]
         return sum(max(0, wanted - load) for load in loads)
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:

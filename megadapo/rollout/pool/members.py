@@ -71,18 +71,26 @@ class ChangingPool(EnginePool):
         return [
             Member(
                 number=number,
-                state="leaving" if one.leave_at is not None else _STATES.get(one.state, "lost"),
-                load=one.load,
-                num_tokens=one.num_tokens,
-                log_file=one.spec.log_file,
-                has_failed=one.is_new and one.leave_at is None and one.start_at > time.monotonic(),
+                state="leaving"
+                if engine.leave_at is not None
+                else _STATES.get(engine.state, "lost"),
+                load=engine.load,
+                num_tokens=engine.num_tokens,
+                log_file=engine.spec.log_file,
+                has_failed=engine.is_new
+                and engine.leave_at is None
+                and engine.start_at > time.monotonic(),
             )
-            for number, one in self._handles.items()
+            for number, engine in self._handles.items()
         ]
 
     def updatable(self) -> list[int]:
         """Return the numbers of the engines that an update can reach and that need it."""
-        left = [n for n, one in self._handles.items() if one.leave_at is not None and not one.load]
+        left = [
+            n
+            for n, engine in self._handles.items()
+            if engine.leave_at is not None and not engine.load
+        ]
         return [number for number in super().updatable() if number not in left]
 
     def fail(self, index: int, cause: str) -> None:
@@ -116,7 +124,7 @@ class ChangingPool(EnginePool):
         ray.kill(engine.actor)
         engine.submits = {}
         engine.give_up()
-        self._handles = {n: one for n, one in self._handles.items() if n != number}
+        self._handles = {n: engine for n, engine in self._handles.items() if n != number}
 
     def finish_leaving(self, now: float) -> list[int]:
         """End the engines that have left, and return the numbers of ended ones.
@@ -133,7 +141,7 @@ class ChangingPool(EnginePool):
             for number, engine in self._handles.items()
             if engine.leave_at is not None and engine.state in ("ended", "gone")
         ]
-        self._handles = {n: one for n, one in self._handles.items() if n not in ended}
+        self._handles = {n: engine for n, engine in self._handles.items() if n not in ended}
         return ended
 
     @abstractmethod

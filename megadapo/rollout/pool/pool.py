@@ -142,7 +142,7 @@ class EnginePool:
                 engine.give_up()
             except RayError:
                 engine.end()  # dead or stuck
-        ending = [one.awaited for one in self._handles.values() if one.awaited is not None]
+        ending = [engine.awaited for engine in self._handles.values() if engine.awaited is not None]
         if ending:
             ray.wait(ending, num_returns=len(ending), timeout=SHUTDOWN_TIMEOUT_S)
         self._handles = {}
@@ -283,10 +283,10 @@ class EnginePool:
             if math.isfinite(engine.start_at):
                 action += f" for {(engine.start_at - now) / 60:.0f} more minutes"
         self._warnings.append(f"{cause}; {action}")
-        present = [one for one in self._handles.values() if one.leave_at is None]
+        present = [engine for engine in self._handles.values() if engine.leave_at is None]
         # an engine that has never served is no loss, unless there is no other one
-        staying = [one for one in present if not one.is_new] or present
-        total, num_left = len(staying), sum(one.start_at <= now for one in staying)
+        staying = [engine for engine in present if not engine.is_new] or present
+        total, num_left = len(staying), sum(engine.start_at <= now for engine in staying)
         if num_left < MIN_ENGINES * total:
             left = f"only {num_left} of {total} engines are" if num_left else "no engine is"
             raise InfraError(f"{cause}; {action}; {left} left, and a restart of the run starts all")
@@ -335,7 +335,11 @@ class EnginePool:
     @property
     def _present(self) -> list[EngineHandle]:
         """Engines that answer calls."""
-        return [one for one in self._handles.values() if one.state in ("serving", "stale_weights")]
+        return [
+            engine
+            for engine in self._handles.values()
+            if engine.state in ("serving", "stale_weights")
+        ]
 
     def _update_stale_engines(self) -> None:
         """Publish the current weights to engines that joined or restarted, if the trainer can."""

@@ -146,7 +146,9 @@ class EvaluationInProgress:
         for request in held_out.requests:
             if (result := known.get(held_out.digest(request.key))) is not None:
                 self._results[request.key] = result
-        self._waiting = [one for one in held_out.requests if one.key not in self._results]
+        self._waiting = [
+            request for request in held_out.requests if request.key not in self._results
+        ]
         self._num_replaced: Counter[int] = Counter()
         self.num_from_journal = len(self._results)
         """Number of problems with a result in the journal."""
@@ -213,7 +215,7 @@ class EvaluationInProgress:
             result = ProblemResult(
                 num_correct=sum(group.correct),
                 num_scored=len(group.correct),
-                consensus=consensus([one.answer for one in group.scores], group.correct),
+                consensus=consensus([score.answer for score in group.scores], group.correct),
                 num_tokens=round(scale * sum(group.lengths)),
                 num_truncated=round(scale * sum(group.truncated)),
             )
@@ -231,7 +233,7 @@ class EvaluationInProgress:
         episode, number = request.episode, self._num_replaced[request.key]
         if episode is None or episode.may_repeat or number == MAX_REPLACED:
             return False
-        if any(one.function != episode.area for one in group.failures):
+        if any(failure.function != episode.area for failure in group.failures):
             return False
         self._num_replaced[request.key] += 1
         seeds = (continued_seed(seed, np.array([number])) for seed in request.seeds)

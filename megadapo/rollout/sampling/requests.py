@@ -38,7 +38,7 @@ class GroupRequests:
         None: the responses stop where they are. `responses` and `stop_at_tokens` are as in
         `OpenGroup`.
         """
-        num_tokens = tuple(len(one.token_ids) for one in responses)
+        num_tokens = tuple(len(response.token_ids) for response in responses)
         if stop_at_tokens and stop_at_tokens == (num_tokens or (0,) * self._num_responses):
             return None
         group = OpenGroup(

@@ -40,14 +40,14 @@ class Reserve:
     def park(self, prompt_index: int, responses: tuple[Response, ...]) -> None:
         """Keep the tokens of an open group that the engines have stopped."""
         version = self.open[prompt_index].version
-        has_tokens = any(len(one.token_ids) for one in responses)
+        has_tokens = any(len(response.token_ids) for response in responses)
         self.open[prompt_index] = OpenEntry(version, responses if has_tokens else ())
 
     def counts(self, num_responses: int) -> dict[int, tuple[int, ...]]:
         """Return the number of tokens of each response of each open group."""
         none = (0,) * num_responses
         return {
-            index: tuple(len(one.token_ids) for one in responses) or none
+            index: tuple(len(response.token_ids) for response in responses) or none
             for index, (_, responses) in self.open.items()
         }
 
@@ -70,7 +70,7 @@ class Reserve:
                 {
                     "prompt_index": index,
                     "version": version,
-                    "responses": [encode_response(one) for one in responses],
+                    "responses": [encode_response(response) for response in responses],
                 }
                 for index, (version, responses) in sorted(self.open.items())
             ],
@@ -85,7 +85,7 @@ class Reserve:
             reserve.finished[group.prompt_index] = group
             reserve.versions[group.prompt_index] = int(entry["version"])
         for entry in state["open"]:
-            responses = tuple(decode_response(one) for one in entry["responses"])
+            responses = tuple(decode_response(response) for response in entry["responses"])
             reserve.open[int(entry["prompt_index"])] = OpenEntry(int(entry["version"]), responses)
         return reserve
 

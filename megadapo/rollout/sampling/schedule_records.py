@@ -80,8 +80,8 @@ def _gaps(indices: Iterable[int]) -> list[int]:
 def contents_digest(group: Group) -> int:
     """Return a digest of a group's tokens, their log-probs and versions, and rewards."""
     digest = zlib.crc32(repr(group.rewards).encode())
-    for one in group.responses:
-        for array in (one.token_ids, one.logprobs, one.policy_versions):
+    for response in group.responses:
+        for array in (response.token_ids, response.logprobs, response.policy_versions):
             digest = zlib.crc32(array.tobytes(), digest)
     return digest
 

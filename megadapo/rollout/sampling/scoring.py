@@ -220,17 +220,17 @@ class ScoringPool:
         return groups
 
     def _count_failures(self, group: OpenGroup, prompt: Prompt) -> None:
-        for one in group.responses:
-            if one.failure is not None:
-                self._scorer.count_failure(one.failure, prompt)
-                kind = CAUSES.get(cause_of(one.failure.reason), "exception")
-                self._failures[f"{one.failure.function}/{FAILURES}/{kind}"] += 1
+        for response in group.responses:
+            if response.failure is not None:
+                self._scorer.count_failure(response.failure, prompt)
+                kind = CAUSES.get(cause_of(response.failure.reason), "exception")
+                self._failures[f"{response.failure.function}/{FAILURES}/{kind}"] += 1
 
     def _must_repeat(self, group: OpenGroup, num_left: int) -> bool:
         """Return whether a group asks its environment again, as it has too few responses left."""
         if group.episode is None or not group.episode.may_repeat:
             return False
-        has_failed = any(one.failure is not None for one in group.responses)
+        has_failed = any(response.failure is not None for response in group.responses)
         too_few = num_left < min(MIN_RESPONSES, len(group.seeds))
         return has_failed and too_few and self._num_repeats[group.key] < MAX_REPEATS
 
@@ -238,14 +238,14 @@ class ScoringPool:
         start = time.perf_counter()
         prompt, responses = self._prompt_of(group.key), group.responses
         assert not group.is_unfinished, f"group {group.key} has an unfinished response"
-        answered = [one for one in responses if one.failure is None]
+        answered = [response for response in responses if response.failure is None]
         scored = iter(self._scores(group, prompt, answered) if answered else [])
         # a response whose environment failed has no score
         scores = [
-            _with_parts(next(scored), one, group.episode)
-            if one.failure is None
-            else Score(0.0, False, "", failure=one.failure)
-            for one in responses
+            _with_parts(next(scored), response, group.episode)
+            if response.failure is None
+            else Score(0.0, False, "", failure=response.failure)
+            for response in responses
         ]
         with self._lock:
             self._reward_seconds += time.perf_counter() - start
@@ -263,8 +263,12 @@ class ScoringPool:
     ) -> list[Score]:
         """Score a group, again and again while a function has an outage and the group is open."""
         pause_s, until = FIRST_PAUSE_S, time.monotonic() + OUTAGE_S
-        texts, token_ids = zip(*((one.text, one.token_ids) for one in responses), strict=True)
-        of_episodes = [] if group.episode is None else [[one.episode_return for one in responses]]
+        texts, token_ids = zip(
+            *((response.text, response.token_ids) for response in responses), strict=True
+        )
+        of_episodes = (
+            [] if group.episode is None else [[response.episode_return for response in responses]]
+        )
         while True:
             try:
                 return self._scorer.score_group(prompt, texts, token_ids, *of_episodes)

@@ -61,7 +61,7 @@ class GroupStats:
             num_correct=sum(group.correct),
             num_responses=len(responses),
             num_excluded=len(group.failures),
-            num_interrupted=sum(one.is_interruption for one in group.failures),
+            num_interrupted=sum(failure.is_interruption for failure in group.failures),
             reward_sum=float(sum(group.rewards)),
             parts=group.parts,
             lengths=group.lengths,
@@ -70,12 +70,12 @@ class GroupStats:
             seconds=group.seconds,
             num_generated=group.num_generated,
             num_output_tokens=sum(group.lengths) - sum(group.num_sampled),
-            num_calls=sum(turn.is_call for one in responses for turn in one.turns),
-            num_branches=sum(one.branch is not None for one in responses),
+            num_calls=sum(turn.is_call for response in responses for turn in response.turns),
+            num_branches=sum(response.branch is not None for response in responses),
             entropy_rises=tuple(
-                turn.entropy - one.entropy
-                for one in responses
-                for turn in one.turns
+                turn.entropy - response.entropy
+                for response in responses
+                for turn in response.turns
                 if turn.is_call
             ),
         )
@@ -167,7 +167,9 @@ class StepCounters:
     @property
     def num_interrupted(self) -> int:
         """Number of them whose episode a restart interrupted."""
-        of_unscored = sum(one.is_interruption for group in self.unscored for one in group.failures)
+        of_unscored = sum(
+            failure.is_interruption for group in self.unscored for failure in group.failures
+        )
         return of_unscored + sum(group.num_interrupted for group in self.stats)
 
     def add(self, group: Group, *, is_mixed: bool) -> None:
@@ -200,11 +202,11 @@ class StepCounters:
         """Return what is known before a batch is taken, as JSON values."""
         return {
             **{name: getattr(self, name) for name in self._numbers()},
-            "stats": [one.to_json() for one in self.stats],
+            "stats": [group.to_json() for group in self.stats],
             "unscored": [encode_group(group) for group in self.unscored],
             "dropped": [encode_group(group) for group in self.dropped],
             "rejected": [encode_group(group) for group in self.rejected.groups],
-            "engines": [asdict(one) for one in self.engines],
+            "engines": [asdict(activity) for activity in self.engines],
         }
 
     @classmethod
@@ -212,14 +214,14 @@ class StepCounters:
         """Return the counters that `to_json` wrote."""
         counters = cls(
             **{name: entry[name] for name in cls._numbers()},
-            stats=[GroupStats.from_json(one) for one in entry["stats"]],
-            unscored=[decode_group(one) for one in entry["unscored"]],
-            dropped=[decode_group(one) for one in entry["dropped"]],
+            stats=[GroupStats.from_json(group) for group in entry["stats"]],
+            unscored=[decode_group(group) for group in entry["unscored"]],
+            dropped=[decode_group(group) for group in entry["dropped"]],
             rejected=RejectedGroups(saved_groups),
-            engines=[EngineActivity(**one) for one in entry["engines"]],
+            engines=[EngineActivity(**activity) for activity in entry["engines"]],
         )
-        for one in entry["rejected"]:
-            counters.rejected.add(decode_group(one))
+        for rejected_group in entry["rejected"]:
+            counters.rejected.add(decode_group(rejected_group))
         return counters
 
     def copy(self) -> StepCounters:

@@ -116,7 +116,7 @@ def samples_digest(config: RunConfig) -> str:
     It covers the modules of reward functions, but not what these import.
     """
     found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLING_KEYS)}
-    sources = [_source_digest(one.function) for one in config.reward.functions]
+    sources = [_source_digest(function.function) for function in config.reward.functions]
     return hashlib.sha256(json.dumps([found, sources], sort_keys=True).encode()).hexdigest()
 
 

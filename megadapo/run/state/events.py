@@ -97,7 +97,7 @@ class EventHook:
         }
         text = json.dumps(content, allow_nan=False).encode() + b"\n"
         with self._changed:
-            waiting = [one for one in self._waiting if not one[0] == event == "step"]
+            waiting = [call for call in self._waiting if not call[0] == event == "step"]
             self._waiting = [*waiting, (event, text)][-MAX_WAITING:]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._call_all, daemon=True)

@@ -216,7 +216,7 @@ def _without_speed(engines: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the state of the engines without what changes all the time."""
     if engines is None:
         return None
-    members = [[one["number"], one["node"], one["state"]] for one in engines["engines"]]
+    members = [[engine["number"], engine["node"], engine["state"]] for engine in engines["engines"]]
     return {**engines, "engines": members}
 
 

@@ -84,7 +84,9 @@ def saved_groups(
 
 def _control_tokens(group: Group, names: Mapping[int, str]) -> dict[int, str]:
     """Return the names of the special tokens in a group's responses by their ids."""
-    found = {int(one) for response in group.responses for one in np.unique(response.token_ids)}
+    found = {
+        int(token_id) for response in group.responses for token_id in np.unique(response.token_ids)
+    }
     return {number: names[number] for number in sorted(found & names.keys())}
 
 

@@ -44,7 +44,9 @@ def make_batch(
     num_tokens = None
     if algorithm.importance.stale_logprobs == "none":
         responses = (response for group in groups for response in group.responses)
-        num_tokens = [int((one.policy_versions == policy_version).sum()) for one in responses]
+        num_tokens = [
+            int((response.policy_versions == policy_version).sum()) for response in responses
+        ]
     values = advantages(
         groups,
         algorithm,
@@ -64,7 +66,7 @@ def make_batch(
     indices = (group.prompt_index for group in groups for _ in group.responses)
     recorded = {sequence for sequence, index in enumerate(indices) if index in saved}
     probed = probed_sequences(packed, config, policy_version=policy_version)
-    recorded |= {one.sequence for one in probed}
+    recorded |= {probe.sequence for probe in probed}
     return replace(packed, recorded=sorted(recorded)), values
 
 

@@ -66,7 +66,11 @@ def values_of_tokens(
     """Return known values [T] of a batch as `with_token_advantages` takes them."""
     is_last = mpu.is_pipeline_last_stage()
     return [
-        [torch.from_numpy(values[one.batch_index]).to(device) for one in mini_batch if is_last]
+        [
+            torch.from_numpy(values[micro_batch.batch_index]).to(device)
+            for micro_batch in mini_batch
+            if is_last
+        ]
         for mini_batch in split
     ]
 

@@ -82,7 +82,7 @@ class Critic(TrainedModel):
 
         The list is empty except on the last pipeline stage.
         """
-        work = [(_without_experts(one), self.head.values) for one in micro_batches]
+        work = [(_without_experts(micro_batch), self.head.values) for micro_batch in micro_batches]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 

@@ -125,8 +125,16 @@ class RewardModelRank:
         weights = np.zeros_like(scores)
         weights[chosen], weights[rejected] = slopes / len(chosen), -slopes / len(chosen)
         work = [
-            (replace(one, loss_weights=one.at_rows(weights[one.members[one.sequences]])), _weighted)
-            for one in mini_batch
+            (
+                replace(
+                    micro_batch,
+                    loss_weights=micro_batch.at_rows(
+                        weights[micro_batch.members[micro_batch.sequences]]
+                    ),
+                ),
+                _weighted,
+            )
+            for micro_batch in mini_batch
         ]
         for chunk in self.critic.chunks:
             chunk.zero_grad_buffer()

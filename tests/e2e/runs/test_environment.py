@@ -89,7 +89,8 @@ def test_rollout_shows_episodes_failures_and_prints(tmp_path):
     said = megadapo("rollout", recipe(tmp_path, 0.9), "--steps=1").stdout
     assert re.search(r"^environment Sum: .*\bfailed=0\.\d+ .*\breturn=", said, re.MULTILINE), said
     warning = re.search(
-        r"^environment Sum failed on (\d+) responses, which were left out or requested again: (\d+) x "
+        r"^environment Sum failed on (\d+) responses, which were left out or requested again: "
+        r"(\d+) x "
         r"exception: ValueError: no sum of (\d+) \(games\.py, line \d+\)",
         said,
         re.MULTILINE,
