@@ -198,7 +198,7 @@ def slot_resources(config: ClusterConfig) -> dict[str, float]:
 
 
 def remove_group(group: PlacementGroup) -> None:
-    """Return the slots of a group; one that Ray does not know any more is gone already."""
+    """Return the slots of a group; a group that Ray no longer knows is gone already."""
     from ray.exceptions import RayError
     from ray.util.placement_group import remove_placement_group
 

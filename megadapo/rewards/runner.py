@@ -30,7 +30,7 @@ class FunctionScore:
     failure: str | None = None
     """Reason why the function gave no score."""
     is_outage: bool = False
-    """Whether the failure is of the function's surroundings, as of its server."""
+    """Whether something outside of the function failed, such as its server."""
     steps: Steps = ()
     """Steps of the response, if the function scores them."""
 

@@ -54,7 +54,7 @@ class SymbolicCounts:
 class SymbolicPool:
     """Worker processes that compare answers symbolically; safe to use from any thread.
 
-    Idle workers run only on otherwise idle cores, and their limits are of CPU time.
+    Idle workers run only on otherwise idle cores, and their limits count CPU time.
 
     Raises:
         InfraError: a worker cannot start, or compares known answers wrongly.

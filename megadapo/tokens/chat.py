@@ -102,8 +102,8 @@ def output_ids(text: str, frame: str, tokenizer: PreTrainedTokenizerBase) -> lis
     """Return the tokens of a tool's output, in which names of control tokens are plain text.
 
     Args:
-        frame: text in which {} stands for a result. If the output has it, only the names of special
-            tokens are plain text in the frame, so that <tool_response> around a result is a token.
+        frame: text in which {} stands for a result. If the output contains it, only the names of
+            special tokens are plain text in the frame, so that <tool_response> around a result is a token.
     """
     encoder = encoder_of(tokenizer)
     if encoder is None or not encoder.has_controls(text):

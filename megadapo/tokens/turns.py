@@ -38,7 +38,7 @@ class Turns:
         """Check that the glue of each role can be found.
 
         Args:
-            roles: those that new messages may have.
+            roles: roles that new messages may have.
 
         Raises:
             ConfigError: there is no chat template, it closes turns without a token of their own, it

@@ -193,7 +193,7 @@ class TrainerRank(TrainedModel):
     def first_pass_is_old_policy(self, num_mini_batches: int, *, checks_ratio: bool) -> bool:
         """Return whether the update's own forward pass gives the old log-probs.
 
-        With one mini-batch, both are of the same weights.
+        With one mini-batch, both passes have the same weights.
 
         Args:
             checks_ratio: whether a GPU repeats the pass, so that the first ratio shows whether its

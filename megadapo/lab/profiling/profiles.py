@@ -128,7 +128,7 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
 def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
     """Run the collective updates on every rank.
 
-    Only one rank returns a text: it is of the last stage, which has the head too.
+    Only one rank returns a text: one of the last stage, which also has the head.
     """
     from megadapo.trainer.model.layer_ranges import layer_ranges
     from megadapo.trainer.types import UpdateRequest

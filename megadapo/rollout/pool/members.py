@@ -57,7 +57,7 @@ class ChangingPool(EnginePool):
 
     @contextmanager
     def unless_busy(self) -> Iterator[bool]:
-        """Keep other threads and publications away; yield False if one is under way."""
+        """Keep other threads and publications out; yield False during a publication."""
         with ExitStack() as held:
             for lock in (self._lock, self._publishing):
                 if not lock.acquire(blocking=False):

@@ -90,7 +90,7 @@ class Window:
 
     @classmethod
     def for_step(cls, config: SamplingConfig, step: int, most_untrained: int) -> Window:
-        """Return the window of a step, without groups; `most_untrained` is of async mode."""
+        """Return the window of a step, without groups; only async mode uses `most_untrained`."""
         round_size = config.round_size if config.mode == "rounds" else None
         if config.selection == "all" and not config.carries and round_size is None:
             # every group is kept, so no surplus is needed

@@ -14,8 +14,8 @@ from megadapo.errors import CheckpointError
 def check_permissions(folder: Path) -> None:
     """Check who can have written the files of a checkpoint.
 
-    Folders must belong to this user, or to the user that the file server maps this user to (often
-    `nobody` for root). Files may belong to others, because only a folder's owner decides
+    Folders must belong to this user, or to the user that the file server maps this user to, which
+    is often `nobody` for root. Files may belong to others, because only a folder's owner decides
     who writes in it. Links and entries that everyone may write are refused.
 
     Raises:
