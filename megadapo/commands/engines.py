@@ -185,11 +185,11 @@ def _list(status: Status, state: str, request: EngineRequest, *, as_json: bool) 
         print(f"the run is {state}; engines wanted: {request.num_engines}")
         return
     print("engine  node             state                  load    tokens  tokens/s")
-    for one in report["engines"]:
-        speed = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
+    for engine in report["engines"]:
+        speed = "-" if engine["tokens_per_s"] is None else f"{engine['tokens_per_s']:.1f}"
         print(
-            f"{one['number']:<8}{printable(str(one['node'])):17}{printable(str(one['state'])):21}"
-            f"{one['load']:>6}{one['tokens']:>10}{speed:>10}"
+            f"{engine['number']:<8}{printable(str(engine['node'])):17}{printable(str(engine['state'])):21}"
+            f"{engine['load']:>6}{engine['tokens']:>10}{speed:>10}"
         )
     waiting = report["waiting_for_slots"]
     print(f"engines wanted: {request.num_engines}; waiting for free slots: {waiting}")

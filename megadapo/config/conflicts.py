@@ -139,7 +139,7 @@ def _check_process_rewards(
     if not algorithm.compares_steps:
         return
     process = 'algorithm.advantage = "grpo-process"'
-    if not any(one.may_score_steps for one in reward.functions):
+    if not any(function.may_score_steps for function in reward.functions):
         yield (
             f"{process} needs scores of steps, and no entry of reward.functions gives any: name a "
             "function that does (docs/rewards.md)"
@@ -249,7 +249,7 @@ def _check_overlap(
 
 
 def _check_environments(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
-    named = [one for one in reward.functions if one.function == ENVIRONMENT]
+    named = [function for function in reward.functions if function.function == ENVIRONMENT]
     if named and not rollout.environments:
         yield (
             f'reward.functions: "{ENVIRONMENT}" is what a response earns in its environment, and '
@@ -263,7 +263,9 @@ def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterat
             "sampling.branching.initial_rollouts: responses branch after answers of an "
             "environment, and there is none: add one to rollout.environments, or leave it out"
         )
-    once = [one.label for one in rollout.environments if one.recovery == "once"]
+    once = [
+        environment.label for environment in rollout.environments if environment.recovery == "once"
+    ]
     if sampling.branching.is_on and once:
         yield (
             f'rollout.environments.recovery = "once" of {", ".join(once)} does not repeat actions, '

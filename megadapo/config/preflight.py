@@ -300,9 +300,9 @@ def _check_rewards(config: RunConfig) -> list[str]:
     """Import every reward function in its worker process."""
     check_functions(config.reward.functions, config.reward.isolation)
     return [
-        f"reward.functions.environment: {name} is not set here, so {one.label} does not get it"
-        for one in config.reward.functions
-        for name in one.environment
+        f"reward.functions.environment: {name} is not set here, so {function.label} does not get it"
+        for function in config.reward.functions
+        for name in function.environment
         if name not in os.environ
     ]
 

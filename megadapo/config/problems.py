@@ -72,7 +72,11 @@ def describe(error: ValidationError, root: type[Section]) -> list[str]:
     found = error.errors(include_url=False)
     # entries with an error of their own are not counted, so their list may seem too short
     inner = {problem["loc"][:end] for problem in found for end in range(len(problem["loc"]))}
-    problems = [one for one in found if one["type"] != "too_short" or one["loc"] not in inner]
+    problems = [
+        problem
+        for problem in found
+        if problem["type"] != "too_short" or problem["loc"] not in inner
+    ]
     grouped = groupby(problems, key=lambda problem: _key_of(root, problem["loc"]))
     return [line for keys, alike in grouped for line in _lines(root, keys, list(alike)) if keys]
 

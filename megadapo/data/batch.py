@@ -122,11 +122,11 @@ def _packed(
     planned: int | None = None,
 ) -> PackedBatch:
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    lengths = np.array([len(one.token_ids) for one in responses], dtype=np.int64)
+    lengths = np.array([len(response.token_ids) for response in responses], dtype=np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + lengths)])
     ends = cu_seqlens[1:].tolist()
     starts = (cu_seqlens[1:] - lengths).tolist()
-    experts = tuple(one.experts for one in responses if one.experts is not None)
+    experts = tuple(response.experts for response in responses if response.experts is not None)
 
     def on_responses(
         values: Iterable[np.ndarray | float], fill: float, dtype: DTypeLike
@@ -138,17 +138,21 @@ def _packed(
             spread[start:end] = value
         return spread
 
-    tokens = on_responses((one.token_ids for one in responses), 0, np.int64)
+    tokens = on_responses((response.token_ids for response in responses), 0, np.int64)
     for first, start, prompt in zip(cu_seqlens.tolist(), starts, prompts, strict=False):
         tokens[first:start] = prompt
-    versions = on_responses((one.policy_versions for one in responses), NO_VERSION, np.int32)
+    versions = on_responses(
+        (response.policy_versions for response in responses), NO_VERSION, np.int32
+    )
     weights = on_responses(loss_weights, 0.0, np.float32)
     weights[versions == NO_VERSION] = 0.0
     return PackedBatch(
         tokens=tokens,
         cu_seqlens=cu_seqlens.astype(np.int64),
         prompt_lengths=prompt_lengths,
-        logprobs_rollout=on_responses((one.logprobs for one in responses), np.nan, np.float32),
+        logprobs_rollout=on_responses(
+            (response.logprobs for response in responses), np.nan, np.float32
+        ),
         advantages=on_responses(advantages, 0.0, np.float32),
         loss_weights=weights,
         policy_versions=versions,

@@ -199,7 +199,7 @@ class Group:
     def parts(self) -> RewardParts:
         """Parts of the rewards of all responses, and a part for each failure."""
         of_scores = (part for score in self.scores for part in score.parts)
-        return (*of_scores, *((f"{one.function}/{FAILED}", 1.0) for one in self.failures))
+        return (*of_scores, *((f"{failure.function}/{FAILED}", 1.0) for failure in self.failures))
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -230,7 +230,7 @@ class Group:
     @property
     def num_generated(self) -> int:
         """Number of sampled tokens of all responses; shared tokens count once."""
-        own = (one.branch.num_tokens if one.branch else 0 for one in self.responses)
+        own = (response.branch.num_tokens if response.branch else 0 for response in self.responses)
         pairs = zip(self.responses, own, strict=True)
         return sum(int(response.is_sampled[first:].sum()) for response, first in pairs)
 

@@ -69,10 +69,10 @@ def encode_response(response: Response, *, readable: bool = False) -> dict[str, 
         "policy_versions": encode_versions(response.policy_versions),
         "turns": [
             [
-                *(one.end, _finite_or_none(one.entropy), one.reward, one.seconds, one.is_call),
-                dict(one.metrics),
+                *(turn.end, _finite_or_none(turn.entropy), turn.reward, turn.seconds, turn.is_call),
+                dict(turn.metrics),
             ]
-            for one in response.turns
+            for turn in response.turns
         ],
         "entropy": _finite_or_none(response.entropy),
         "branch": None if response.branch is None else list(response.branch),

@@ -170,7 +170,7 @@ def create(name: str, config: Mapping[str, Any], *, seed: int, size: int) -> Any
     _check_known(name, sorted(set(DATASETS) - REFUSED.keys()), "reasoning-gym has no dataset")
     keys = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for key in config:
-        of_source = [one for one in keys if one not in ("seed", "size")]
+        of_source = [key for key in keys if key not in ("seed", "size")]
         _check_known(key, of_source, f"the configuration of reasoning-gym's {name} has no key")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)

@@ -180,7 +180,7 @@ class Row:
                 raise DataError(f"{self.place}: tools is not JSON: {error}") from error
         if tools is None:
             return []
-        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise DataError(f"{self.place}: tools is not a list of JSON schemas: {tools!r:.80}")
         return tools
 

@@ -320,12 +320,12 @@ def _tables(diagnosis: TemplateDiagnosis) -> str:
     answers = TextTable(
         title="answers, if the conversation is rendered again (megadapo never does so)",
         head=("answer", "before user", "before tool", "at the end"),
-        rows=[astuple(one) for one in diagnosis.answers],
+        rows=[astuple(answer) for answer in diagnosis.answers],
     )
     glue = TextTable(
         title="glue after an answer, beside the rendering of the whole conversation",
         head=("messages", "first turn", "later turn", "text"),
-        rows=[astuple(one) for one in diagnosis.glue],
+        rows=[astuple(glue) for glue in diagnosis.glue],
     )
     smuggled = TextTable(
         title="control tokens that a text with all their names becomes",

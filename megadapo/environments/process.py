@@ -207,7 +207,7 @@ class EnvironmentProcess:
         # children in other groups may keep the pipe open
         await asyncio.wait([log], timeout=END_S)
         log.cancel()
-        names = {one.value: one.name for one in signal.Signals}
+        names = {number.value: number.name for number in signal.Signals}
         how = f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
         self._end = self._end or problem or " ".join([how, self._printed()]).strip()
         for future in self._calls.values():
@@ -225,7 +225,7 @@ class EnvironmentProcess:
         while data := await self._process.stderr.read(1 << 16):
             *lines, line = (line + data).split(b"\n")
             line = line[-_SHOWN_CHARACTERS:]
-            self._tail.extend(one[-_SHOWN_CHARACTERS:] for one in lines if one.strip())
+            self._tail.extend(line[-_SHOWN_CHARACTERS:] for line in lines if line.strip())
             if self._log_path is not None and left > 0:
                 # a full disk must not stop the environment
                 with suppress(OSError), self._log_path.open("ab") as file:

@@ -138,7 +138,11 @@ class EnvironmentProcesses:
     @property
     def process_ids(self) -> list[int]:
         """Pids of the processes that run."""
-        return [one.process_id for one in self._places if one is not None and one.is_alive]
+        return [
+            process.process_id
+            for process in self._places
+            if process is not None and process.is_alive
+        ]
 
     async def _process(self, place: int) -> EnvironmentProcess:
         """Return the process of a place; start one unless it can take an object."""
@@ -148,7 +152,9 @@ class EnvironmentProcesses:
             if process is not None and process.num_stuck >= MAX_STUCK:
                 process.is_retired = True
                 if process.objects:
-                    self._retired = [one for one in self._retired if one.is_alive] + [process]
+                    self._retired = [process for process in self._retired if process.is_alive] + [
+                        process
+                    ]
                 else:
                     await process.end("was replaced")
             elif process is not None and process.is_alive:

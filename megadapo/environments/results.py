@@ -29,15 +29,15 @@ def read_description(environment: Environment) -> dict[str, Any]:
         ProtocolViolation: they are not lists of JSON schemas and texts.
     """
     tools, stop = environment.tools, environment.stop
-    if not _is_list(tools) or not all(isinstance(one, Mapping) for one in tools):
+    if not _is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ProtocolViolation(f"has tools that are no list of JSON schemas: {_short(tools)}")
-    if not _is_list(stop) or not all(isinstance(one, str) and one for one in stop):
+    if not _is_list(stop) or not all(isinstance(text, str) and text for text in stop):
         raise ProtocolViolation(f"has a stop that is no list of texts: {_short(stop)}")
     if not isinstance(environment.output, str) or environment.output.count("{}") != 1:
         raise ProtocolViolation(f"has an output without one {{}}: {_short(environment.output)}")
     return {
         "uses_tokens": bool(environment.uses_tokens),
-        "tools": _json([dict(one) for one in tools], "tools"),
+        "tools": _json([dict(tool) for tool in tools], "tools"),
         "stop": list(stop),
         "output": environment.output,
     }
@@ -56,7 +56,7 @@ def read_observation(value: Any, method: str) -> dict[str, Any]:
         raise ProtocolViolation(
             f"{method} returned {_short(value.messages)} as messages, not a list"
         )
-    messages = [_message(one, method) for one in value.messages]
+    messages = [_message(message, method) for message in value.messages]
     text = None if value.text is None else _text(value.text, f"{method} returned", "text")
     token_ids = None if value.token_ids is None else _token_ids(value.token_ids, method)
     if bool(messages) + (text is not None) + (token_ids is not None) > 1:

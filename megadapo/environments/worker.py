@@ -119,7 +119,7 @@ def load(path: str, options: Mapping[str, Any], recovery: str) -> type[Environme
     missing = sorted(getattr(loaded, "__abstractmethods__", ()))
     if recovery == "state":
         names = ("state", "restore")
-        missing += [one for one in names if getattr(loaded, one) is getattr(Environment, one)]
+        missing += [name for name in names if getattr(loaded, name) is getattr(Environment, name)]
     if missing:
         needed = ', which recovery = "state" needs' * (missing[0] in ("state", "restore"))
         raise CannotStart(f"{path} has no method {' and no '.join(missing)}{needed}")
@@ -227,7 +227,7 @@ class Worker:
 
     async def _step(self, message: Mapping[str, Any]) -> Any:
         number, given = message["object"], message["action"]
-        calls = tuple(ToolCall(**one) for one in given["tool_calls"])
+        calls = tuple(ToolCall(**call) for call in given["tool_calls"])
         action = Action(**{**given, "tool_calls": calls})
         returned = await self._call(number, self._objects[number].step, action)
         observation = read_observation(returned, "step")

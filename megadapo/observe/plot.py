@@ -155,7 +155,9 @@ class PlottedRun:
 
     def measured(self) -> list[str]:
         """Return the metrics that have values, and `HELD_OUT` if there are evaluations."""
-        names = [name for one in self.records for name, value in one.items() if value is not None]
+        names = [
+            name for record in self.records for name, value in record.items() if value is not None
+        ]
         return [*dict.fromkeys(names), *([HELD_OUT] if self.evaluations else [])]
 
     def series(self, name: str) -> dict[float, float]:

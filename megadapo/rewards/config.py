@@ -304,11 +304,14 @@ class RewardConfig(Section, title="reward"):
     @property
     def reads_extra_info(self) -> bool:
         """Whether a function is called that receives extra_info."""
-        return not all(one.is_in_process for one in self.functions)
+        return not all(function.is_in_process for function in self.functions)
 
     def uses_rule(self, data_source: str) -> bool:
         """Return whether the rule scores prompts of a source."""
-        return any(one.function == "rule" and one.applies_to(data_source) for one in self.functions)
+        return any(
+            function.function == "rule" and function.applies_to(data_source)
+            for function in self.functions
+        )
 
     def check_gold(self, gold: object, data_source: str) -> str:
         """Return the gold answer of a prompt from a source, if it can be scored.
@@ -316,7 +319,7 @@ class RewardConfig(Section, title="reward"):
         Raises:
             DataError: it is no text, no function scores the source, or the rule cannot score it.
         """
-        applying = [one for one in self.functions if one.applies_to(data_source)]
+        applying = [function for function in self.functions if function.applies_to(data_source)]
         if not applying:
             raise DataError(f"no entry of reward.functions scores the data_source {data_source!r}")
         for one in applying:
@@ -340,7 +343,7 @@ class RewardConfig(Section, title="reward"):
     @property
     def compares_symbolically(self) -> bool:
         """Whether answers are compared symbolically too."""
-        has_rule = any(one.function == "rule" for one in self.functions)
+        has_rule = any(function.function == "rule" for function in self.functions)
         return self.symbolic and has_rule and self.rule in MATHEMATICAL
 
     def rule_of(self, function: RewardFunction) -> Rule | None:
@@ -355,13 +358,13 @@ class RewardConfig(Section, title="reward"):
         if self.decide == "symbolic" and self.rule not in MATHEMATICAL:
             known = ", ".join(MATHEMATICAL)
             yield f'reward.decide = "symbolic" needs reward.rule to be one of {known}'
-        uses_pattern = "pattern" in (self.rule, *(one.function for one in self.functions))
+        uses_pattern = "pattern" in (self.rule, *(function.function for function in self.functions))
         if uses_pattern and not self.pattern:
             yield 'reward.pattern is missing, which the rule "pattern" needs'
         elif self.pattern and not uses_pattern:
             yield 'reward.pattern has no effect: leave it out, or set reward.rule = "pattern"'
         elif self.pattern and (problem := check_pattern("reward.pattern", self.pattern)):
             yield problem
-        labels = [one.label for one in self.functions]
+        labels = [function.label for function in self.functions]
         for label in {label for label in labels if labels.count(label) > 1}:
             yield f'reward.functions: two are called "{label}"; give one another name'

@@ -141,7 +141,10 @@ class FunctionRunner(Runner):
         on_network = self.config.may_use_network
         if not isinstance(reply, Lost):
             results: Sequence[Reply] = reply["results"]
-            return [{**one, "outage": on_network and one.get("outage", False)} for one in results]
+            return [
+                {**result, "outage": on_network and result.get("outage", False)}
+                for result in results
+            ]
         error, is_outage = f"its process ended: {reply.detail or reply.kind}", False
         if reply.kind == "timeout":
             error, is_outage = f"took longer than {self.config.timeout_s:g} s", on_network

@@ -85,9 +85,9 @@ class Runner(abc.ABC):
 
     def _check_outage(self, scores: Sequence[FunctionScore]) -> None:
         """Raise RewardOutageError if an outage leaves too few responses, or any must wait."""
-        outages = [one.failure for one in scores if one.is_outage]
+        outages = [score.failure for score in scores if score.is_outage]
         reaction = self.config.reaction(is_outage=True)
-        num_scored = sum(one.failure is None for one in scores)
+        num_scored = sum(score.failure is None for score in scores)
         too_few = num_scored < min(MIN_RESPONSES, len(scores))
         if outages and (reaction == "retry" or (reaction == "exclude" and too_few)):
             with self._lock:

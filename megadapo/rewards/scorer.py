@@ -46,9 +46,11 @@ class Scorer:
             self.verifier = stack.enter_context(Verifier(config))
             """Comparison of answers, by the rule and symbolically."""
             self._runners: dict[str, Runner] = {}
-            for one in config.functions:
-                if not one.is_in_process:
-                    self._runners[one.label] = runner = start_runner(one, decode, config.isolation)
+            for function in config.functions:
+                if not function.is_in_process:
+                    self._runners[function.label] = runner = start_runner(
+                        function, decode, config.isolation
+                    )
                     stack.callback(runner.close)
             self._started = stack.pop_all()
 
@@ -94,7 +96,11 @@ class Scorer:
         """
         if self._is_rule_alone:
             return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))
-        applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
+        applying = [
+            function
+            for function in self._config.functions
+            if function.applies_to(prompt.data_source)
+        ]
         columns = [self._score(one, prompt, texts, token_ids, returns) for one in applying]
         return [_combined(applying, row) for row in zip(*columns, strict=True)]
 
@@ -163,14 +169,14 @@ def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> S
         parts.append((function.label, one.reward))
         parts += ((f"{function.label}/{name}", value) for name, value in one.parts)
     rewards = [f.weight * one.reward for f, one in zip(functions, scores, strict=True)]
-    answer = next((one.answer for one in scores if one.answer), "")
+    answer = next((score.answer for score in scores if score.answer), "")
     return replace(
         scores[0],
         reward=math.fsum(rewards),
         answer=answer,
         parts=tuple(parts),
         steps=_combined_steps(functions, scores, rewards),
-        failure=next((one.failure for one in scores if one.failure is not None), None),
+        failure=next((score.failure for score in scores if score.failure is not None), None),
     )
 
 

@@ -125,7 +125,7 @@ class Verifier:
         pairs = [self._pair(*both) for both in zip(responses, ground_truths, strict=True)]
         with self._lock:
             self._counts["num_scored"] += len(scores)
-            self._counts["num_unanswered"] += sum(one.answer == NO_ANSWER for one in scores)
+            self._counts["num_unanswered"] += sum(score.answer == NO_ANSWER for score in scores)
             if self._cross_check is not None:
                 for pair, by_rule in zip(pairs, scores, strict=True):
                     if pair is not None:

@@ -41,7 +41,7 @@ def chat_ids(
     encoder = encoder_of(tokenizer)
     if encoder is not None:
         _check_roles(encoder, messages)
-    if encoder is None or not any(_has_controls(encoder, one) for one in messages):
+    if encoder is None or not any(_has_controls(encoder, message) for message in messages):
         # a single chat without return_dict gives a list of ids
         return cast(
             list[int],
@@ -103,7 +103,8 @@ def output_ids(text: str, frame: str, tokenizer: PreTrainedTokenizerBase) -> lis
 
     Args:
         frame: text in which {} stands for a result. If the output contains it, only the names of
-            special tokens are plain text in the frame, so that <tool_response> around a result is a token.
+            special tokens are plain text in the frame, so that <tool_response> around a result is
+            a token.
     """
     encoder = encoder_of(tokenizer)
     if encoder is None or not encoder.has_controls(text):

@@ -88,10 +88,10 @@ def save_stacks(hung: Sequence[HungProcesses]) -> None:
     task: Any = ray.remote(write_stacks)
     calls = [
         # no share of a GPU: the hung processes still hold it
-        task.options(**{**one.options, "num_cpus": 0, "num_gpus": 0}).remote(
-            one.processes, one.mark, one.pipes
+        task.options(**{**process.options, "num_cpus": 0, "num_gpus": 0}).remote(
+            process.processes, process.mark, process.pipes
         )
-        for one in hung
+        for process in hung
     ]
     ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)
 
@@ -100,7 +100,7 @@ def write_stacks(
     processes: Sequence[ProcessLocation], mark: str | None, pipes: Sequence[Path] = ()
 ) -> None:
     """Run `save_stacks` for one node, on that node."""
-    pids = [one.pid for one in processes if start_time(one.pid) == one.started]
+    pids = [process.pid for process in processes if start_time(process.pid) == process.started]
     if mark is not None:
         pids += [pid for pid in marked_processes(mark) if pid not in pids]
     signalled = [pid for pid in pids if pid != os.getpid() and _signal(pid)]

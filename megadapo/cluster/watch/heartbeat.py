@@ -203,7 +203,7 @@ class HeartbeatWatch:
     @property
     def progress(self) -> int:
         """Number of progress reports of all processes at the last check."""
-        return sum(one.last.progress for one in self._watched)
+        return sum(process.last.progress for process in self._watched)
 
     def check(self) -> None:
         """Read all heartbeats.
@@ -216,21 +216,21 @@ class HeartbeatWatch:
         if now < self._checked + CHECK_S:
             return
         seconds, self._checked = min(now - self._checked, MAX_COUNTED_S), now
-        for one in self._watched:
-            one.update(seconds)
-        silent = [one for one in self._watched if one.silent_s > self._limit_s]
+        for process in self._watched:
+            process.update(seconds)
+        silent = [process for process in self._watched if process.silent_s > self._limit_s]
         if silent:
             raise self._hung(silent, f"sent no heartbeat for {self._limit_s:g} s")
-        busy = [one for one in self._watched if one.last.doing in self._with_progress]
-        slowest_s = max((one.last.slowest_s for one in busy), default=0.0)
+        busy = [process for process in self._watched if process.last.doing in self._with_progress]
+        slowest_s = max((process.last.slowest_s for process in busy), default=0.0)
         allowed_s = max(self._limit_s, SLOWEST_FACTOR * slowest_s)
-        if any(one.stalled_s > allowed_s for one in busy):
-            fewest = min(one.last.progress for one in busy)
-            behind = [one for one in busy if one.last.progress == fewest]
+        if any(process.stalled_s > allowed_s for process in busy):
+            fewest = min(process.last.progress for process in busy)
+            behind = [process for process in busy if process.last.progress == fewest]
             raise self._hung(behind, f"made no progress for {allowed_s:g} s")
 
     def _hung(self, hung: Sequence[_Watched], what: str) -> ProcessHungError:
-        names = ", ".join(one.name for one in hung)
+        names = ", ".join(process.name for process in hung)
         doing = f" in {hung[0].last.doing}" if hung[0].last.doing else ""
-        logs = ", ".join(str(one.log) for one in hung)
+        logs = ", ".join(str(process.log) for process in hung)
         return ProcessHungError(f"{names} {what}{doing} ({self._limit}); stacks: {logs}")

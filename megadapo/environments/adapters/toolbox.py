@@ -33,11 +33,11 @@ class Toolbox(Environment):
             name: _load(BUILT_IN.get(name, name))(**options) for name, options in tools.items()
         }
         members = self._members.items()
-        self.stop: Sequence[str] = [stop for _, one in members for stop in one.stop]
-        self.tools = [tool for _, one in members for tool in one.tools]
-        self._by_stop = {stop: name for name, one in members for stop in one.stop}
+        self.stop: Sequence[str] = [stop for _, member in members for stop in member.stop]
+        self.tools = [tool for _, member in members for tool in member.tools]
+        self._by_stop = {stop: name for name, member in members for stop in member.stop}
         self._by_call = {
-            tool["function"]["name"]: name for name, one in members for tool in one.tools
+            tool["function"]["name"]: name for name, member in members for tool in member.tools
         }
         if len(self._by_stop) < len(self.stop) or len(self._by_call) < len(self.tools):
             raise ValueError(
@@ -60,9 +60,9 @@ class Toolbox(Environment):
         return self._step(action)
 
     async def _step(self, action: Action) -> Observation:
-        for one in self._members.values():
-            if isinstance(one, Tool):
-                one.begin_turn()
+        for member in self._members.values():
+            if isinstance(member, Tool):
+                member.begin_turn()
         ends = {
             stop: action.text.rfind(stop) + len(stop) for stop in self.stop if stop in action.text
         }
@@ -88,8 +88,8 @@ class Toolbox(Environment):
     async def close(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
             # all of them, also if one fails
-            for one in self._members.values():
-                closing.push_async_callback(_call, one.close)
+            for member in self._members.values():
+                closing.push_async_callback(_call, member.close)
 
     async def _ask(self, name: str, action: Action) -> Observation:
         one = self._members[name]

@@ -52,7 +52,9 @@ class ChatTemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     ) -> Any:
         """Return the tokens so far followed by the glue; raises what `Turns` raises."""
         known = [*previous_prompt_ids, *previous_completion_ids]
-        shown = [{"role": one["role"], "content": one["content"]} for one in new_messages]
+        shown = [
+            {"role": message["role"], "content": message["content"]} for message in new_messages
+        ]
         glue = self._turns.ids_after(previous_completion_ids, shown)
         # the glue is one text of all messages, so it is counted as the last one's
         return RenderedTokens(
@@ -64,10 +66,10 @@ class ChatTemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, **options: Any
     ) -> list[int]:
-        if any(one.keys() != {"role", "content"} for one in messages):
+        if any(message.keys() != {"role", "content"} for message in messages):
             # calls of tools in a prompt, which prompts of this project do not have
             return cast(list[int], super()._apply(messages, tools=tools, **options))
-        pairs = [(one["role"], one["content"]) for one in messages]
+        pairs = [(message["role"], message["content"]) for message in messages]
         add_generation_prompt = options.get("add_generation_prompt", False)
         return chat_ids(
             pairs, self._tokenizer, tools=tools or (), add_generation_prompt=add_generation_prompt

@@ -160,7 +160,7 @@ Measured = Mapping[str, float | None]
 def measure(folder: Path, accuracy: float) -> dict[str, float | None]:
     """Return every measure of a run; None if missing."""
     records = RunRecords.read(folder)
-    return {one.name: one.of(records, accuracy) for one in MEASURES}
+    return {measure.name: measure.of(records, accuracy) for measure in MEASURES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +204,15 @@ class Noise:
     def of(cls, differences: Sequence[Spread | None]) -> Noise | None:
         """Pool differences; None unless a comparison with two seeds differs in one of them."""
         squares = num_free = 0.0
-        for one in differences:
+        for difference in differences:
             # rows with identical results say nothing of the noise
-            if one is not None and one.standard_error is not None and not one.is_zero:
-                squares += (one.num - 1) * one.num * one.standard_error**2
-                num_free += one.num - 1
+            if (
+                difference is not None
+                and difference.standard_error is not None
+                and not difference.is_zero
+            ):
+                squares += (difference.num - 1) * difference.num * difference.standard_error**2
+                num_free += difference.num - 1
         if not num_free:
             return None
         return cls(deviation=math.sqrt(squares / num_free), num_free=int(num_free))

@@ -96,11 +96,14 @@ def _measures(result: AblationResult) -> TextTable:
         note += f" Finished seeds of incomplete rows: {'; '.join(short)}."
     measures = _measured(result)
     rows = [
-        [row.row.name, *(cell(row.spread(one.name), one.form, len(row.runs)) for one in measures)]
+        [
+            row.row.name,
+            *(cell(row.spread(measure.name), measure.form, len(row.runs)) for measure in measures),
+        ]
         + [row.row.source] * has_source
         for row in result.rows
     ]
-    head = ["row", *(one.label for one in measures), *["source"] * has_source]
+    head = ["row", *(measure.label for measure in measures), *["source"] * has_source]
     return TextTable(title="Rows", note=note, head=head, rows=rows)
 
 
@@ -118,17 +121,26 @@ def _differences(result: AblationResult) -> TextTable:
         )
     measures = _measured(result)
     rows = [
-        [row, *(cell(result.difference(row, other, one), one.form, sign=True) for one in measures)]
+        [
+            row,
+            *(
+                cell(result.difference(row, other, measure), measure.form, sign=True)
+                for measure in measures
+            ),
+        ]
         for row, other in result.ablation.rows.comparisons
     ]
     return TextTable(
-        title="Differences", note=note, head=["row", *(one.label for one in measures)], rows=rows
+        title="Differences",
+        note=note,
+        head=["row", *(measure.label for measure in measures)],
+        rows=rows,
     )
 
 
 def _measured(result: AblationResult) -> list[Measure]:
     """Return the measures that some row has, such as BAPO's bounds."""
-    return [one for one in MEASURES if any(row.spread(one.name) for row in result.rows)]
+    return [measure for measure in MEASURES if any(row.spread(measure.name) for row in result.rows)]
 
 
 def _effects(result: AblationResult) -> TextTable:
@@ -137,7 +149,7 @@ def _effects(result: AblationResult) -> TextTable:
         "95 % interval excludes 0 (Student's t; the wider of two: with the standard deviation "
         "pooled over all rows' differences, and with the row's own)."
     )
-    measures = {one.name: one for one in MEASURES}
+    measures = {measure.name: measure for measure in MEASURES}
     rows = []
     for effect in result.effects:
         one = measures[effect.expectation.measure]
@@ -193,7 +205,10 @@ def _metric(name: str) -> Callable[[RunRecords], Points]:
 
 
 PANELS: tuple[tuple[str, Callable[[RunRecords], Points]], ...] = (
-    ("Held-out accuracy", lambda run: ((one.step, one.accuracy) for one in run.evaluations)),
+    (
+        "Held-out accuracy",
+        lambda run: ((evaluation.step, evaluation.accuracy) for evaluation in run.evaluations),
+    ),
     ("Training accuracy", _metric("accuracy/mean")),
     ("Entropy (nats per token)", _metric("policy/entropy")),
     ("Response length (tokens)", _metric("response_length/mean")),

@@ -105,8 +105,8 @@ class AblationResult:
         """The expectations of all rows with the measured differences."""
         comparisons = self.ablation.rows.comparisons
         differences = {
-            one.name: {pair: self.difference(*pair, one) for pair in comparisons}
-            for one in MEASURES
+            measure.name: {pair: self.difference(*pair, measure) for pair in comparisons}
+            for measure in MEASURES
         }
         expected = {result.row.name: result.row.expects for result in self.rows}
         return [
@@ -157,7 +157,8 @@ def to_json(result: AblationResult) -> dict[str, Any]:
                 "row": row,
                 "from": other,
                 "measures": {
-                    one.name: _spread_json(result.difference(row, other, one)) for one in MEASURES
+                    measure.name: _spread_json(result.difference(row, other, measure))
+                    for measure in MEASURES
                 },
             }
             for row, other in ablation.rows.comparisons
@@ -190,7 +191,7 @@ def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
         "config": row.row.config,
         "overrides": flat(result.ablation.rows.overrides_of(index)),
         "runs": {str(seed): dict(measured) for seed, measured in row.runs.items()},
-        "measures": {one.name: _spread_json(row.spread(one.name)) for one in MEASURES},
+        "measures": {measure.name: _spread_json(row.spread(measure.name)) for measure in MEASURES},
     }
 
 

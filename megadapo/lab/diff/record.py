@@ -56,7 +56,7 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> dict[int, EvaluationRecord]:
         """The held-out evaluations by step; step 0 is before training."""
-        return {one.step: one for one in read_evaluations(self.folder)}
+        return {evaluation.step: evaluation for evaluation in read_evaluations(self.folder)}
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
@@ -71,7 +71,9 @@ class RunRecord:
         """Return the saved groups of a step by prompt index; None if none were saved."""
         if step not in self._saved_steps:
             return None
-        return {one.prompt_index: one for one in read_rollouts(rollouts_path(self.folder, step))}
+        return {
+            group.prompt_index: group for group in read_rollouts(rollouts_path(self.folder, step))
+        }
 
     @property
     def saved_groups(self) -> object:

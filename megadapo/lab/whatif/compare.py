@@ -92,21 +92,23 @@ def compare(
 def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:
     """Return each objective with its advantages and loss weights of the saved groups."""
     found: list[Variant] = []
-    for one in alternatives:
-        batch, _ = make_batch(saved.sampled, one.config, policy_version=saved.step - 1)
+    for alternative in alternatives:
+        batch, _ = make_batch(saved.sampled, alternative.config, policy_version=saved.step - 1)
         num_mini_batches = len(batch.mini_batches)
         if found:
             # the loss weights have the alternative's mini-batches; the passes need common ones
             own = found[0].batch
             changed = ("advantages", "loss_weights", "rewards")
             batch = replace(own, **{name: getattr(batch, name) for name in changed})
-        algorithm = one.config.algorithm
+        algorithm = alternative.config.algorithm
         found.append(
             Variant(
                 algorithm=algorithm,
                 batch=batch,
                 num_mini_batches=num_mini_batches,
-                kl_reward_coef=_kl_reward_coef(saved, one.config, own=alternatives[0].config),
+                kl_reward_coef=_kl_reward_coef(
+                    saved, alternative.config, own=alternatives[0].config
+                ),
             )
         )
     return found

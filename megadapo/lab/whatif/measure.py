@@ -76,7 +76,8 @@ def measure(
     values, logprobs_ref = _fixed_numbers(rank, variants[0].batch, old)
     if logprobs_ref is not None:
         variants = [
-            replace(one, batch=replace(one.batch, logprobs_ref=logprobs_ref)) for one in variants
+            replace(variant, batch=replace(variant.batch, logprobs_ref=logprobs_ref))
+            for variant in variants
         ]
     logprobs_old = None if old is None else old.logprobs
     works = [_work(rank, variant, policy_version, logprobs_old, values) for variant in variants]
@@ -120,7 +121,7 @@ def _fixed_numbers(
     split = rank.splitter.split(batch, predicted=response_tokens(batch), policy_version=0)
     values = logprobs_ref = None
     if rank.critic is not None:
-        values = _of_batch(batch, split, [rank.critic.values(one) for one in split])
+        values = _of_batch(batch, split, [rank.critic.values(mini_batch) for mini_batch in split])
     if rank.reference is not None:
         scored = [
             [
@@ -160,7 +161,7 @@ def _work(
     has_reference = objective.kl_coef != 0.0
     # otherwise the head itself computes the old log-probs
     if logprobs_old is not None or has_reference or objective.gate == "bapo":
-        split = [_set_old_logprobs(rank, one, variant, logprobs_old) for one in split]
+        split = [_set_old_logprobs(rank, mini_batch, variant, logprobs_old) for mini_batch in split]
     if has_reference:
         assert rank.reference is not None, "the run's own objective has it"
         split = rank.reference.add_logprobs(
@@ -187,7 +188,9 @@ def _set_old_logprobs(
     if logprobs_old is None:
         proximal = rank.logprobs_of(mini_batch)
     else:
-        proximal = [one.at_rows(logprobs_old[one.batch_index]) for one in mini_batch]
+        proximal = [
+            micro_batch.at_rows(logprobs_old[micro_batch.batch_index]) for micro_batch in mini_batch
+        ]
     pairs = zip(mini_batch, proximal, strict=False)
     importance = variant.algorithm.importance
     return mini_batch.with_policy([old_policy(*pair, importance) for pair in pairs])

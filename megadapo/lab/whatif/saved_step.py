@@ -68,7 +68,7 @@ def read_step(config: RunConfig, step: int) -> SavedStep:
     run = config.run.model_copy(update={"num_steps": step})
     until = config.model_copy(update={"run": run})
     sampled = ReplayedRollouts(until, folder / ROLLOUTS_FOLDER, first_step=step).next_batch()
-    metrics = next((one for one in read_metrics(folder) if one["step"] == step), {})
+    metrics = next((record for record in read_metrics(folder) if record["step"] == step), {})
     return SavedStep(
         step=step,
         sampled=sampled,
@@ -84,7 +84,9 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
     ratio has the engine's log-prob instead.
     """
     path = rollouts_path(config.run.folder, saved.step)
-    groups = {one.prompt_index: one for one in read_rollouts(path) if one.disposition == "trained"}
+    groups = {
+        group.prompt_index: group for group in read_rollouts(path) if group.disposition == "trained"
+    }
     responses = (
         response
         for group in saved.sampled.groups

@@ -29,7 +29,7 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
     num_any = 0
     for text in texts:
         lowered = text.lower()
-        hits = [one.finds(lowered) for one in searches]
+        hits = [search.finds(lowered) for search in searches]
         found = [count + hit for count, hit in zip(found, hits, strict=True)]
         num_any += any(hits)
     total = len(texts)

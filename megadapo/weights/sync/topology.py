@@ -33,7 +33,7 @@ class Topology:
         """Number of engines of each receiver, if one forwards messages to the next."""
         is_chained = self.transport in ("nccl", "gloo")
         receivers = range(len(self.receivers)) if is_chained else ()
-        return tuple(self.receiver_of.count(one) for one in receivers)
+        return tuple(self.receiver_of.count(receiver) for receiver in receivers)
 
     @property
     def member_of_each(self) -> list[int]:

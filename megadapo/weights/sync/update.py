@@ -108,7 +108,7 @@ def combine_if_small(
         The delta, or None if it exceeds MAX_DELTA of a full update's bytes; and the density, or
         None if a rank has stopped encoding.
     """
-    complete = [one for one in encoded if one is not None]
+    complete = [piece for piece in encoded if piece is not None]
     if len(complete) < len(encoded):
         return None, None
     delta = combine(plan, complete, base)

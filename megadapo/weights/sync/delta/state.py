@@ -46,9 +46,9 @@ class Encoded:
 
 def combine(plan: UpdatePlan, encoded: Sequence[Encoded], base: int) -> Delta:
     """Combine the sections of all trainer ranks, given by rank, into one delta."""
-    sizes = [iter(one.sizes) for one in encoded]
-    sums = [iter(one.checksums) for one in encoded]
-    compares = any(one.checksums for one in encoded)
+    sizes = [iter(piece.sizes) for piece in encoded]
+    sums = [iter(piece.checksums) for piece in encoded]
+    compares = any(piece.checksums for piece in encoded)
     return Delta(
         base=base,
         sizes=[next(sizes[transfer.owner]) for transfer in plan.transfers],

@@ -98,7 +98,7 @@ class PointToPointOutbox(Outbox):
     def _send(self, bucket: torch.Tensor, wave: Sequence[Message]) -> list[dist.Work]:
         group = self._group
         assert group is not None, "connect first"
-        contents = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
+        contents = [bucket.narrow(0, placed.offset, placed.num_bytes) for placed in wave]
         sends = [
             (lambda content=content, peer=one.target: group.send([content], peer, 0))
             for content, one in zip(contents, wave, strict=True)
@@ -141,9 +141,9 @@ class PointToPointInbox:
         assert group is not None, "closed"
         for work in self._forwarding:
             work.wait()
-        sizes = [one.num_bytes for one in wave]
+        sizes = [placed.num_bytes for placed in wave]
         received = list(self._memory[: sum(sizes)].split(sizes))
-        peers = [one.sender if previous is None else previous for one in wave]
+        peers = [placed.sender if previous is None else previous for placed in wave]
         receives = [
             (lambda content=content, peer=peer: group.recv([content], peer, 0))
             for content, peer in zip(received, peers, strict=True)
@@ -151,7 +151,10 @@ class PointToPointInbox:
         for work in issue_together(group, self._device, receives):
             work.wait()
         if following is not None:
-            sends = [(lambda content=one: group.send([content], following, 0)) for one in received]
+            sends = [
+                (lambda content=message: group.send([content], following, 0))
+                for message in received
+            ]
             self._forwarding = issue_together(group, self._device, sends)
         return received
 
