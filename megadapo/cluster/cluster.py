@@ -48,7 +48,7 @@ class Cluster:
             trainer: the slots of the trainer's ranks.
             engines: the slots of each engine, by number.
             daemons: start time by pid of Ray's daemons, if they serve this process alone.
-            folders: those that nodes which join later must see.
+            folders: folders that nodes which join later must see.
         """
         import ray
 
@@ -76,7 +76,7 @@ class Cluster:
 
         Args:
             tensor_parallel: number of neighbouring trainer ranks that must be on one node.
-            folders: those that every node of a joined cluster must see.
+            folders: folders that every node of a joined cluster must see.
         """
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
         daemons = connect_to_ray(config, sum(layout))

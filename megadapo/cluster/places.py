@@ -76,7 +76,7 @@ class PlaceRequest:
     Args:
         num_slots: slots of the process that joins, all on one node.
         without: ids of nodes to leave out.
-        folders: those that the node must see, if a cluster was joined.
+        folders: folders that the node must see, if a cluster was joined.
     """
 
     def __init__(
