@@ -42,6 +42,11 @@ HINTS = {
     "checkpoint.keep_every": "raise checkpoint.keep, or let a command of run.on_event copy some",
     "evaluation.max_problems": "name a file with fewer problems in data.held_out",
     "run.save_before": "the scheduler sends SIGTERM in time, as with Slurm's --signal",
+    "sampling.branching.alpha": "it is 0.5, as in the paper; delete the key",
+    "sampling.branching.beta": "it is 0.2, as in the paper; delete the key",
+    "sampling.branching.threshold": "it is 0.5, as in the paper; delete the key",
+    "reward.decide": 'reward.symbolic = "decide" lets the symbolic comparison decide',
+    "rollout.max_engine_restarts": "an engine has 3 restarts an hour; delete the key",
     "rollout.top_k": _WHOLE_SOFTMAX,
     "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }

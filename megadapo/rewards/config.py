@@ -284,14 +284,11 @@ class RewardConfig(Section, title="reward"):
     pattern: str | None = None
     """Regular expression (RE2's syntax) of the rule "pattern". In the last line that it matches,
     its first group or the whole match is the answer, compared as a number or verbatim."""
-    decide: Literal["rule", "symbolic"] = "rule"
-    """Comparison that makes the reward; with "symbolic" the rule still decides if the symbolic one
-    gives no result."""
-    symbolic: bool = True
-    """Compare answers symbolically too, and count where that differs from the rule, which is one of
-    "answer", "boxed" and "answer_or_boxed". If the rule decides, this runs after each batch on idle
-    cores; answers that are still waiting when the next batch comes are left out and counted."""
-
+    symbolic: Literal["off", "check", "decide"] = "check"
+    """Symbolic comparison of the answers of the rules "answer", "boxed" and "answer_or_boxed".
+    check: count where it differs from the rule. This runs after each batch on idle cores; answers
+    that are still waiting when the next batch comes are left out and counted. decide: it makes the
+    reward, and the rule does where it gives no result."""
     isolation: Isolation = "auto"
     """Isolation of generated code and symbolic comparisons: "require" namespaces, or refuse to
     start; "auto" takes Landlock where the system allows no namespaces, as in most containers."""
@@ -343,8 +340,8 @@ class RewardConfig(Section, title="reward"):
     @property
     def compares_symbolically(self) -> bool:
         """Whether answers are compared symbolically too."""
-        has_rule = any(function.function == "rule" for function in self.functions)
-        return self.symbolic and has_rule and self.rule in MATHEMATICAL
+        has_rule = any(one.function == "rule" for one in self.functions)
+        return self.symbolic != "off" and has_rule and self.rule in MATHEMATICAL
 
     def rule_of(self, function: RewardFunction) -> Rule | None:
         """Return the string rule that a function stands for, if it is one."""
@@ -353,12 +350,10 @@ class RewardConfig(Section, title="reward"):
         return self.rule if function.function == "rule" else cast(Rule, function.function)
 
     def conflicts(self) -> Iterator[str]:
-        if self.decide == "symbolic" and not self.symbolic:
-            yield 'reward.decide = "symbolic" needs reward.symbolic = true'
-        if self.decide == "symbolic" and self.rule not in MATHEMATICAL:
+        if self.symbolic == "decide" and self.rule not in MATHEMATICAL:
             known = ", ".join(MATHEMATICAL)
-            yield f'reward.decide = "symbolic" needs reward.rule to be one of {known}'
-        uses_pattern = "pattern" in (self.rule, *(function.function for function in self.functions))
+            yield f'reward.symbolic = "decide" needs reward.rule to be one of {known}'
+        uses_pattern = "pattern" in (self.rule, *(one.function for one in self.functions))
         if uses_pattern and not self.pattern:
             yield 'reward.pattern is missing, which the rule "pattern" needs'
         elif self.pattern and not uses_pattern:

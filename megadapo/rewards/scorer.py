@@ -41,7 +41,7 @@ class Scorer:
         self._of_environments: dict[str, FailureCounts] = {}
         self._lock = threading.Lock()
         if not config.compares_symbolically:
-            config = config.model_copy(update={"symbolic": False, "decide": "rule"})
+            config = config.model_copy(update={"symbolic": "off"})
         with ExitStack() as stack:
             self.verifier = stack.enter_context(Verifier(config))
             """Comparison of answers, by the rule and symbolically."""

@@ -22,7 +22,7 @@ Pair = tuple[str, str]
 MAX_CHARS = 512
 MAX_DEPTH = 12
 """Depth of nested brackets; the LaTeX parser's time grows exponentially with it."""
-ADVICE = "Set reward.symbolic = false to run without the symbolic comparison"
+ADVICE = 'Set reward.symbolic = "off" to run without the symbolic comparison'
 
 _REFUSED = (
     (re.compile(r"\d{41}"), "a number of more than 40 digits"),

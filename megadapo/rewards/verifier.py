@@ -89,9 +89,9 @@ class Verifier:
         self._cross_check: CrossCheck | None = None
         self._warnings: list[str] = []
         self._has_reported_failure = False
-        if config.symbolic:
+        if config.symbolic != "off":
             self._pool = self._start_pool()
-        if self._pool is not None and config.decide == "rule":
+        if self._pool is not None and config.symbolic == "check":
             self._cross_check = CrossCheck(self._pool, self._take_result)
 
     def __enter__(self) -> Verifier:
@@ -210,7 +210,7 @@ class Verifier:
         return None if answer is None else (answer, gold)
 
     def _start_pool(self) -> SymbolicPool | None:
-        decides = self._config.decide == "symbolic"
+        decides = self._config.symbolic == "decide"
         try:
             pool = SymbolicPool(
                 num_workers=NUM_SYMBOLIC_WORKERS,

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -127,9 +126,6 @@ class RolloutConfig(Section, title="rollout"):
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     engine_progress_timeout_s: Timeout = 180.0
     """Seconds without a token after which an engine with work counts as dead."""
-    max_engine_restarts: NonNegativeInt = 3
-    """Restarts of each dead engine in any hour; beyond it an engine starts when the hour is over.
-    With less than half of the engines the run ends with exit code 5; a supervisor restarts it."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, under its names, such as enforce_eager. Without them,
     enable_prefix_caching is true and max_num_batched_tokens 8192. An engine without a GPU runs
@@ -192,15 +188,10 @@ class BranchingConfig(Section, title="sampling.branching"):
     initial_rollouts: PositiveInt | None = None
     """Responses of a group that start at the prompt (N). The others branch off them, or start at
     the prompt if too few branch. None: no response branches."""
-    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Probability of a branch if the entropy has not risen since the response's start."""
-    beta: NonNegativeFloat = 0.2
-    """Increase of that probability per unit of normalized entropy: of the mean over `num_tokens`
-    with "threshold", of the sum with "draw"."""
-    threshold: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Probability above which a response branches (tau)."""
     decision: Literal["threshold", "draw"] = "threshold"
-    """Compare the probability with the threshold, or draw with the probability."""
+    """threshold: a response branches wherever the entropy has risen since its start, as in the
+    paper. draw: it branches with a probability of 0.5 plus 0.2 times the rise of the entropies'
+    sum, as in the authors' code."""
     beam_size: Annotated[int, Field(ge=2)] = 2
     """Responses that continue from a branching point, its own response included."""
     num_tokens: PositiveInt = 20
@@ -215,17 +206,6 @@ class BranchingConfig(Section, title="sampling.branching"):
         if not self.is_on and unused:
             keys = ", ".join(f"sampling.branching.{name}" for name in unused)
             yield f"{keys}: used only with sampling.branching.initial_rollouts; leave it out"
-        if self.decision == "draw" and "threshold" in unused:
-            yield (
-                'sampling.branching.threshold: not used with sampling.branching.decision = "draw"; '
-                "leave it out"
-            )
-        if self.decision == "threshold" and self.alpha + self.beta <= self.threshold:
-            yield (
-                f"sampling.branching.alpha + sampling.branching.beta = {self.alpha + self.beta:g} "
-                f"never exceeds sampling.branching.threshold = {self.threshold:g}: no response "
-                "would branch"
-            )
 
 
 class SamplingConfig(Section, title="sampling"):

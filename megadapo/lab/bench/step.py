@@ -24,7 +24,7 @@ from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
 from megadapo.run.inputs import RunPrompts
 
-OVERRIDES = ("checkpoint.every=1000000", "reward.symbolic=false")
+OVERRIDES = ("checkpoint.every=1000000", "reward.symbolic=off")
 """Overrides that turn off what TRL's step does not have."""
 SPEED_ALONE = ("evaluation.every=0", 'sampling.selection="all"')
 """Further overrides without an accuracy: both sides train on every sampled answer."""

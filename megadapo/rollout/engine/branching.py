@@ -17,6 +17,14 @@ from megadapo.data.group import Response
 from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.types import LogprobTable
 
+ALPHA = 0.5
+"""Probability of a branch if the entropy has not risen since the response's start."""
+BETA = 0.2
+"""Increase of that probability per unit of normalized entropy."""
+THRESHOLD = 0.5
+"""Probability above which a response branches (tau). These three values are those of the paper and
+of the authors' code."""
+
 
 def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int) -> float:
     """Return the mean entropy of the first positions divided by log V; NaN without positions.
@@ -95,11 +103,11 @@ def response_prefix(response: Response, num_tokens: int, *, num_prompt: int) -> 
 
 
 def _has_branch(rise: float, seed: int, end: int, config: BranchingConfig) -> bool:
-    # alpha + beta dH; if an entropy was not measured, this is NaN and no comparison holds
+    # if an entropy was not measured, the rise is NaN and no comparison holds
     if config.decision == "threshold":
-        return config.alpha + config.beta * rise > config.threshold
+        return ALPHA + BETA * rise > THRESHOLD
     # the authors' beta is for entropies summed over the positions. A mean times their number is
     # that sum, and after a call with fewer tokens it does not fall with their number
-    probability = config.alpha + config.beta * config.num_tokens * rise
+    probability = ALPHA + BETA * config.num_tokens * rise
     digest = hashlib.sha256(f"{seed}/branch/{end}".encode()).digest()
     return probability > int.from_bytes(digest[:8], "little") / 2.0**64

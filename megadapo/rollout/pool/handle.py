@@ -149,7 +149,7 @@ class EngineHandle:
         if len(self._restarts) < limit:
             self.start_at = now
         else:
-            self.start_at = self._restarts[-limit] + window_s if limit else math.inf
+            self.start_at = self._restarts[-limit] + window_s
         self._restarts.append(self.start_at)
         return len(self._restarts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 LEAVE_TIMEOUT_S = 5.0
 """Seconds that an engine has to end its own processes before they are killed from outside."""
 SHUTDOWN_TIMEOUT_S = 30.0
+MAX_RESTARTS = 3
+"""Restarts of a dead engine in any RESTART_WINDOW_S; then it starts again when the time is over."""
 RESTART_WINDOW_S = 3600.0
-"""Time for which rollout.max_engine_restarts limits the restarts of one engine."""
 NO_ANSWER = ("ending", "ended", "gone")
 """States of an engine without a process."""
 MIN_ENGINES = 0.5
@@ -264,7 +264,6 @@ class EnginePool:
         Raises:
             InfraError: too few engines are left.
         """
-        limit = self._config.max_engine_restarts
         is_free = self._trainer_has_gpus and engine.state != "starting"
         engine.end(hangs=hangs)
         if hangs:
@@ -275,13 +274,14 @@ class EnginePool:
         if is_free:
             action = "restarted when the trainer leaves its GPU"
         else:
-            number = engine.plan_restart(limit, RESTART_WINDOW_S)
-            action = f"restart {number} of {limit} an hour (rollout.max_engine_restarts)"
+            number = engine.plan_restart(MAX_RESTARTS, RESTART_WINDOW_S)
+            action = f"restart {number} of {MAX_RESTARTS} an hour"
         now = time.monotonic()
         if engine.start_at > now:
-            action = f"not restarted: the limit of rollout.max_engine_restarts = {limit} is reached"
-            if math.isfinite(engine.start_at):
-                action += f" for {(engine.start_at - now) / 60:.0f} more minutes"
+            action = (
+                f"not restarted: the limit of {MAX_RESTARTS} an hour is reached for "
+                f"{(engine.start_at - now) / 60:.0f} more minutes"
+            )
         self._warnings.append(f"{cause}; {action}")
         present = [engine for engine in self._handles.values() if engine.leave_at is None]
         # an engine that has never served is no loss, unless there is no other one

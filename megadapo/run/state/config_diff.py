@@ -17,7 +17,7 @@ from megadapo.run.state.checkpoint import Checkpoint
 RESERVE_KEYS = (
     *("data.train", "data.columns", "data.chat_template_kwargs"),
     *("data.max_prompt_tokens", "data.overlong_prompts"),
-    *("reward.rule", "reward.pattern", "reward.decide", "reward.functions"),
+    *("reward.rule", "reward.pattern", "reward.symbolic", "reward.functions"),
     *(
         "rollout.temperature",
         "rollout.max_response_tokens",

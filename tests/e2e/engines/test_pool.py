@@ -167,8 +167,15 @@ def test_restarted_engine_waits_for_the_update(engines):
     assert versions == {2}
 
 
+def use_up_restarts(engines):
+    for handle in engines._handles.values():
+        for _ in range(pool.MAX_RESTARTS):
+            handle.plan_restart(pool.MAX_RESTARTS, pool.RESTART_WINDOW_S)
+
+
 def test_without_restarts_the_last_death_ends_the_run(tmp_path):
-    engines = start_scripted_engines(2, tmp_path, max_engine_restarts=0)
+    engines = start_scripted_engines(2, tmp_path)
+    use_up_restarts(engines)
     engines.submit(requests(20))
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     assert len(answers(engines)) == 20
@@ -196,7 +203,7 @@ def test_restarts_come_back_with_time(engines, monkeypatch):
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     check_until(lambda: 1 not in engines.updatable(), engines)
     (note,) = engines.drain_warnings()
-    assert "not restarted: the limit of rollout.max_engine_restarts = 3 is reached for" in note
+    assert "not restarted: the limit of 3 an hour is reached for" in note
     engines.submit(requests(30))
     assert len(answers(engines)) == 30
     check_until(lambda: engines.incarnation(1) != process, engines)
@@ -206,7 +213,8 @@ def test_restarts_come_back_with_time(engines, monkeypatch):
 
 def test_less_than_half_of_the_engines_ends_the_run(tmp_path):
     """Catches a run of weeks with a fraction of its engines."""
-    engines = start_scripted_engines(3, tmp_path, max_engine_restarts=0)
+    engines = start_scripted_engines(3, tmp_path)
+    use_up_restarts(engines)
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     check_until(lambda: 1 not in engines.updatable(), engines)
     os.kill(actor_pid(engines, 0), signal.SIGKILL)

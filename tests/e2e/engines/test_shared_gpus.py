@@ -198,7 +198,7 @@ def test_no_path_needs_more_than_the_card(engines, tmp_path):
     walk(engines, tmp_path)
     actions = [note.rpartition("; ")[2] for note in engines.drain_warnings()]
     free = "restarted when the trainer leaves its GPU"
-    limit = "of 3 an hour (rollout.max_engine_restarts)"
+    limit = "of 3 an hour"
     one, two, three = (f"restart {number} {limit}" for number in (1, 2, 3))
     assert actions == [one, two, free, free, three]
     ledger = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]

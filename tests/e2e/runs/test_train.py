@@ -16,6 +16,7 @@ from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import encode_saved
 from megadapo.rollout.journal.journal import DIGEST_BYTES, JOURNAL_FOLDER
+from megadapo.rollout.pool.pool import MAX_RESTARTS
 from megadapo.run.state.status import read_status
 from tests.support.rollout.groups import payloads
 from tests.support.runs.whole_runs import (
@@ -190,7 +191,8 @@ def test_reserved_engine_scores_older_weights_after_kills(tmp_path):
     run(alone, *LONG)
     process = start(folder, *own)
     wait_for_step(process, folder, 1)
-    os.kill(writer_of(folder / "logs" / "engine-1.log", folder), signal.SIGKILL)
+    (pid,) = writers_of(folder / "logs" / "engine-1.log", folder)
+    os.kill(pid, signal.SIGKILL)
     wait_until((folder / "checkpoints/step-3/manifest.json").exists, process)
     process.kill()
     process.communicate(timeout=60)
@@ -204,14 +206,13 @@ def test_reserved_engine_scores_older_weights_after_kills(tmp_path):
     assert kept == {"step-3", "step-4"}
 
 
-def writer_of(log: Path, folder: Path) -> int:
-    """Return the pid of the actor that writes a log file; vLLM's processes write it too."""
-    (found,) = (
+def writers_of(log: Path, folder: Path) -> list[int]:
+    """Return the pids of actors that write a log file; vLLM's processes write it too."""
+    return [
         pid
         for pid, name in descendants(folder)
         if name.startswith("ray::") and (Path("/proc") / str(pid) / "fd" / "1").resolve() == log
-    )
-    return found
+    ]
 
 
 def without_evaluations(folder: Path) -> list[dict]:
@@ -249,9 +250,15 @@ def test_hung_rank_ends_the_run_in_time(uninterrupted, tmp_path):
 @pytest.mark.fault
 def test_run_without_engine_saves_its_last_step(uninterrupted, tmp_path):
     folder = tmp_path / "engineless"
-    process = start(folder, "--checkpoint.every=4", "--rollout.max_engine_restarts=0")
+    process = start(folder, "--checkpoint.every=4")
     wait_for_step(process, folder, 1)
-    os.kill(writer_of(folder / "logs" / "engine-0.log", folder), signal.SIGKILL)
+    log, killed = folder / "logs" / "engine-0.log", set[int]()
+    # each start of the engine dies, until it has no restart left
+    while len(killed) <= MAX_RESTARTS:
+        wait_until(lambda: set(writers_of(log, folder)) - killed, process)
+        for pid in set(writers_of(log, folder)) - killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == InfraError.exit_code, output
     done = len(metrics(folder))

@@ -107,7 +107,7 @@ def test_gold_that_no_response_matches_is_refused(gold, rule, said):
         ({"pattern": "x"}, "reward.pattern has no effect"),
         ({"rule": "pattern", "pattern": "(a)\\1"}, "no regular expression of RE2"),
         ({"rule": "pattern", "pattern": "x*"}, "matches an empty line"),
-        ({"rule": "last_number", "decide": "symbolic"}, "needs reward.rule to be one of answer"),
+        ({"rule": "last_number", "symbolic": "decide"}, "needs reward.rule to be one of answer"),
     ],
 )
 def test_settings_without_effect_are_refused(keys, said):
@@ -145,7 +145,7 @@ def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
 
     def check(*data_sources: str) -> None:
         entry = {"function": "boxed", "data_sources": data_sources}
-        with Scorer(RewardConfig(functions=("rule", entry), symbolic=False)) as scorer:
+        with Scorer(RewardConfig(functions=("rule", entry), symbolic="off")) as scorer:
             scorer.check_data_sources(prompts)
 
     with pytest.raises(

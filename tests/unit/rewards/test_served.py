@@ -155,7 +155,7 @@ def test_server_that_answers_has_no_outage(server: Judge) -> None:
 def test_failed_responses_are_left_out(server: Judge) -> None:
     options = {"url": f"{server.url}/v1", "model": "m", "request_timeout_s": 2.0}
     judge = {"function": "judge", "options": options}
-    with Scorer(RewardConfig(functions=("format", judge), symbolic=False)) as scorer:
+    with Scorer(RewardConfig(functions=("format", judge), symbolic="off")) as scorer:
         texts = ["one", "unclear", "two"]
         scores = scorer.score_group(PROMPT, texts, [np.arange(1)] * 3)
         (warning,) = scorer.drain_warnings()

@@ -161,7 +161,7 @@ def test_whole_response_scores_are_added_to_last_step(
         "rule",
         {"function": f"{MODULE}:steps", "weight": 10.0},
     )
-    with Scorer(RewardConfig(functions=functions, symbolic=False), decode) as scorer:
+    with Scorer(RewardConfig(functions=functions, symbolic="off"), decode) as scorer:
         (one,) = scorer.score_group(PROMPT, [WORKED], [worked_tokens])
     assert one.correct
     assert one.reward == 2.0 * 1.0 + 1.0 + 10.0 * 0.5
@@ -171,7 +171,7 @@ def test_whole_response_scores_are_added_to_last_step(
 
 def test_functions_without_steps_give_none() -> None:
     functions = ("rule", {"function": f"{MODULE}:scaled", "options": {"factor": 2}})
-    with Scorer(RewardConfig(functions=functions, symbolic=False)) as scorer:
+    with Scorer(RewardConfig(functions=functions, symbolic="off")) as scorer:
         (one,) = scorer.score_group(PROMPT, ["Answer: 102"], [ids("Answer: 102")])
     assert one.steps == ()
 

@@ -199,7 +199,7 @@ def test_close_ends_batch_in_progress() -> None:
 
 
 def test_memory_is_limited() -> None:
-    with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
+    with pytest.raises(InfraError, match=r'reward\.symbolic = "off"'):
         start_pool(memory_bytes=40 << 20)
 
 

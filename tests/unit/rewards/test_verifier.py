@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megadapo.data.group import Score
-from megadapo.errors import ConfigError, InfraError
+from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.cross_check import CHUNK, CrossCheck
 from megadapo.rewards.verifier import Verifier
@@ -142,16 +142,14 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
         compare(verifier)
         assert verifier.cross_checks(["Answer: 1"], "1") == [None]
         (note,) = verifier.drain_warnings()
-        assert "not compared symbolically" in note and "reward.symbolic = false" in note
-    with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
-        Verifier(RewardConfig(decide="symbolic"))
-    with pytest.raises(ConfigError, match="reward.decide"):
-        RewardConfig(decide="symbolic", symbolic=False)
+        assert "not compared symbolically" in note and 'reward.symbolic = "off"' in note
+    with pytest.raises(InfraError, match=r'reward\.symbolic = "off"'):
+        Verifier(RewardConfig(symbolic="decide"))
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
     """Only an answer at the place of reward.rule counts."""
-    config = RewardConfig(decide="symbolic")
+    config = RewardConfig(symbolic="decide")
     with Verifier(config, symbolic_timeout_s=30.0) as verifier:
         scores = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
     assert [v.correct for v in scores] == [True, True, False, False, False, True]
@@ -160,7 +158,7 @@ def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
 
 
 def test_without_cross_check_no_process_starts() -> None:
-    with Verifier(RewardConfig(symbolic=False)) as verifier:
+    with Verifier(RewardConfig(symbolic="off")) as verifier:
         scores = verifier.score_batch(RESPONSES, GOLDS)
         assert [v.correct for v in scores] == [True, False, False, False, False]
         assert all(v.symbolic_correct is None for v in scores)
@@ -176,7 +174,7 @@ def test_configured_rule_scores() -> None:
         ("boxed", [False, False, True]),
         ("answer_or_boxed", [True, False, True]),
     ):
-        with Verifier(RewardConfig(rule=rule, symbolic=False)) as verifier:
+        with Verifier(RewardConfig(rule=rule, symbolic="off")) as verifier:
             assert [v.correct for v in verifier.score_batch(RESPONSES[:3], GOLDS[:3])] == expected
 
 

@@ -53,8 +53,6 @@ def test_defaults_are_those_of_the_paper():
         (EvaluationConfig, {"temperature": -0.1}, "evaluation.temperature"),
         (EvaluationConfig, {"samples_per_problem": 0}, "evaluation.samples_per_problem"),
         (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: used only"),
-        (BranchingConfig, BRANCHES | {"beta": 0.0}, "never exceeds"),
-        (BranchingConfig, BRANCHES | {"decision": "draw", "threshold": 0.6}, "branching.threshold"),
         (SamplingConfig, {"responses_per_prompt": 2, "branching": BRANCHES}, "rollouts = 2"),
         (SamplingConfig, PARTIAL | {"branching": BRANCHES}, 'sampling.mode = "partial"'),
         (RolloutConfig, {"environments": [CALCULATOR, CALCULATOR]}, 'the name "calculator"'),

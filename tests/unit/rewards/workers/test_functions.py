@@ -29,7 +29,7 @@ def function(name: str, **keys: object) -> RewardFunction:
 
 
 def score(texts: list[str], *functions: object, prompt: Prompt = PROMPT, **keys: object) -> list:
-    with Scorer(RewardConfig(functions=functions, symbolic=False, **keys)) as scorer:
+    with Scorer(RewardConfig(functions=functions, symbolic="off", **keys)) as scorer:
         return scorer.score_group(prompt, texts, tokens(texts))
 
 
@@ -93,7 +93,7 @@ def test_options_are_no_arguments_of_the_process() -> None:
 
 
 def test_rule_alone_starts_no_process() -> None:
-    with Scorer(RewardConfig(symbolic=False)) as scorer:
+    with Scorer(RewardConfig(symbolic="off")) as scorer:
         assert scorer._runners == {}
         (one,) = scorer.score_group(PROMPT, ["Answer: 12"], tokens(["Answer: 12"]))
     assert (one.reward, one.parts) == (1.0, ())

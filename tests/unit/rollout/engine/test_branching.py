@@ -10,6 +10,7 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, Turn
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
+from megadapo.rollout.engine import branching
 from megadapo.rollout.engine.branching import (
     choose_branches,
     normalized_entropy,
@@ -61,7 +62,7 @@ def test_entropy_is_the_mean_of_the_first_positions_divided_by_log_v():
     assert math.isnan(normalized_entropy(table(), num_tokens=20, vocab_size=4))
 
 
-def test_responses_branch_at_entropy_rises_call_by_call():
+def test_responses_branch_at_entropy_rises_call_by_call(monkeypatch):
     """First calls come before second ones; unmeasured entropies never branch."""
     first = response(0.1, (10, 0.2), (20, 0.1), (30, 0.3))
     second = response(0.1, (12, 0.05), (22, 0.4), (32, math.nan))
@@ -76,8 +77,9 @@ def test_responses_branch_at_entropy_rises_call_by_call():
     ]
     # alpha + beta dH with the paper's 0.5 and 0.2: rises of 0.1, 0.2 and 0.3 give 0.52, 0.54, 0.56
     for threshold, num_left in ((0.519, 3), (0.521, 2), (0.541, 1), (0.559, 1), (0.561, 0)):
-        steep = ON.model_copy(update={"threshold": threshold})
-        assert len(branches([first, second], steep)) == num_left
+        monkeypatch.setattr(branching, "THRESHOLD", threshold)
+        assert len(branches([first, second])) == num_left
+    monkeypatch.undo()
     unmeasured = response(math.nan, (10, 0.9))
     assert branches([unmeasured]) == [] and branches([]) == []
 
@@ -90,7 +92,7 @@ def test_branch_considers_its_own_calls_only():
 
 
 def test_draws_follow_the_probability_and_repeat():
-    """Half of the points without a rise branch, for any threshold."""
+    """Half of the points without a rise branch."""
     config = BranchingConfig(initial_rollouts=2, decision="draw")
     responses = [response(0.1, (10, 0.1)) for _ in range(4000)]
     found = branches(responses, config, num_left=4000)

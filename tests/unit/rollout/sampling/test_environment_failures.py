@@ -73,7 +73,7 @@ class Broken(ScriptedEngines):
 
 def test_failures_of_environments_are_counted_by_cause(caplog):
     """Catches a step that loses responses and says nothing of it."""
-    scorer = Scorer(RewardConfig(symbolic=False))
+    scorer = Scorer(RewardConfig(symbolic="off"))
     with closing(scorer):
         keys = {"prompts_per_step": 8, "responses_per_prompt": 6, "selection": "all"}
         batch = make_sampler(Broken(0.2), judge=scorer, **keys).next_batch()
@@ -334,7 +334,7 @@ def test_lost_games_are_counted_and_trained_on():
 
 
 def test_step_that_environments_stop_names_environment_cause_and_remedy():
-    scorer = Scorer(RewardConfig(symbolic=False))
+    scorer = Scorer(RewardConfig(symbolic="off"))
     sampler = make_sampler(
         Broken(1.0), judge=scorer, num_prompts=500, sampler={"max_failed_share": 0.25}
     )

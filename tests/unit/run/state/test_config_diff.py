@@ -92,7 +92,7 @@ def test_listed_names_are_keys_or_tables(tmp_path, name):
         ({"run.seed": 1}, False),
         ({"data.chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"rollout.temperature": 0.5}, False),
-        ({"reward.decide": "symbolic"}, False),
+        ({"reward.symbolic": "decide"}, False),
         ({"model.dtype": "float32"}, False),
         ({"trainer.router_replay": True}, False),
     ],
