@@ -21,8 +21,10 @@ import pytest
 
 from megadapo import errors
 from megadapo.cli import build_parser
+from megadapo.config import RunConfig, from_dict, load_config
 from megadapo.config.problems import known_keys
-from megadapo.config.run_config import RunConfig
+from megadapo.config.recipe import merge_tables
+from megadapo.lab.ablation.rows import RowsFile
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.oracles import BOUNDED
 
@@ -30,6 +32,12 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/faults.md")), *DOCS]
 MAX_README_LINES = 130
+REQUIRED = {
+    "run": {"folder": "run", "num_steps": 1},
+    "model": {"path": "model"},
+    "data": {"train": "problems.jsonl"},
+}
+"""Keys without a default."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -131,19 +139,42 @@ def test_keys_metrics_and_errors_exist(page):
     assert not wrong
 
 
-def command_lines(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each `megadapo ...` of a page, without a block's second column."""
-    in_blocks = [line for text in blocks(page, "") for line in text.splitlines()]
+def command_lines(page: Path) -> Iterator[str]:
+    """Yield each `megadapo ...` of a page, without a block's second column."""
+    texts = [*blocks(page, ""), *blocks(page, "sh")]
+    in_blocks = [line for text in texts for line in re.sub(r"\\\n\s*", "", text).splitlines()]
     for line in [*spans(page), *in_blocks]:
-        command = re.split(r"\s{2,}|,", line.strip())[0]
+        command = re.split(r"\s{2,}|, ", line.strip())[0]
         if re.match(r"megadapo [a-z]", command):
-            yield shlex.split(command.replace("[", " ").replace("]", " "))[1:]
+            yield command
 
 
 @per_page
 def test_commands_and_their_options_exist(page):
-    wrong = [" ".join(words) for words in command_lines(page) if not _is_command(words)]
+    # brackets surround optional words
+    lines = [line.replace("[", " ").replace("]", " ") for line in command_lines(page)]
+    wrong = [line for line in lines if not _is_command(shlex.split(line)[1:])]
     assert not wrong
+
+
+@per_page
+def test_recipes_of_commands_accept_their_keys(page):
+    for line in command_lines(page):
+        recipe = re.search(r"configs/[\w/.-]+\.toml", line)
+        keys = [word[2:] for word in shlex.split(line) if re.match(r"--[a-z_]+\.[a-z_.]+=", word)]
+        if recipe and keys:
+            load_config(ROOT / recipe[0], keys)
+
+
+@per_page
+def test_toml_is_valid_configuration(page):
+    """A page showed a key or a value that no run accepts."""
+    for text in blocks(page, "toml"):
+        table = tomllib.loads(text)
+        if "row" in table:
+            RowsFile.model_validate(table)
+        else:
+            from_dict(merge_tables(REQUIRED, table))
 
 
 def _is_command(words: list[str]) -> bool:
