@@ -21,9 +21,9 @@ import torch
 
 from megadapo.config import load_config
 from megadapo.data.batch import PackedBatch
-from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
 from megadapo.lab.plan.cards import MIB, card_of
 from megadapo.lab.plan.step_time import update_flops
+from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.lab.profiling.profiles import random_batch
 from megadapo.lab.record import write_text
 from megadapo.run.processes import trainer_settings

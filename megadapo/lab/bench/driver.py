@@ -21,7 +21,7 @@ from megadapo.cluster.processes import return_freed_memory
 from megadapo.data.batch import pack
 from megadapo.data.group import Group, Response, Score
 from megadapo.data.prompts import Prompt
-from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
+from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.lab.record import write_record
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.reflection import reflection_shares

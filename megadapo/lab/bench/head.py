@@ -21,8 +21,8 @@ from megadapo.lab.bench.head_baselines import (
     AbsentError,
     Loss,
 )
-from megadapo.lab.bench.head_inputs import HeadInputs, HeadShape, compute_exact, make_inputs
-from megadapo.lab.bench.measure import Clock, peak_extra_mib, time_together
+from megadapo.lab.profiling.head_inputs import HeadInputs, HeadShape, compute_exact, make_inputs
+from megadapo.lab.profiling.measure import Clock, peak_extra_mib, time_together
 from megadapo.lab.record import write_record
 from megadapo.observe.tables import TextTable
 

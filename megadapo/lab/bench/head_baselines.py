@@ -20,7 +20,7 @@ from torch import Tensor
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head import policy_head_loss
 from megadapo.kernels.policy_head.tiling import plan_tiling
-from megadapo.lab.bench.head_inputs import NUM_SEQUENCES, HeadInputs
+from megadapo.lab.profiling.head_inputs import NUM_SEQUENCES, HeadInputs
 
 OURS = "megadapo"
 PRODUCTS = "three products alone"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
-from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
+from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.weights.disk.load import collect_runs, import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions

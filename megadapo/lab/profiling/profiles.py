@@ -234,7 +234,7 @@ def profile_head(
         trace: Chrome trace to write.
     """
     from megadapo.lab.bench.head import choose_device, parse_shape, step_of_ours
-    from megadapo.lab.bench.head_inputs import make_inputs
+    from megadapo.lab.profiling.head_inputs import make_inputs
 
     device = choose_device(device_name)
     shape = parse_shape(shape_text, temperature=1.0)

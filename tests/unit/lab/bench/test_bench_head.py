@@ -19,8 +19,8 @@ from megadapo.lab.bench.head_baselines import (
     AbsentError,
     eager_loss,
 )
-from megadapo.lab.bench.head_inputs import HeadInputs, make_inputs
-from megadapo.lab.bench.measure import peak_extra_mib, time_together
+from megadapo.lab.profiling.head_inputs import HeadInputs, make_inputs
+from megadapo.lab.profiling.measure import peak_extra_mib, time_together
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)
