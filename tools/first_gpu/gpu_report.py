@@ -12,10 +12,10 @@ from typing import Any
 from parts import Outcome, Part, Setting, config_of, phases_of
 
 from megadapo.errors import MegadapoError
-from megadapo.lab.bench.head_baselines import OURS, PRODUCTS
 from megadapo.lab.plan.phases import models_of
 from megadapo.lab.plan.responses import Responses, usual_lengths
 from megadapo.lab.plan.split import describe_step
+from megadapo.lab.profiling.head_inputs import OURS, PRODUCTS
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
 

@@ -12,22 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadapo.errors import ConfigError
-from megadapo.lab.bench.head_baselines import (
-    BASELINES,
-    OTHER_LOSSES,
+from megadapo.kernels.policy_head.head import policy_head_loss_definition
+from megadapo.lab.bench.head_baselines import BASELINES, OTHER_LOSSES, AbsentError
+from megadapo.lab.profiling.head_inputs import (
     OURS,
     PRODUCTS,
-    AbsentError,
+    HeadInputs,
+    HeadShape,
     Loss,
+    choose_device,
+    loss_step,
+    make_inputs,
+    parse_shape,
 )
-from megadapo.lab.profiling.head_inputs import HeadInputs, HeadShape, compute_exact, make_inputs
 from megadapo.lab.profiling.measure import Clock, peak_extra_mib, time_together
 from megadapo.lab.record import write_record
 from megadapo.observe.tables import TextTable
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
+EXACT_ROWS = 512
+"""Tokens that the exact result takes at a time."""
 CPU_SHAPES = (
     HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16384, dtype=torch.float32),
     HeadShape(num_tokens=2048, hidden_size=896, vocab_size=15193, dtype=torch.float32),
@@ -90,7 +93,7 @@ def bench_head(
         only: texts that select baselines by name; ours and the three products always run.
     """
     inputs = make_inputs(shape, device)
-    exact = compute_exact(inputs)
+    exact = _exact(inputs)
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
     errors: dict[str, dict[str, Any]] = {PRODUCTS: {}}
@@ -99,13 +102,13 @@ def bench_head(
             continue
         try:
             errors[name] = {} if name in OTHER_LOSSES else _errors(loss, inputs, exact)
-            _step(loss, inputs)
+            loss_step(loss, inputs)
         except Exception as error:  # a boundary: the others run if one does not work here
             if name == OURS:
                 raise
             absent.append(HeadResult(name=name, shape=str(shape), absent=_reason(error)))
         else:
-            calls[name] = partial(_step, loss, inputs)
+            calls[name] = partial(loss_step, loss, inputs)
     del exact
     samples = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
     floor = min(samples[PRODUCTS])
@@ -138,14 +141,30 @@ def _reason(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:
-    """Compute the gradients of a forward and backward pass, and store none."""
-    return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
-
-
-def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
-    """Return a forward and backward pass of our head."""
-    return partial(_step, BASELINES[OURS], inputs)
+def _exact(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, d_hidden and d_weight in fp64, computed a few rows at a time."""
+    weight = inputs.weight.detach().double().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
+    d_hidden = []
+    for start in range(0, inputs.shape.num_tokens, EXACT_ROWS):
+        rows = slice(start, start + EXACT_ROWS)
+        hidden = inputs.hidden.detach()[rows].double().requires_grad_()
+        part = policy_head_loss_definition(
+            hidden,
+            weight,
+            inputs.targets[rows],
+            logprobs_old=inputs.logprobs_old[rows].double(),
+            advantages=inputs.advantages[rows].double(),
+            loss_weights=inputs.loss_weights[rows].double(),
+            objective=inputs.objective,
+            temperature=inputs.shape.temperature,
+        )
+        part.backward()
+        loss += part.detach()
+        assert hidden.grad is not None
+        d_hidden.append(hidden.grad)
+    assert weight.grad is not None
+    return loss, torch.cat(d_hidden), weight.grad
 
 
 def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
@@ -229,38 +248,3 @@ def run(
             }
             # after each shape: a fault of the next one may end the process
             write_record(json_file, report)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """Return the named device, or CUDA if available, or the CPU.
-
-    Raises:
-        ConfigError: CUDA is requested and not available.
-    """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda: torch sees no CUDA device")
-    return device
-
-
-def parse_shape(text: str, temperature: float) -> HeadShape:
-    """Parse a shape T,H,V,DTYPE or T,H,V,DTYPE,TP, in which V is the part of one rank."""
-    try:
-        whole = text if text.count(",") == 4 else f"{text},1"
-        tokens, hidden, vocab, dtype, ranks = whole.split(",")
-        shape = HeadShape(
-            num_tokens=int(tokens),
-            hidden_size=int(hidden),
-            vocab_size=int(vocab),
-            dtype=DTYPES[dtype],
-            temperature=temperature,
-            tensor_parallel=int(ranks),
-        )
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"--shape={text}: expected T,H,V,DTYPE[,TP] with DTYPE one of {', '.join(DTYPES)}"
-        ) from error
-    sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size, shape.tensor_parallel)
-    if shape.num_tokens % 8 or min(sizes) < 1:
-        raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
-    return shape

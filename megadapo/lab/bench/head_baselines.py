@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.reference import token_losses
-from megadapo.kernels.policy_head import policy_head_loss
-from megadapo.kernels.policy_head.tiling import plan_tiling
-from megadapo.lab.profiling.head_inputs import NUM_SEQUENCES, HeadInputs
-
-OURS = "megadapo"
-PRODUCTS = "three products alone"
-
-Loss = Callable[[HeadInputs], Tensor]
+from megadapo.lab.profiling.head_inputs import NUM_SEQUENCES, OURS, HeadInputs, Loss, ours
 
 
 class AbsentError(Exception):
@@ -45,27 +38,6 @@ def eager_loss(inputs: HeadInputs) -> Tensor:
     logits = (inputs.hidden @ inputs.weight.t()).float() / inputs.shape.temperature
     logprobs = logits.gather(1, inputs.targets[:, None])[:, 0] - logits.logsumexp(-1)
     return policy_loss(logprobs, inputs)
-
-
-def ours(inputs: HeadInputs) -> Tensor:
-    """Compute our loss as the trainer does, in the tiling of the whole vocabulary."""
-    shape, device = inputs.shape, inputs.hidden.device
-    tiling = plan_tiling(
-        shape.vocab_size * shape.tensor_parallel, shape.hidden_size, shape.dtype, device
-    )
-    return policy_head_loss(
-        inputs.hidden,
-        inputs.weight,
-        inputs.targets,
-        logprobs_old=inputs.logprobs_old,
-        advantages=inputs.advantages,
-        loss_weights=inputs.loss_weights,
-        objective=inputs.objective,
-        temperature=shape.temperature,
-        chunk_tokens=tiling.block_rows,
-        tile_tokens=tiling.tile_rows,
-        tp_invariant=device.type == "cpu",  # on CUDA as without trainer.deterministic
-    ).loss
 
 
 def compiled_loss(inputs: HeadInputs) -> Tensor:

@@ -1,15 +1,24 @@
-"""One batch for every baseline of the policy head, and its exact result in fp64."""
+"""One batch of the policy head, and our head's step on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head.head import policy_head_loss_definition
+from megadapo.errors import ConfigError
+from megadapo.kernels.policy_head import policy_head_loss
+from megadapo.kernels.policy_head.tiling import plan_tiling
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OURS = "megadapo"
+PRODUCTS = "three products alone"
+"""Names of our head and of its lower bound in records of the benchmark."""
+Loss = Callable[["HeadInputs"], Tensor]
 NUM_SEQUENCES = 8
 """Responses in the batch, each with one advantage, as some baselines require."""
 LOGIT_STD = 3.0
@@ -44,7 +53,7 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInputs:
-    """The inputs of every baseline."""
+    """The inputs of a head, ours or another."""
 
     shape: HeadShape
     hidden: Tensor  # [T, H], requires grad
@@ -92,27 +101,67 @@ def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadI
     )
 
 
-def compute_exact(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, d_hidden and d_weight in fp64, computed a few rows at a time."""
-    weight = inputs.weight.detach().double().requires_grad_()
-    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
-    d_hidden = []
-    for start in range(0, inputs.shape.num_tokens, _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        hidden = inputs.hidden.detach()[rows].double().requires_grad_()
-        part = policy_head_loss_definition(
-            hidden,
-            weight,
-            inputs.targets[rows],
-            logprobs_old=inputs.logprobs_old[rows].double(),
-            advantages=inputs.advantages[rows].double(),
-            loss_weights=inputs.loss_weights[rows].double(),
-            objective=inputs.objective,
-            temperature=inputs.shape.temperature,
+def ours(inputs: HeadInputs) -> Tensor:
+    """Compute our loss as the trainer does, in the tiling of the whole vocabulary."""
+    shape, device = inputs.shape, inputs.hidden.device
+    tiling = plan_tiling(
+        shape.vocab_size * shape.tensor_parallel, shape.hidden_size, shape.dtype, device
+    )
+    return policy_head_loss(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        logprobs_old=inputs.logprobs_old,
+        advantages=inputs.advantages,
+        loss_weights=inputs.loss_weights,
+        objective=inputs.objective,
+        temperature=shape.temperature,
+        chunk_tokens=tiling.block_rows,
+        tile_tokens=tiling.tile_rows,
+        tp_invariant=device.type == "cpu",  # on CUDA as without trainer.deterministic
+    ).loss
+
+
+def loss_step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:
+    """Compute the gradients of a forward and backward pass, and store none."""
+    return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
+
+
+def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
+    """Return a forward and backward pass of our head."""
+    return partial(loss_step, ours, inputs)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the named device, or CUDA if available, or the CPU.
+
+    Raises:
+        ConfigError: CUDA is requested and not available.
+    """
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: torch sees no CUDA device")
+    return device
+
+
+def parse_shape(text: str, temperature: float) -> HeadShape:
+    """Parse a shape T,H,V,DTYPE or T,H,V,DTYPE,TP, in which V is the part of one rank."""
+    try:
+        whole = text if text.count(",") == 4 else f"{text},1"
+        tokens, hidden, vocab, dtype, ranks = whole.split(",")
+        shape = HeadShape(
+            num_tokens=int(tokens),
+            hidden_size=int(hidden),
+            vocab_size=int(vocab),
+            dtype=DTYPES[dtype],
+            temperature=temperature,
+            tensor_parallel=int(ranks),
         )
-        part.backward()
-        loss += part.detach()
-        assert hidden.grad is not None
-        d_hidden.append(hidden.grad)
-    assert weight.grad is not None
-    return loss, torch.cat(d_hidden), weight.grad
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--shape={text}: expected T,H,V,DTYPE[,TP] with DTYPE one of {', '.join(DTYPES)}"
+        ) from error
+    sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size, shape.tensor_parallel)
+    if shape.num_tokens % 8 or min(sizes) < 1:
+        raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
+    return shape

@@ -233,8 +233,12 @@ def profile_head(
         device_name: "cpu" or "cuda"; None selects CUDA if available.
         trace: Chrome trace to write.
     """
-    from megadapo.lab.bench.head import choose_device, parse_shape, step_of_ours
-    from megadapo.lab.profiling.head_inputs import make_inputs
+    from megadapo.lab.profiling.head_inputs import (
+        choose_device,
+        make_inputs,
+        parse_shape,
+        step_of_ours,
+    )
 
     device = choose_device(device_name)
     shape = parse_shape(shape_text, temperature=1.0)

@@ -10,16 +10,18 @@ import torch
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
-from megadapo.lab.bench import head, head_baselines
-from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
-from megadapo.lab.bench.head_baselines import (
-    OTHER_LOSSES,
+from megadapo.lab.bench import head
+from megadapo.lab.bench.head import bench_head, format_table
+from megadapo.lab.bench.head_baselines import OTHER_LOSSES, AbsentError, eager_loss
+from megadapo.lab.profiling import head_inputs
+from megadapo.lab.profiling.head_inputs import (
     OURS,
     PRODUCTS,
-    AbsentError,
-    eager_loss,
+    HeadInputs,
+    HeadShape,
+    make_inputs,
+    parse_shape,
 )
-from megadapo.lab.profiling.head_inputs import HeadInputs, make_inputs
 from megadapo.lab.profiling.measure import peak_extra_mib, time_together
 
 CPU = torch.device("cpu")
@@ -133,8 +135,8 @@ def test_slice_runs_in_the_tiling_of_the_whole_vocabulary(monkeypatch):
         seen.update(options)
         return SimpleNamespace(loss=None)
 
-    monkeypatch.setattr(head_baselines, "policy_head_loss", head)
-    head_baselines.ours(make_inputs(parse_shape("8,32,2000,float32,8", 1.0), CPU))
+    monkeypatch.setattr(head_inputs, "policy_head_loss", head)
+    head_inputs.ours(make_inputs(parse_shape("8,32,2000,float32,8", 1.0), CPU))
     tiling = plan_tiling(16_000, 32, torch.float32, CPU)
     assert (seen["chunk_tokens"], seen["tile_tokens"]) == (tiling.block_rows, tiling.tile_rows)
     assert tiling != plan_tiling(2000, 32, torch.float32, CPU)
