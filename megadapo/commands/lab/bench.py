@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,8 @@ from megadapo.errors import ConfigError
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.observe.metrics.records import MetricRecord
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 
 def add(commands: Commands) -> None:
@@ -89,7 +92,7 @@ def _add_head(benches: Commands) -> None:
 
 
 def _run_head(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import head
+    import head
 
     head.run(
         arguments.shape or [],
@@ -122,7 +125,7 @@ def _add_weights(benches: Commands) -> None:
 
 
 def _run_weights(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import weights
+    import weights
 
     names = [field.name for field in fields(weights.Setting)]
     setting = weights.Setting(**{name: getattr(arguments, name) for name in names})
@@ -131,9 +134,8 @@ def _run_weights(arguments: argparse.Namespace) -> int:
 
 
 def _run_rollout(arguments: argparse.Namespace) -> int:
+    import rollout
     from rich.console import Console
-
-    from megadapo.lab.bench import rollout
 
     config, _ = load_checked(arguments)
     console = Console()
@@ -167,9 +169,8 @@ def _add_environments(benches: Commands) -> None:
 
 
 def _run_environments(arguments: argparse.Namespace) -> int:
+    import environments
     from rich.console import Console
-
-    from megadapo.lab.bench import environments
 
     names = [field.name for field in fields(environments.Setting)]
     setting = environments.Setting(**{name: getattr(arguments, name) for name in names})
@@ -214,8 +215,9 @@ def _add_step(benches: Commands) -> None:
 
 
 def _run_step(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import step, to_accuracy
-    from megadapo.lab.bench.trl_baseline import check_python, parse_arguments
+    import step
+    import to_accuracy
+    from baselines.trl_baseline import check_python, parse_arguments
 
     accuracy, warmup = arguments.accuracy, arguments.warmup
     if arguments.steps < 1 or warmup < 1:
@@ -261,7 +263,7 @@ def _add_driver(benches: Commands) -> None:
 
 
 def _run_driver(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import driver
+    import driver
 
     if min(arguments.groups, arguments.responses, arguments.tokens, arguments.steps) < 1:
         raise ConfigError("--groups, --responses, --tokens and --steps must be at least 1")
@@ -276,7 +278,7 @@ def _run_driver(arguments: argparse.Namespace) -> int:
 
 
 def _run_soak(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.bench import soak
+    import soak
 
     if arguments.steps < soak.FEWEST_STEPS:
         raise ConfigError(f"--steps must be at least {soak.FEWEST_STEPS}")

@@ -3,9 +3,8 @@
 import os
 
 import pytest
-
-from megadapo.lab.bench import soak
-from megadapo.lab.bench.soak import Soak
+import soak
+from soak import Soak
 
 
 @pytest.fixture

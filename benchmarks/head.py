@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
 from torch import Tensor
 
 from megadapo.kernels.policy_head.head import policy_head_loss_definition
-from megadapo.lab.bench.head_baselines import BASELINES, OTHER_LOSSES, AbsentError
 from megadapo.lab.profiling.head_inputs import (
     OURS,
     PRODUCTS,

@@ -45,7 +45,7 @@ FIXED = {
 }
 """Arguments of GRPOConfig for every recipe: ours, without options that only cost time."""
 
-WORKER = "megadapo.lab.bench.trl_worker"
+WORKER = Path(__file__).with_name("trl_worker.py")
 INSTALL_TRL = """\
 TRL needs its own environment, without megadapo and without CUDA packages:
     python -m venv trl-env
@@ -101,7 +101,7 @@ class TrlBaseline:
         }
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", WORKER, str(settings_file)],
+                [str(python), str(WORKER), str(settings_file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

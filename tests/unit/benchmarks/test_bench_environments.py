@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from environments import AT_ONCE, SINGLE, SLOW, means
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
-from megadapo.lab.bench.environments import AT_ONCE, SINGLE, SLOW, means
 
 
 def measured(speed: float, busy: float) -> dict[str, float]:

@@ -83,8 +83,8 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[dict[str
     ranks read, and "extra_memory" a trainer rank's peak memory beyond its parameters.
     """
     import torch
+    from baselines.weights_workers import start_engine, start_ranks
 
-    from megadapo.lab.bench.weights_workers import start_engine, start_ranks
     from megadapo.weights.config import WeightsConfig
     from megadapo.weights.disk.sources import open_layout
     from megadapo.weights.sync.publish import Publisher

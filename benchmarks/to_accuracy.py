@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from step import Comparison, Side, summary
+
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.ablation.measures import Spread
 from megadapo.lab.ablation.report import PLUS_MINUS, cell, markdown
-from megadapo.lab.bench.step import Comparison, Side, summary
 from megadapo.lab.record import write_record, write_text
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.tables import TextTable

@@ -7,12 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from megadapo.config import load_config
-from megadapo.data.prompts import PromptStream, render
-from megadapo.errors import ConfigError, InfraError
-from megadapo.lab.bench import to_accuracy
-from megadapo.lab.bench.step import (
+import to_accuracy
+from baselines.trl_baseline import (
+    HeldOut,
+    StepTime,
+    TrlBaseline,
+    check_python,
+    parse_arguments,
+    trl_settings,
+)
+from step import (
     OVERRIDES,
     SPEED_ALONE,
     Comparison,
@@ -23,17 +27,13 @@ from megadapo.lab.bench.step import (
     summary,
     table,
 )
-from megadapo.lab.bench.trl_baseline import (
-    HeldOut,
-    StepTime,
-    TrlBaseline,
-    check_python,
-    parse_arguments,
-    trl_settings,
-)
+
+from megadapo.config import load_config
+from megadapo.data.prompts import PromptStream, render
+from megadapo.errors import ConfigError, InfraError
 from megadapo.run.inputs import RunPrompts
 
-QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
 def step_time(

@@ -2,8 +2,9 @@
 
 import json
 
+from driver import LONGEST, make_groups
+
 from megadapo.cli import main
-from megadapo.lab.bench.driver import LONGEST, make_groups
 
 PARTS = ["shaped rewards", "advantages", "loss weights", "pack", "reflection phrases", "all"]
 

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from baselines.trl_baseline import HeldOut, StepTime, TrlBaseline, trl_settings
+
 from megadapo.config import RunConfig, to_dict
-from megadapo.lab.bench.trl_baseline import HeldOut, StepTime, TrlBaseline, trl_settings
 from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations
 from megadapo.observe.tables import TextTable

@@ -4,15 +4,15 @@ import json
 import time
 from types import SimpleNamespace
 
+import head
 import pytest
 import torch
+from baselines.heads import OTHER_LOSSES, AbsentError, eager_loss
+from head import bench_head, format_table
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
-from megadapo.lab.bench import head
-from megadapo.lab.bench.head import bench_head, format_table
-from megadapo.lab.bench.head_baselines import OTHER_LOSSES, AbsentError, eager_loss
 from megadapo.lab.profiling import head_inputs
 from megadapo.lab.profiling.head_inputs import (
     OURS,
