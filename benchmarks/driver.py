@@ -1,4 +1,4 @@
-"""Benchmark of the driver's own work on one step: everything that it does with the responses.
+"""Time and memory of the driver's own work on a step: everything that it does with the responses.
 
 The trainer waits for `make_batch`, and the next step for the metrics. The groups are random, of the
 paper's size by default: 512 groups of 16 responses of 5,000 tokens on average.
@@ -7,22 +7,23 @@ paper's size by default: 512 groups of 16 responses of 5,000 tokens on average.
 from __future__ import annotations
 
 import random
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from shared import add_numbers, script_parser, write_results
 
 from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
+from megadapo.cli import parse, report_errors
 from megadapo.cluster.processes import return_freed_memory
 from megadapo.data.batch import pack
 from megadapo.data.group import Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
-from megadapo.lab.record import write_record
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.reflection import reflection_shares
 from megadapo.observe.tables import TextTable
@@ -38,19 +39,21 @@ RARE = ("Wait,", "However,", "let me check", "recheck")
 """Reflection phrases, of which a third of the responses has one."""
 
 
-def run(
-    num_groups: int, responses: int, tokens: int, *, num_steps: int, json_file: Path | None
-) -> None:
-    """Measure each part of `num_steps` equal steps; print a table, and write JSON if requested.
-
-    Args:
-        num_groups: groups of the step.
-        responses: responses of each group.
-        tokens: mean length of a response.
-    """
-    groups = make_groups(num_groups, responses, tokens)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each part of equal steps; print a table, and write JSON if requested."""
+    parser = script_parser(__doc__)
+    numbers = [
+        ("groups", 512, "groups of the step"),
+        ("responses", 16, "responses of a group"),
+        ("tokens", 5000, "mean length of a response"),
+        ("steps", 3, "measured steps; memory is fresh in the first"),
+    ]
+    add_numbers(parser, numbers)
+    arguments = parse(parser, argv)
+    num_groups, responses = arguments.groups, arguments.responses
+    groups = make_groups(num_groups, responses, arguments.tokens)
     num_tokens = sum(sum(group.lengths) for group in groups)
-    rounds = [_measure(groups) for _ in range(num_steps)]
+    rounds = [_measure(groups) for _ in range(arguments.steps)]
     rows = [
         [
             name,
@@ -61,11 +64,11 @@ def run(
         for name in rounds[0]
     ]
     title = f"the driver's step, {num_groups} x {responses} responses, {num_tokens:,} tokens"
-    head = ["part", *(f"s, step {n + 1}" for n in range(num_steps)), "CPU s", "peak GiB"]
+    head = ["part", *(f"s, step {n + 1}" for n in range(len(rounds))), "CPU s", "peak GiB"]
     print(TextTable(title=title, head=head, rows=rows).text())
-    if json_file is not None:
-        size = {"groups": num_groups, "responses": responses, "tokens": num_tokens}
-        write_record(json_file, {"size": size, "steps": rounds})
+    size = {"groups": num_groups, "responses": responses, "tokens": num_tokens}
+    write_results(arguments.json, {"size": size, "steps": rounds})
+    return 0
 
 
 def make_groups(num_groups: int, responses: int, tokens: int) -> list[Group]:
@@ -145,3 +148,7 @@ def _measure(groups: list[Group]) -> dict[str, dict[str, float]]:
         for key in ("seconds", "cpu_seconds", "gib")
     }
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

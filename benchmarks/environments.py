@@ -1,32 +1,40 @@
-"""Benchmark of waiting: the speed of an engine whose conversations wait for an environment.
+"""Speed of an engine whose conversations wait for a slow environment.
 
 The same conversations are played in an environment that answers at once and in one that takes a
 while, and answers of the same length are sampled in a single turn. All three take turns on one
-engine. Environments import this module, so it loads nothing large before it is needed.
+engine.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megadapo.environments.environment import Action, Environment, Observation
+from rich.console import Console
+from shared import HEAD_DIM, add_numbers, chosen, script_parser, write_model, write_results
+
+from megadapo.cli import parse, report_errors
+from megadapo.commands.common import Spinner
+from megadapo.config import RunConfig, from_dict
+from megadapo.data.prompts import Prompt
 from megadapo.errors import InfraError
+from megadapo.observe.tables import TextTable
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+from megadapo.run.inputs import Phases
+from megadapo.tokens.chat import CHATML
 
 if TYPE_CHECKING:
-    from megadapo.config import RunConfig
     from megadapo.rollout.episodes.requests import EpisodeRequests
     from megadapo.rollout.pool.engines import Engines
-    from megadapo.rollout.types import OpenGroup
-    from megadapo.run.inputs import Phases
 
 VOCABULARY = 16384
 CALL_TIMEOUT_S = 60.0
@@ -36,84 +44,49 @@ Round = dict[str, dict[str, float]]
 """Measurements of each way, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The conversations, the environment and the random model."""
-
-    conversations: int
-    slots: int
-    """rollout.max_num_seqs of the engine."""
-    turns: int
-    tokens: int
-    """Mean number of tokens of a turn."""
-    delay: float
-    """Seconds that the slow environment takes for an answer."""
-    layers: int
-    hidden: int
-    rounds: int
-
-    @property
-    def max_response_tokens(self) -> int:
-        return 4 * self.turns * self.tokens
+NUMBERS = (
+    ("conversations", 64, "conversations in flight"),
+    ("slots", 64, "responses that the engine generates at the same time"),
+    ("turns", 4, "turns of a conversation"),
+    ("tokens", 64, "mean length of a turn"),
+    ("delay", 0.2, "seconds that the environment takes for an answer"),
+    ("layers", 4, "decoder layers of the model"),
+    ("hidden", 512, "hidden size of the model"),
+    ("rounds", 4, "measured rounds"),
+)
 
 
-class Delayed(Environment):
-    """An environment that answers each turn after some seconds.
-
-    Args:
-        turns: number of turns.
-        delay: seconds.
-    """
-
-    def __init__(self, turns: int, delay: float) -> None:
-        self._num_left, self._delay = turns, delay
-
-    def step(self, action: Action) -> Observation:
-        time.sleep(self._delay)
-        self._num_left -= 1
-        if not self._num_left:
-            return Observation(done=True)
-        return Observation(messages=[{"role": "user", "content": "Go on."}])
-
-
-def run(setting: Setting, *, phases: Phases, json_file: Path | None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write JSON if requested."""
-    from megadapo.lab.record import write_record
-
+    parser = script_parser(__doc__)
+    add_numbers(parser, NUMBERS)
+    setting = parse(parser, argv)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as name:
         folder = Path(name)
-        num_parameters = _write_model(folder / "model", setting)
-        rounds = _measure(setting, folder, phases)
+        num_parameters = write_model(
+            folder / "model",
+            layers=setting.layers,
+            hidden=setting.hidden,
+            dtype="float32",
+            num_key_value_heads=math.gcd(setting.hidden // HEAD_DIM, 2),
+            vocab_size=VOCABULARY,
+            max_position_embeddings=1 << 16,
+            tie_word_embeddings=True,
+        )
+        _write_tokenizer(folder / "model")
+        rounds = _measure(setting, folder, Spinner(Console()))
     results = {way: means(rounds, way) for way in WAYS}
     print(_table(setting, results))
-    if json_file is not None:
-        record = {"settings": asdict(setting), "parameters": num_parameters, "means": results}
-        write_record(json_file, {**record, "rounds": rounds})
+    record = {"settings": chosen(setting, NUMBERS), "parameters": num_parameters, "means": results}
+    write_results(setting.json, {**record, "rounds": rounds})
+    return 0
 
 
-def _write_model(folder: Path, setting: Setting) -> int:
-    """Write a random Qwen2 with a tokenizer of single bytes; return its number of parameters."""
-    import torch
+def _write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of single bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    from megadapo.tokens.chat import CHATML
-
-    heads = setting.hidden // 64
-    config = Qwen2Config(
-        hidden_size=setting.hidden,
-        intermediate_size=4 * setting.hidden,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=math.gcd(heads, 2),
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1 << 16,
-        tie_word_embeddings=True,
-        dtype=torch.float32,
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -122,15 +95,16 @@ def _write_model(folder: Path, setting: Setting) -> int:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML
     ).save_pretrained(folder)
-    return sum(one.numel() for one in model.parameters())
 
 
-def _config(setting: Setting, folder: Path) -> RunConfig:
-    from megadapo.config import from_dict
+def _max_response_tokens(setting: argparse.Namespace) -> int:
+    return 4 * int(setting.turns) * int(setting.tokens)
 
+
+def _config(setting: argparse.Namespace, folder: Path) -> RunConfig:
     environments = [
         {
-            "environment": f"{__name__}:{Delayed.__name__}",
+            "environment": "baselines.delayed:Delayed",
             "name": way.replace(" ", "_"),
             "data_sources": [way],
             "options": {"turns": setting.turns, "delay": delay},
@@ -140,7 +114,7 @@ def _config(setting: Setting, folder: Path) -> RunConfig:
     ]
     rollout = {
         "num_engines": 1,
-        "max_response_tokens": setting.max_response_tokens,
+        "max_response_tokens": _max_response_tokens(setting),
         "max_num_seqs": setting.slots,
         "environments": environments,
     }
@@ -156,7 +130,7 @@ def _config(setting: Setting, folder: Path) -> RunConfig:
     )
 
 
-def _measure(setting: Setting, folder: Path, phases: Phases) -> list[Round]:
+def _measure(setting: argparse.Namespace, folder: Path, phases: Phases) -> list[Round]:
     """Return the measurements of all rounds, after one that warms the engine up."""
     from megadapo.rollout.episodes.host import check_environments
     from megadapo.rollout.episodes.requests import EpisodeRequests
@@ -196,12 +170,13 @@ def _measure(setting: Setting, folder: Path, phases: Phases) -> list[Round]:
 
 
 def _groups(
-    setting: Setting, requests: EpisodeRequests, way: str, number: int, lengths: Sequence[int]
+    setting: argparse.Namespace,
+    requests: EpisodeRequests,
+    way: str,
+    number: int,
+    lengths: Sequence[int],
 ) -> list[OpenGroup]:
     """Return the conversations of a round, or answers of these lengths in a single turn."""
-    from megadapo.data.prompts import Prompt
-    from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
-
     groups = []
     num_stops = VOCABULARY // setting.tokens
     for place in range(setting.conversations):
@@ -212,7 +187,7 @@ def _groups(
         settings = SamplingSettings(
             temperature=1.0,
             top_p=1.0,
-            max_tokens=lengths[place] if is_single else setting.max_response_tokens,
+            max_tokens=lengths[place] if is_single else _max_response_tokens(setting),
             stop_ids=() if is_single else tuple(range(VOCABULARY - num_stops, VOCABULARY)),
         )
         group = OpenGroup(
@@ -271,9 +246,7 @@ def means(rounds: Sequence[Round], way: str) -> dict[str, float]:
     return found
 
 
-def _table(setting: Setting, results: Mapping[str, Mapping[str, float]]) -> str:
-    from megadapo.observe.tables import TextTable
-
+def _table(setting: argparse.Namespace, results: Mapping[str, Mapping[str, float]]) -> str:
     rows = []
     for way, one in results.items():
         name = "tokens_per_second_ratio"
@@ -295,3 +268,7 @@ def _table(setting: Setting, results: Mapping[str, Mapping[str, float]]) -> str:
         f"{setting.delay:g} s"
     )
     return TextTable(title=title, head=["", *head, "read", "from cache"], rows=rows).text()
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

@@ -1,18 +1,20 @@
-"""Benchmark of the policy head against its baselines and its three matrix products."""
+"""Time, memory and errors of the policy head, its baselines and its three matrix products."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
+from shared import add_numbers, script_parser, write_results
 from torch import Tensor
 
+from megadapo.cli import parse, report_errors
 from megadapo.kernels.policy_head.head import policy_head_loss_definition
 from megadapo.lab.profiling.head_inputs import (
     OURS,
@@ -26,7 +28,6 @@ from megadapo.lab.profiling.head_inputs import (
     parse_shape,
 )
 from megadapo.lab.profiling.measure import Clock, peak_extra_mib, time_together
-from megadapo.lab.record import write_record
 from megadapo.observe.tables import TextTable
 
 EXACT_ROWS = 512
@@ -217,34 +218,58 @@ def format_table(results: Sequence[HeadResult]) -> str:
     ).text()
 
 
-def run(
-    shape_texts: Sequence[str],
-    *,
-    device_name: str | None,
-    num_threads: int,
-    repeats: int,
-    clock: Clock,
-    temperature: float,
-    only: Sequence[str],
-    json_file: Path | None,
-) -> None:
-    """Run the benchmark, print one table per shape, and write JSON if requested."""
-    device = choose_device(device_name)
-    torch.set_num_threads(num_threads)
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    if shape_texts:
-        shapes = tuple(parse_shape(text, temperature) for text in shape_texts)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each shape, print its table, and write JSON if requested."""
+    parser = script_parser(__doc__)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="T,H,V,DTYPE[,TP]",
+        help="a shape such as 20480,5120,152064,bfloat16, with TP one rank's part of a split "
+        "vocabulary; repeatable",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
+    add_numbers(parser, [("threads", 2, "threads on the CPU"), ("repeats", 20, "timed rounds")])
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu counts CPU time only: for a busy machine, with --threads 1",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only baselines with TEXT in their name",
+    )
+    arguments = parse(parser, argv)
+    device = choose_device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    shapes = tuple(parse_shape(text, arguments.temperature) for text in arguments.shape)
     every = []
-    for shape in shapes:
-        results = bench_head(shape, device, only=only, repeats=repeats, clock=clock)
+    for shape in shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
+        results = bench_head(
+            shape,
+            device,
+            only=arguments.only,
+            repeats=arguments.repeats,
+            clock=arguments.clock,
+        )
         print(format_table(results), flush=True)
-        every += results
-        if json_file is not None:
-            report = {
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-                "threads": torch.get_num_threads(),
-                "clock": clock,
-                "results": [asdict(result) for result in every],
-            }
-            # after each shape: a fault of the next one may end the process
-            write_record(json_file, report)
+        every += [asdict(result) for result in results]
+        report = {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "clock": arguments.clock,
+            "results": every,
+        }
+        # after each shape: a fault of the next one may end the process
+        write_results(arguments.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

@@ -1,4 +1,4 @@
-"""Benchmark of sampling modes on real engines: time to a full batch.
+"""Time to a full batch on real engines, in each sampling mode.
 
 All modes use the same engines, prompts, seeds, weights and dispatch. They alternate step by step,
 so that a slow minute affects all of them.
@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import track
+from shared import script_parser, write_results
+
+from megadapo.cli import parse, report_errors
+from megadapo.commands.common import Spinner, load_checked
 from megadapo.config import RunConfig, to_dict
-from megadapo.lab.record import write_record
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megadapo.rollout.sampling.sampled_batch import SampledBatch
     from megadapo.rollout.sampling.sampler import Sampler
     from megadapo.run.inputs import Phases
@@ -88,22 +92,16 @@ def sampling_modes(prompts_per_step: int) -> list[SamplingMode]:
     ]
 
 
-def run(
-    config: RunConfig,
-    *,
-    num_steps: int,
-    console: Console,
-    phases: Phases,
-    json_file: Path | None,
-) -> None:
-    """Measure `num_steps` steps of each mode, print a table, and write JSON if requested."""
-    from rich.progress import track
-
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the steps of each mode, print a table, and write JSON if requested."""
+    arguments = parse(script_parser(__doc__, num_steps=8), argv)
+    config, _ = load_checked(arguments)
+    console = Console()
     modes = sampling_modes(config.sampling.prompts_per_step)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder, ExitStack() as stack:
-        samplers = _start(config, modes, Path(folder), stack, phases)
+        samplers = _start(config, modes, Path(folder), stack, Spinner(console))
         # two turns warm up: the first fills caches and estimates, the second starts with them
-        for turn in track(range(2 + num_steps), description="steps", console=console):
+        for turn in track(range(2 + arguments.steps), description="steps", console=console):
             for mode, sampler in zip(modes, samplers, strict=True):
                 started = time.perf_counter()
                 batch = sampler.next_batch()
@@ -111,9 +109,10 @@ def run(
                     mode.count(batch, time.perf_counter() - started)
     results = [mode.result() for mode in modes]
     print(_table(results))
-    if json_file is not None:
-        sections = {name: to_dict(config)[name] for name in SECTIONS}
-        write_record(json_file, {"steps": num_steps, "config": sections, "modes": results})
+    sections = {name: to_dict(config)[name] for name in SECTIONS}
+    record = {"steps": arguments.steps, "config": sections, "modes": results}
+    write_results(arguments.json, record)
+    return 0
 
 
 def _start(
@@ -151,3 +150,7 @@ def _table(results: list[dict[str, Any]]) -> str:
     ]
     head = ["mode", "seconds", "ratio", "groups", "generated / kept", "length", "slots used"]
     return TextTable(title="time to a full batch", head=head, rows=rows).text()
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

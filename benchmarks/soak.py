@@ -1,18 +1,25 @@
-"""Soak test: whether memory and speed stay constant over many steps, also during saves."""
+"""Growth of memory and of step time over many steps, also during saves.
+
+The exit code is 1 if they grow.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import statistics
-from collections.abc import Iterable
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared import script_parser, training_records, write_results
+
+from megadapo.cli import parse, report_errors
 from megadapo.cluster.processes import MIB, descendants, private_bytes
 from megadapo.cluster.watch.guard import start_time
-from megadapo.lab.record import write_record
+from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.tables import TextTable
 
@@ -109,18 +116,18 @@ class Soak:
         return not grows and not is_slow
 
 
-def run(
-    records: Iterable[MetricRecord], *, num_steps: int, save_every: int, json_file: Path | None
-) -> bool:
-    """Take the steps, print a table, and write JSON if requested; return whether memory and speed
-    hold."""
-    soak = Soak(num_steps=num_steps, save_every=save_every)
-    for record in records:
-        soak.observe(record)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Take the steps, print a table, and write JSON if requested; return 1 if something grows."""
+    arguments = parse(script_parser(__doc__, num_steps=500), argv)
+    if arguments.steps < FEWEST_STEPS:
+        raise ConfigError(f"--steps must be at least {FEWEST_STEPS}")
+    with training_records(arguments, arguments.steps) as (config, records):
+        soak = Soak(num_steps=arguments.steps, save_every=config.checkpoint.every)
+        for record in records:
+            soak.observe(record)
     print(table(soak))
-    if json_file is not None:
-        write_record(json_file, report(soak))
-    return soak.holds
+    write_results(arguments.json, report(soak))
+    return 0 if soak.holds else 1
 
 
 def table(soak: Soak) -> str:
@@ -157,3 +164,7 @@ def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return "?"
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

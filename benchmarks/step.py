@@ -1,4 +1,4 @@
-"""Benchmark of whole training steps against TRL's GRPOTrainer(loss_type="dapo") on the same task.
+"""Time of whole training steps, alternating with those of TRL's GRPOTrainer(loss_type="dapo").
 
 TRL is the only baseline that starts on a CPU. Both sides get the recipe's model, prompts in its
 order as token ids, rule, sizes and optimizer. They alternate step by step, so that a slow minute
@@ -7,19 +7,29 @@ affects both; the waiting side does not compute.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from baselines.trl_baseline import HeldOut, StepTime, TrlBaseline, trl_settings
+from baselines.trl_baseline import (
+    HeldOut,
+    StepTime,
+    TrlBaseline,
+    trl_argument,
+    trl_python,
+    trl_settings,
+)
+from shared import add_numbers, script_parser, training_records, write_results
 
+from megadapo.cli import parse, report_errors
+from megadapo.commands.common import load_checked
 from megadapo.config import RunConfig, to_dict
-from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
@@ -28,9 +38,7 @@ from megadapo.run.inputs import RunPrompts
 OVERRIDES = ("checkpoint.every=1000000", "reward.symbolic=off")
 """Overrides that turn off what TRL's step does not have."""
 SPEED_ALONE = ("evaluation.every=0", 'sampling.selection="all"')
-"""Further overrides without an accuracy: both sides train on every sampled answer."""
-WITH_ACCURACY = ('evaluation.placement="alone"',)
-"""Further overrides with an accuracy: evaluations do not overlap steps."""
+"""Further overrides, with which both sides train on every sampled answer."""
 
 SECTIONS = ("model", "data", "reward", "rollout", "sampling", "algorithm", "trainer", "evaluation")
 """Sections of the configuration in the JSON file."""
@@ -55,21 +63,57 @@ class Comparison:
     settings: dict[str, Any]
 
 
-def take_turns(
-    config: RunConfig,
-    records: Iterable[MetricRecord],
-    *,
-    trl_python: Path,
-    trl_arguments: Mapping[str, Any],
-    num_steps: int,
-) -> Comparison:
-    """Alternate the run's steps with TRL's; evaluate both as often as the recipe says.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the speed of both sides, and write JSON if requested."""
+    arguments = parse(step_parser(__doc__), argv)
+    load_checked(arguments)
+    comparison = compare(arguments, SPEED_ALONE)
+    sides = [summary(side, arguments.warmup) for side in comparison.sides]
+    print(table(*sides))
+    ratio = sides[0]["answers_per_s"] / sides[1]["answers_per_s"]
+    record = {"ratio": ratio, "sides": sides, "warmup": arguments.warmup, **comparison.settings}
+    write_results(arguments.json, record)
+    return 0
 
-    Args:
-        config: configuration with OVERRIDES and more than `num_steps` steps, as the last one saves.
-        records: records of our run, which takes one step per record.
-        trl_arguments: additional settings of GRPOConfig.
-    """
+
+def step_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script that trains beside TRL."""
+    parser = script_parser(doc, num_steps=16)
+    parser.add_argument(
+        "--trl-python",
+        type=trl_python,
+        required=True,
+        metavar="PATH",
+        help="Python of an environment with TRL; benchmarks/README.md installs one",
+    )
+    parser.add_argument(
+        "--trl",
+        type=trl_argument,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of TRL's GRPOConfig, its value as JSON or bare text; repeatable",
+    )
+    # the first step is slower
+    add_numbers(parser, [("warmup", 4, "steps before the measured ones")])
+    return parser
+
+
+def compare(
+    arguments: argparse.Namespace, overrides: Sequence[str], seed: int | None = None
+) -> Comparison:
+    """Train both sides with a seed, the recipe's if None."""
+    # one step more than both take, as the last one saves
+    num_steps = arguments.warmup + arguments.steps + 1
+    keys = (*OVERRIDES, *overrides)
+    with training_records(arguments, num_steps, keys, seed) as (config, records):
+        return _take_turns(config, records, arguments)
+
+
+def _take_turns(
+    config: RunConfig, records: Iterable[MetricRecord], arguments: argparse.Namespace
+) -> Comparison:
+    """Alternate the run's steps with TRL's; evaluate both as often as the recipe says."""
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)
     prompts, every, held_out = RunPrompts.load(config), config.evaluation.every, None
@@ -81,12 +125,12 @@ def take_turns(
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
         )
-    settings = trl_settings(config, prompts, held_out, folder, trl_arguments)
+    settings = trl_settings(config, prompts, held_out, folder, dict(arguments.trl))
     found: list[HeldOut] = []
-    with closing(TrlBaseline(trl_python, settings, folder)) as baseline:
+    with closing(TrlBaseline(arguments.trl_python, settings, folder)) as baseline:
         own = _our_steps(records, config.sampling.responses_per_prompt)
         other = _their_steps(baseline, held_out, every, found)
-        steps = alternate(own, other, num_steps)
+        steps = alternate(own, other, config.run.num_steps - 1)
     ours = [
         HeldOut(one.step, one.accuracy, one.standard_error, one.response_length)
         for one in read_evaluations(config.run.folder)
@@ -159,20 +203,6 @@ def alternate(
     return pairs
 
 
-def report(comparison: Comparison, warmup: int, json_file: Path | None) -> None:
-    """Print the speed of both sides, and write JSON if requested.
-
-    Args:
-        warmup: number of first steps that do not count.
-    """
-    sides = [summary(side, warmup) for side in comparison.sides]
-    print(table(*sides))
-    if json_file is not None:
-        ratio = sides[0]["answers_per_s"] / sides[1]["answers_per_s"]
-        record = {"ratio": ratio, "sides": sides, "warmup": warmup, **comparison.settings}
-        write_record(json_file, record)
-
-
 def summary(side: Side, warmup: int) -> dict[str, Any]:
     """Return a side's steps without warm-up, and its medians, as JSON values."""
     steps = side.steps[warmup:]
@@ -214,3 +244,7 @@ def table(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 def _number(value: float | None) -> float:
     assert value is not None, "every sampled step has it"
     return value
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

@@ -1,15 +1,23 @@
-"""Seconds of training to a held-out accuracy, beside TRL's: table and curves over seeds."""
+"""Seconds of training to a held-out accuracy, alternating with TRL's steps, over seeds.
+
+Both sides are evaluated as the recipe says. The table and the curves are written beside --json.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from step import Comparison, Side, summary
+from shared import add_numbers
+from step import Comparison, Side, compare, step_parser, summary
 
+from megadapo.cli import parse, report_errors
+from megadapo.commands.common import load_checked
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.ablation.measures import Spread
@@ -21,6 +29,8 @@ from megadapo.observe.tables import TextTable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+EVALUATED_ALONE = ('evaluation.placement="alone"',)
+"""Overrides with which evaluations do not overlap steps."""
 COLUMNS = {
     "seconds_to_accuracy": ("seconds to accuracy", "{:.1f}"),
     "steps_to_accuracy": ("steps to accuracy", "{:.1f}"),
@@ -45,18 +55,41 @@ IS_LESS_BETTER = {
 """Measures in the row of ratios, and whether the smaller one is the better one."""
 
 
-def check(config: RunConfig, accuracy: float, num_seeds: int) -> None:
-    """Check the options, and that the recipe is evaluated.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train with each seed, and report the finished ones after each."""
+    parser = step_parser(__doc__)
+    parser.add_argument(
+        "--accuracy",
+        type=_accuracy,
+        required=True,
+        metavar="X",
+        help="held-out accuracy that ends the count of seconds",
+    )
+    add_numbers(parser, [("seeds", 1, "seeds from run.seed on")])
+    arguments = parse(parser, argv)
+    config, _ = load_checked(arguments)
+    check(config)
+    runs = {}
+    for seed in range(config.run.seed, config.run.seed + arguments.seeds):
+        runs[seed] = compare(arguments, EVALUATED_ALONE, seed)
+        report(runs, arguments.accuracy, arguments.warmup, arguments.json)
+    return 0
+
+
+def _accuracy(text: str) -> float:
+    if not 0.0 < (accuracy := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
+    return accuracy
+
+
+def check(config: RunConfig) -> None:
+    """Check that the recipe is evaluated.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: it is not.
     """
-    if not 0.0 < accuracy <= 1.0:
-        raise ConfigError(f"--accuracy {accuracy:g}: must be above 0 and at most 1")
-    if num_seeds < 1:
-        raise ConfigError(f"--seeds {num_seeds}: must be at least 1")
     if config.data.held_out is None or config.evaluation.every == 0:
-        raise ConfigError("--accuracy needs data.held_out, and evaluation.every above 0")
+        raise ConfigError("an accuracy needs data.held_out, and evaluation.every above 0")
 
 
 def report(
@@ -194,3 +227,7 @@ def _curve(axes: Axes, x_values: list[float], side: Side, colour: str) -> None:
     low = [one.accuracy - one.standard_error for one in side.held_out]
     high = [one.accuracy + one.standard_error for one in side.held_out]
     axes.fill_between(x_values, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

@@ -1,4 +1,4 @@
-"""Benchmark of one weight update: shard to shard, and by the baselines' method.
+"""Time and memory of a weight update: shard to shard, and by gathering full tensors.
 
 The baseline gathers every full tensor on every trainer rank and loads it through vLLM, as verl and
 slime do. Both methods use the same trainer ranks and the same vLLM engine.
@@ -6,77 +6,69 @@ slime do. Both methods use the same trainer ranks and the same vLLM engine.
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared import HEAD_DIM, add_numbers, chosen, script_parser, write_model, write_results
+
+from megadapo.cli import parse, report_errors
 from megadapo.cluster.processes import MIB
-from megadapo.lab.record import write_record
+from megadapo.lab.profiling.measure import time_once, time_together
 from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The random model and the layouts of an update."""
-
-    layers: int
-    hidden: int
-    vocab: int
-    trainer_tp: int
-    trainer_pp: int
-    engine_tp: int
-    bucket_mib: float
-    repeat: int
+NUMBERS = (
+    ("layers", 8, "decoder layers of the model"),
+    ("hidden", 512, "hidden size of the model"),
+    ("vocab", 32000, "vocabulary of the model"),
+    ("trainer-tp", 2, "trainer tensor parallelism"),
+    ("trainer-pp", 1, "trainer pipeline parallelism"),
+    ("engine-tp", 1, "engine tensor parallelism"),
+    ("bucket-mib", 16.0, "weights.bucket_mib"),
+    ("repeat", 5, "repetitions; the best counts"),
+)
 
 
-def run(setting: Setting, *, json_file: Path | None) -> None:
-    """Measure, print a table, and write JSON if requested."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both methods, print a table, and write JSON if requested."""
     import ray
 
+    parser = script_parser(__doc__)
+    add_numbers(parser, NUMBERS)
+    setting = parse(parser, argv)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
-        model = _write_model(Path(folder) / "model", setting)
+        model = Path(folder) / "model"
+        write_model(
+            model,
+            layers=setting.layers,
+            hidden=setting.hidden,
+            dtype="bfloat16",
+            num_key_value_heads=math.gcd(setting.hidden // HEAD_DIM, 8),
+            vocab_size=setting.vocab,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )
         try:
             measurements, floor = _measure(model, setting, Path(folder))
         finally:
             ray.shutdown()
     print(_table(measurements, floor))
-    if json_file is not None:
-        record = {
-            "settings": asdict(setting),
-            "floor_seconds": floor,
-            "measurements": measurements,
-        }
-        write_record(json_file, record)
+    record = {"settings": chosen(setting, NUMBERS), "floor_seconds": floor}
+    write_results(setting.json, {**record, "measurements": measurements})
+    return 0
 
 
-def _write_model(folder: Path, setting: Setting) -> Path:
-    """Write a random Qwen2 in bfloat16 as a Hugging Face folder without a tokenizer."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        hidden_size=setting.hidden,
-        intermediate_size=4 * setting.hidden,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.hidden // 64,
-        num_key_value_heads=math.gcd(setting.hidden // 64, 8),
-        vocab_size=setting.vocab,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
-    return folder
-
-
-def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[dict[str, Any]], float]:
+def _measure(
+    model: Path, setting: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Any]], float]:
     """Return each method's best time and its bytes, and the seconds of one plain copy.
 
     "bytes_moved" is what all trainer ranks write for the engine, "bytes_received" what all engine
@@ -109,16 +101,16 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[dict[str
     # each shard is read once, full tensors by every engine rank
     received = [None, num_full * setting.engine_tp]
     first = [_first_update(ranks, update) for update in methods.values()]
-    seconds = _alternate(list(methods.values()), setting.repeat)
+    rounds = time_together(methods, torch.device("cpu"), warmup=0, repeats=setting.repeat)
     measurements = [
         {
             "name": name,
-            "seconds": best,
+            "seconds": min(rounds[name]) * 1e-3,
             "bytes_moved": moved,
             "bytes_received": moved if read is None else read,
             "extra_memory": extra,
         }
-        for name, best, (moved, extra), read in zip(methods, seconds, first, received, strict=True)
+        for name, (moved, extra), read in zip(methods, first, received, strict=True)
     ]
     return measurements, _copy_seconds(num_full // setting.engine_tp)
 
@@ -130,17 +122,6 @@ def _first_update(ranks: list[ActorHandle[Any]], update: Callable[[], int]) -> t
     ray.get([rank.reset_peak_memory.remote() for rank in ranks])
     moved = update()
     return moved, max(ray.get([rank.extra_memory.remote() for rank in ranks]))
-
-
-def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
-    """Return the best time of each update; they alternate, so that a slow minute affects all."""
-    best = [float("inf")] * len(updates)
-    for _ in range(repeat):
-        for number, update in enumerate(updates):
-            started = time.perf_counter()
-            update()
-            best[number] = min(best[number], time.perf_counter() - started)
-    return best
 
 
 def _gather_and_load(
@@ -167,12 +148,7 @@ def _copy_seconds(num_bytes: int) -> float:
 
     source = torch.zeros(num_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(time_once(lambda: target.copy_(source), source.device) for _ in range(5)) * 1e-3
 
 
 def _table(measurements: list[dict[str, Any]], floor: float) -> str:
@@ -184,3 +160,7 @@ def _table(measurements: list[dict[str, Any]], floor: float) -> str:
     rows.append(["one copy of an engine shard (floor)", f"{floor:.3f}", "", "", ""])
     head = ["", "seconds", "moved", "received", "extra memory"]
     return TextTable(head=head, rows=rows).text()
+
+
+if __name__ == "__main__":
+    sys.exit(report_errors(main))

@@ -39,9 +39,14 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code; print a MegadapoError as one message on stderr."""
+    """Run one command and return its exit code; print errors as `report_errors` does."""
+    return report_errors(lambda: run_command(argv))
+
+
+def report_errors(run: Callable[[], int]) -> int:
+    """Return the exit code of `run`; print a MegadapoError as one message on stderr."""
     try:
-        return run_command(argv)
+        return run()
     except MegadapoError as error:
         print_error(str(error))
         return error.exit_code
@@ -52,10 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments, rest = build_parser().parse_known_args(argv)
-    arguments.overrides = _overrides(arguments, rest)
+    arguments = parse(build_parser(), argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     return run(arguments)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line with the overrides that it has, or refuse what is left over."""
+    arguments, rest = parser.parse_known_args(argv)
+    for text in rest:
+        is_override = text.startswith("--") and "." in text.split("=")[0]
+        if not (arguments.takes_overrides and is_override):
+            raise ConfigError(f"{text}: unknown argument; see {parser.prog} --help")
+    arguments.overrides = rest
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,15 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add(commands)
     return parser
-
-
-def _overrides(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the arguments left over, which must be overrides that the command accepts."""
-    for text in rest:
-        is_override = text.startswith("--") and "." in text.split("=")[0]
-        if not (arguments.takes_overrides and is_override):
-            raise ConfigError(f"{text}: unknown argument; see megadapo --help")
-    return rest
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
     *("megadapo/**/*.py", "kernels/**/*.py", "tools/**/*.py", "tests/**/*.py", "examples/**/*.py"),
-    *("README.md", "CONTRIBUTING.md", "docs/**/*.md"),
+    *("benchmarks/**/*.py", "README.md", "CONTRIBUTING.md", "docs/**/*.md"),
 )
 OPENINGS = re.compile(r"(What|Of|Where|Who|Whoever|Whose|Which|How|Nothing|None|By|That|As)\b")
 WORDS = re.compile(

@@ -6,10 +6,11 @@ evaluates the held-out problems, per request.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ TRL needs its own environment, without megadapo and without CUDA packages:
     python -m venv trl-env
     trl-env/bin/pip install --no-deps torch==2.13.0     # the CPU build
     trl-env/bin/pip install trl==1.16.0 transformers==5.19.0
-then: megadapo bench step CONFIG --trl-python trl-env/bin/python"""
+then: python benchmarks/step.py CONFIG --trl-python trl-env/bin/python"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +152,13 @@ class TrlBaseline:
         return InfraError(f"TRL ended with status {self._process.returncode}:\n{last}")
 
 
-def check_python(python: Path | None) -> Path:
-    """Return the absolute path of TRL's interpreter.
+def trl_python(text: str) -> Path:
+    """Return the absolute path of TRL's interpreter, an option's value.
 
     Raises:
         ConfigError: it is missing or has no TRL; the error says how to install it.
     """
-    if python is None:
-        raise ConfigError(f"no --trl-python is given. {INSTALL_TRL}")
+    python = Path(text)
     if not python.is_file():
         raise ConfigError(f"--trl-python {python}: not found. {INSTALL_TRL}")
     # not resolved: the place of the link makes it an environment
@@ -170,22 +170,15 @@ def check_python(python: Path | None) -> Path:
     return python
 
 
-def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse `NAME=VALUE` texts; a value is JSON or bare text.
-
-    Raises:
-        ConfigError: a text has no value.
-    """
-    parsed: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--trl {text}: must be NAME=VALUE")
-        try:
-            parsed[name] = json.loads(value)
-        except ValueError:
-            parsed[name] = value
-    return parsed
+def trl_argument(text: str) -> tuple[str, Any]:
+    """Return name and value of a `NAME=VALUE` option; the value is JSON or bare text."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def trl_settings(

@@ -1,7 +1,7 @@
-"""TRL's side of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step per request.
+"""TRL's side of `benchmarks/step.py`: GRPOTrainer(loss_type="dapo"), one step per request.
 
 The process has its own environment with TRL and only this package of ours. Settings come as one
-JSON file (`lab/bench/trl_baseline.py:trl_settings`). Every line on stdin is a request: "step" is
+JSON file (`trl_baseline.py:trl_settings`). Every line on stdin is a request: "step" is
 answered by one JSON line with the fields of `trl_baseline.py:StepTime`, "evaluate" by one with the
 fields of a `ProblemResult` for each held-out problem.
 """

@@ -1,4 +1,4 @@
-"""Processes of `megadapo bench weights`: trainer ranks with weights only, and an engine."""
+"""Processes of `benchmarks/weights.py`: trainer ranks with weights only, and an engine."""
 
 from __future__ import annotations
 

@@ -1,18 +1,22 @@
-"""A small `megadapo bench weights`."""
+"""A small run of `benchmarks/weights.py`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from megadapo.cli import run_command
+from tests.support import REPOSITORY
 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_weights_benchmark_sends_the_engines_shard_only(tmp_path, capsys):
+def test_weights_benchmark_sends_the_engines_shard_only(tmp_path):
     sizes = {"layers": "2", "hidden": "128", "vocab": "512", "repeat": "1", "bucket-mib": "0.25"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", value)]
-    assert run_command(["bench", "weights", *words, "--json", str(tmp_path / "bench.json")]) == 0
+    script = str(REPOSITORY / "benchmarks" / "weights.py")
+    command = [sys.executable, script, *words, "--json", str(tmp_path / "bench.json")]
+    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     record = json.loads((tmp_path / "bench.json").read_text())
     ours, gathered = record["measurements"]
     num_parameters = (
@@ -23,4 +27,4 @@ def test_weights_benchmark_sends_the_engines_shard_only(tmp_path, capsys):
     assert ours["bytes_moved"] == ours["bytes_received"] == 2 * num_parameters
     assert gathered["bytes_moved"] == 2 * num_parameters
     assert record["floor_seconds"] > 0
-    assert "shard to shard (megadapo)" in capsys.readouterr().out
+    assert "shard to shard (megadapo)" in shown

@@ -2,9 +2,7 @@
 
 import json
 
-from driver import LONGEST, make_groups
-
-from megadapo.cli import main
+from driver import LONGEST, main, make_groups
 
 PARTS = ["shaped rewards", "advantages", "loss weights", "pack", "reflection phrases", "all"]
 
@@ -12,7 +10,7 @@ PARTS = ["shaped rewards", "advantages", "loss weights", "pack", "reflection phr
 def test_table_and_record_have_every_part(tmp_path, capsys):
     file = tmp_path / "driver.json"
     size = ["--groups", "32", "--responses", "16", "--tokens", "20", "--steps", "2"]
-    assert main(["bench", "driver", *size, "--json", str(file)]) == 0
+    assert main([*size, "--json", str(file)]) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in PARTS)
     record = json.loads(file.read_text())

@@ -10,7 +10,6 @@ import torch
 from baselines.heads import OTHER_LOSSES, AbsentError, eager_loss
 from head import bench_head, format_table
 
-from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
 from megadapo.lab.profiling import head_inputs
@@ -147,7 +146,7 @@ def test_command_writes_json(tmp_path, capsys):
     options = ["--shape=16,8,104,float32", "--device=cpu", "--only=eager", "--repeats=1"]
     threads = torch.get_num_threads()
     try:
-        assert run_command(["bench", "head", *options, f"--json={path}"]) == 0
+        assert head.main([*options, f"--json={path}"]) == 0
     finally:
         torch.set_num_threads(threads)
     written = json.loads(path.read_text())
@@ -165,16 +164,8 @@ def test_shape_that_ends_the_process_leaves_the_earlier_ones(tmp_path, monkeypat
         return [head.HeadResult(name=OURS, shape=str(shape))]
 
     monkeypatch.setattr(head, "bench_head", measured)
-    path = tmp_path / "head.json"
+    path, threads = tmp_path / "head.json", torch.get_num_threads()
+    shapes = ["--shape=16,8,104,float32", "--shape=8,8,104,float32"]
     with pytest.raises(KeyboardInterrupt):
-        head.run(
-            ["16,8,104,float32", "8,8,104,float32"],
-            device_name="cpu",
-            num_threads=torch.get_num_threads(),
-            repeats=1,
-            clock="wall",
-            temperature=1.0,
-            only=[],
-            json_file=path,
-        )
+        head.main([*shapes, "--device=cpu", f"--threads={threads}", f"--json={path}"])
     assert [one["name"] for one in json.loads(path.read_text())["results"]] == [OURS]

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ from baselines.trl_baseline import (
     HeldOut,
     StepTime,
     TrlBaseline,
-    check_python,
-    parse_arguments,
+    trl_argument,
+    trl_python,
     trl_settings,
 )
 from step import (
@@ -201,24 +202,24 @@ def test_report_writes_json_table_and_curves(tmp_path, capsys):
     assert "0.7 held-out" in capsys.readouterr().out
 
 
-def test_accuracy_needs_evaluations_and_a_share():
-    config = load_config(QUICKSTART, [])
-    to_accuracy.check(config, 0.5, 3)
-    with pytest.raises(ConfigError, match=r"--accuracy 50: must be above 0 and at most 1"):
-        to_accuracy.check(config, 50.0, 3)
-    with pytest.raises(ConfigError, match=r"--seeds 0: must be at least 1"):
-        to_accuracy.check(config, 0.5, 0)
+def test_accuracy_needs_evaluations_and_a_share(capsys):
+    to_accuracy.check(load_config(QUICKSTART, []))
     with pytest.raises(ConfigError, match=r"needs data.held_out, and evaluation.every above 0"):
-        to_accuracy.check(load_config(QUICKSTART, ["evaluation.every=0"]), 0.5, 1)
+        to_accuracy.check(load_config(QUICKSTART, ["evaluation.every=0"]))
+    for option, reason in (
+        ("--accuracy=50", "50: must be above 0 and at most 1"),
+        ("--seeds=0", "0: must be at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            to_accuracy.main([str(QUICKSTART), option])
+        assert reason in capsys.readouterr().err
 
 
 def test_missing_environment_is_explained():
-    with pytest.raises(ConfigError, match=r"no --trl-python is given(.|\n)*pip install trl"):
-        check_python(None)
-    with pytest.raises(ConfigError, match="/nowhere/python: not found"):
-        check_python(Path("/nowhere/python"))
+    with pytest.raises(ConfigError, match=r"/nowhere/python: not found(.|\n)*pip install trl"):
+        trl_python("/nowhere/python")
     with pytest.raises(ConfigError, match=r"No module named 'trl'(.|\n)*python -m venv"):
-        check_python(Path(sys.executable))
+        trl_python(sys.executable)
 
 
 def test_failed_baseline_is_explained(tmp_path):
@@ -227,7 +228,7 @@ def test_failed_baseline_is_explained(tmp_path):
 
 
 def test_trl_arguments_are_json_or_text():
-    parsed = parse_arguments(["a=1", "b=true", "c=static", 'd={"x": 2}'])
+    parsed = dict(map(trl_argument, ["a=1", "b=true", "c=static", 'd={"x": 2}']))
     assert parsed == {"a": 1, "b": True, "c": "static", "d": {"x": 2}}
-    with pytest.raises(ConfigError, match="--trl a: must be NAME=VALUE"):
-        parse_arguments(["a"])
+    with pytest.raises(ArgumentTypeError, match="a: must be NAME=VALUE"):
+        trl_argument("a")
