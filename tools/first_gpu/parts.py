@@ -199,6 +199,11 @@ def _command(name: str, limit_s: int, *words: str) -> Part:
     return Part(name=name, limit_s=limit_s, command=(*MEGADAPO, *words))
 
 
+def _benchmark(name: str, limit_s: int, script: str, *words: str) -> Part:
+    command = (sys.executable, f"benchmarks/{script}.py", *words)
+    return Part(name=name, limit_s=limit_s, command=command)
+
+
 def _measurement(setting: Setting, part: Part) -> Part:
     """Return a part with the file of its measurements as the last word of its command."""
     file = setting.folder / "results" / f"{part.slug}.json"
@@ -222,7 +227,7 @@ def _heads(setting: Setting) -> list[Part]:
         shapes, options = {"tiny": (60, "256,128,1024,float32")}, ["--device=cpu", "--repeats=2"]
     options += [f"--only={name}" for name in RIVALS]
     parts = [
-        _command(f"head {name}", limit_s, "bench", "head", "--shape", shape, *options)
+        _benchmark(f"head {name}", limit_s, "head", "--shape", shape, *options)
         for name, (limit_s, shape) in shapes.items()
     ]
     return [_measurement(setting, part) for part in parts]
@@ -363,7 +368,7 @@ def _real(setting: Setting) -> list[Part]:
     options = ["--steps", steps, "--warmup", "2", "--trl-python", str(setting.trl_python)]
     options += [] if setting.rehearses else [f"--trl={one}" for one in vllm]
     options += [f"--model.path={model}", *words]
-    beside = _command("real beside TRL", 300, "bench", "step", REAL_RECIPE, *options)
+    beside = _benchmark("real beside TRL", 300, "step", REAL_RECIPE, *options)
     if setting.trl_python is None:
         skipped = "no environment with TRL was named: --trl-python"
     return [real, _measurement(setting, replace(beside, skipped=skipped))]
