@@ -49,7 +49,7 @@ COPY . .
 RUN pip install --no-deps --no-build-isolation -e . && megadapo --version
 # The packages and the model of make real, so that tools/first_gpu.sh runs its recipe without a network.
 RUN pip install --no-deps -r requirements/real.lock && python tools/fetch_smollm2.py
-# The baselines of megadapo bench head, whose speed is tools/first_gpu.sh's goal.
+# The baselines of benchmarks/head.py, whose speed is tools/first_gpu.sh's goal.
 RUN pip install --no-deps -r requirements/bench.txt
 
 CMD ["megadapo", "doctor"]
