@@ -252,11 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = []
     for shape in shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
         results = bench_head(
-            shape,
-            device,
-            only=arguments.only,
-            repeats=arguments.repeats,
-            clock=arguments.clock,
+            shape, device, only=arguments.only, repeats=arguments.repeats, clock=arguments.clock
         )
         print(format_table(results), flush=True)
         every += [asdict(result) for result in results]
