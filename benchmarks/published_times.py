@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from megadapo.config import RunConfig, load_config
-from megadapo.lab.plan import engine_speed, split, step_time
-from megadapo.lab.plan.cards import CARDS, GIB, Card
-from megadapo.lab.plan.responses import Lengths, Responses, usual_lengths
-from megadapo.lab.plan.split import StepModel
 from megadapo.models.description import describe_model
+from megadapo.plan import engine_speed, split, step_time
+from megadapo.plan.cards import CARDS, GIB, Card
+from megadapo.plan.responses import Lengths, Responses, usual_lengths
+from megadapo.plan.split import StepModel
 
 ROWS = Path(__file__).with_name("published-times.toml")
 BASE = Path(__file__).parent.parent / "configs" / "qwen2.5-32b.toml"

@@ -17,6 +17,7 @@ from megadapo.commands import (
     engines,
     eval,
     export,
+    plan,
     report,
     rollout,
     show,
@@ -24,7 +25,7 @@ from megadapo.commands import (
     top,
     train,
 )
-from megadapo.commands.lab import ablate, bench, diff, plan, profile, simulate, weights, whatif
+from megadapo.commands.lab import ablate, bench, diff, profile, simulate, weights, whatif
 from megadapo.commands.stages import reward_model, sft
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.observe.tables import print_error

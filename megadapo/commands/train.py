@@ -13,7 +13,7 @@ from megadapo.commands.common import (
     load_checked,
     start_run,
 )
-from megadapo.commands.lab.plan import add_gpu, check_memory
+from megadapo.commands.plan import add_gpu, check_memory
 
 
 def add(commands: Commands) -> None:

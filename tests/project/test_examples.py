@@ -13,9 +13,9 @@ from megadapo.config import load_config
 from megadapo.config.preflight import check_run
 from megadapo.environments.environment import Action, Task
 from megadapo.environments.worker import load
-from megadapo.lab.plan.cards import H100
-from megadapo.lab.plan.fit import problems
-from megadapo.lab.plan.phases import models_of
+from megadapo.plan.cards import H100
+from megadapo.plan.fit import problems
+from megadapo.plan.phases import models_of
 from tests.support import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"

@@ -12,12 +12,12 @@ from typing import Any
 from parts import Outcome, Part, Setting, config_of, phases_of
 
 from megadapo.errors import MegadapoError
-from megadapo.lab.plan.phases import models_of
-from megadapo.lab.plan.responses import Responses, usual_lengths
-from megadapo.lab.plan.split import describe_step
 from megadapo.lab.profiling.head_inputs import OURS, PRODUCTS
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers, read_metrics
 from megadapo.observe.tables import TextTable
+from megadapo.plan.phases import models_of
+from megadapo.plan.responses import Responses, usual_lengths
+from megadapo.plan.split import describe_step
 
 MIB = 2**20
 MEASURED = (

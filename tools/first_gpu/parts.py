@@ -13,10 +13,10 @@ from typing import Any
 
 from megadapo.cluster.machine import GIB, Machine
 from megadapo.config import RunConfig, load_config
-from megadapo.lab.plan.cards import H100, Card, card_of
-from megadapo.lab.plan.fit import problems
-from megadapo.lab.plan.phases import Phase, gpu_kinds, host_items, itemsize_of, models_of
-from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.plan.cards import H100, Card, card_of
+from megadapo.plan.fit import problems
+from megadapo.plan.phases import Phase, gpu_kinds, host_items, itemsize_of, models_of
+from megadapo.plan.ranks import engine_bytes
 from megadapo.trainer.trainer import rank_environment
 
 RECIPE = "configs/quickstart.toml"

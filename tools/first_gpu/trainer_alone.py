@@ -21,11 +21,11 @@ import torch
 
 from megadapo.config import load_config
 from megadapo.data.batch import PackedBatch
-from megadapo.lab.plan.cards import MIB, card_of
-from megadapo.lab.plan.step_time import update_flops
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.lab.profiling.profiles import random_batch
 from megadapo.lab.record import write_text
+from megadapo.plan.cards import MIB, card_of
+from megadapo.plan.step_time import update_flops
 from megadapo.run.processes import trainer_settings
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
 from megadapo.trainer.checkpoint.save import POLL_S, RankReport, complete_save

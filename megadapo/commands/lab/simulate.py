@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.commands.lab.plan import DEFAULT_GPU, add_gpu, card_of
+from megadapo.commands.plan import DEFAULT_GPU, add_gpu, card_of
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskS
     """Compare whole steps of all modes on equally many GPUs."""
     from rich.console import Console
 
-    from megadapo.lab.plan.phases import models_of
     from megadapo.lab.simulate.step_times import (
         ClusterAssumptions,
         compare_steps,
         step_table,
         write_step_json,
     )
+    from megadapo.plan.phases import models_of
 
     for name, default in (("engines", None), ("fit", None), ("seeds", 1)):
         if getattr(arguments, name) != default:

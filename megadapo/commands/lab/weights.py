@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.commands.lab.plan import add_gpu, card_of
+from megadapo.commands.plan import add_gpu, card_of
 from megadapo.errors import DataError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.lab.plan.cards import Card
+    from megadapo.plan.cards import Card
     from megadapo.weights.layout.layout import ModelLayout
     from megadapo.weights.sync.plan import UpdatePlan
     from megadapo.weights.sync.planning import Hosts
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.lab.plan.refit import plan_for
+    from megadapo.plan.refit import plan_for
 
     config = load_config(arguments.config, arguments.overrides)
     layout = model_layout(config, arguments.model_config)
@@ -96,8 +96,8 @@ def report(plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes:
 
 def work_table(config: RunConfig, plan: UpdatePlan, hosts: Hosts, card: Card) -> str:
     """Return the work of the busiest process of each kind, and forecast seconds."""
-    from megadapo.lab.plan.refit import DELTA_SHARE, refit_of
     from megadapo.observe.tables import TextTable
+    from megadapo.plan.refit import DELTA_SHARE, refit_of
 
     both = [refit_of(config, plan, hosts, delta=delta) for delta in (False, True)]
     texts = {

@@ -16,8 +16,6 @@ import torch
 from megadapo.data.batch import PackedBatch, pack_responses
 from megadapo.data.group import Response
 from megadapo.data.group_codec import expert_dtype
-from megadapo.lab.plan.cards import card_of
-from megadapo.lab.plan.step_time import update_flops
 from megadapo.lab.profiling.time_table import (
     bytes_moved,
     format_profile,
@@ -26,6 +24,8 @@ from megadapo.lab.profiling.time_table import (
     profile_table,
     write_trace,
 )
+from megadapo.plan.cards import card_of
+from megadapo.plan.step_time import update_flops
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megadapo.kernels.launch import counting_bytes
-from megadapo.lab.plan.cards import card_of
 from megadapo.lab.profiling.measure import time_once
 from megadapo.observe.tables import TextTable
+from megadapo.plan.cards import card_of
 
 _LARGE_PRODUCT = {"cuda": 8192, "cpu": 1024}
 _LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}

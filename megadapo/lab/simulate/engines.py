@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.lab.plan.engine import EngineCounters, VirtualEngine, VirtualResponse
-from megadapo.lab.plan.engine_speed import EngineSpeed
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
+from megadapo.plan.engine import EngineCounters, VirtualEngine, VirtualResponse
+from megadapo.plan.engine_speed import EngineSpeed
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
 from megadapo.rollout.types import OpenGroup, StopReport

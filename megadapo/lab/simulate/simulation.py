@@ -11,7 +11,6 @@ import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
-from megadapo.lab.plan.responses import mean_response, usual_lengths
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
@@ -25,6 +24,7 @@ from megadapo.lab.simulate.measures import (
 from megadapo.lab.simulate.policies import BatchSource, Policy, all_policies
 from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
 from megadapo.observe.tables import TextTable
+from megadapo.plan.responses import mean_response, usual_lengths
 from megadapo.rollout.config import SamplingConfig
 
 MAX_ENGINES = 64

@@ -11,9 +11,6 @@ import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
-from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.responses import Responses
-from megadapo.lab.plan.split import Split, StepModel
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.measures import (
@@ -28,6 +25,9 @@ from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.lab.simulate.training import TrainedStep, train
 from megadapo.models.description import ModelDescription
 from megadapo.observe.tables import TextTable
+from megadapo.plan.cards import Card
+from megadapo.plan.responses import Responses
+from megadapo.plan.split import Split, StepModel
 from megadapo.rollout.config import SamplingConfig
 
 NUM_WARM_UP = 4

@@ -13,7 +13,9 @@ import numpy as np
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
-from megadapo.lab.plan.responses import (
+from megadapo.observe.metrics.records import MetricRecord, read_metrics
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
+from megadapo.plan.responses import (
     KEPT_SHARE,
     NORMAL_95,
     PROMPT_TOKENS,
@@ -21,8 +23,6 @@ from megadapo.lab.plan.responses import (
     LogNormalLengths,
     usual_lengths,
 )
-from megadapo.observe.metrics.records import MetricRecord, read_metrics
-from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megadapo.lab.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.lab.simulate.engines import VirtualEngines
 from megadapo.lab.simulate.policies import TrainedGroup, trained_groups
+from megadapo.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.rollout.sampling.sampler import Sampler
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megadapo.config import load_config
-from megadapo.lab.plan.cards import GIB, H100
-from megadapo.lab.plan.phases import gpu_kinds, models_of
+from megadapo.plan.cards import GIB, H100
+from megadapo.plan.phases import gpu_kinds, models_of
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineIncarnation
 from megadapo.run.gpu_sharing import GpuSharing

@@ -9,10 +9,10 @@ import pytest
 
 import megadapo
 from megadapo.config import load_config
-from megadapo.lab.plan.ranks import rank_kinds, state_bytes
-from megadapo.lab.plan.training import UpdateLoad, update_bytes
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config
+from megadapo.plan.ranks import rank_kinds, state_bytes
+from megadapo.plan.training import UpdateLoad, update_bytes
 from megadapo.weights.layout.layout import ModelLayout, layout_for
 from tests.support.models.meta import parameters_of
 from tests.support.processes.peak_allocations import allocated

@@ -7,9 +7,9 @@ import torch
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
-from megadapo.lab.plan.cards import card_of
 from megadapo.lab.profiling.profiles import memory_history
 from megadapo.lab.profiling.time_table import Roofline, bytes_moved, format_profile, profile_table
+from megadapo.plan.cards import card_of
 
 
 def test_profile_has_the_rate_of_products():

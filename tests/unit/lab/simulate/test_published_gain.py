@@ -11,19 +11,19 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from megadapo.lab.plan.cards import H100
-from megadapo.lab.plan.engine_speed import (
+from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
+from megadapo.lab.simulate.policies import OurSampler
+from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.training import train
+from megadapo.plan.cards import H100
+from megadapo.plan.engine_speed import (
     ALL_REDUCE_S,
     LAYER_S,
     PRODUCT_SHARE,
     READ_SHARE,
     EngineSpeed,
 )
-from megadapo.lab.plan.responses import LogNormalLengths
-from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.policies import OurSampler
-from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.lab.simulate.training import train
+from megadapo.plan.responses import LogNormalLengths
 from megadapo.rollout.config import SamplingConfig
 
 GPUS_PER_ENGINE, LAYERS = 4, 40

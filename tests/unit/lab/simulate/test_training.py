@@ -5,9 +5,6 @@ from itertools import islice
 import pytest
 
 from megadapo.config import load_config
-from megadapo.lab.plan.cards import CARDS
-from megadapo.lab.plan.phases import models_of
-from megadapo.lab.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.step_times import (
@@ -17,6 +14,9 @@ from megadapo.lab.simulate.step_times import (
 )
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.lab.simulate.training import TrainedStep, train
+from megadapo.plan.cards import CARDS
+from megadapo.plan.phases import models_of
+from megadapo.plan.split import PUBLISH_S, SWITCH_S
 from megadapo.rollout.config import SamplingConfig
 from tests.support import REPOSITORY
 

@@ -10,8 +10,8 @@ import torch
 
 import megadapo
 from megadapo.config import load_config
-from megadapo.lab.plan.refit import plan_for
 from megadapo.models.folder import find_hf_config
+from megadapo.plan.refit import plan_for
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.sync.buckets import pack

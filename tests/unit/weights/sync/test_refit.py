@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.cluster.this_node import node_address
-from megadapo.lab.plan.refit import count_refit
+from megadapo.plan.refit import count_refit
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megadapo.config import RunConfig
-from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.phases import itemsize_of
-from megadapo.lab.plan.ranks import engine_bytes
-from megadapo.lab.plan.responses import Responses
-from megadapo.lab.plan.step_time import forward_flops
 from megadapo.models.description import ModelDescription
+from megadapo.plan.cards import Card
+from megadapo.plan.phases import itemsize_of
+from megadapo.plan.ranks import engine_bytes
+from megadapo.plan.responses import Responses
+from megadapo.plan.step_time import forward_flops
 
 READ_SHARE = 0.90
 """Share of a card's memory bandwidth that an engine's step reaches."""

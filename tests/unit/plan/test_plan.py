@@ -9,9 +9,11 @@ import megadapo
 from megadapo.cli import main
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import DataError
-from megadapo.lab.plan.cards import CARDS, GIB, H100, H200
-from megadapo.lab.plan.fit import largest_sequence, overflows, problems, warnings
-from megadapo.lab.plan.phases import (
+from megadapo.models.description import describe_model
+from megadapo.models.folder import find_hf_config, published_models
+from megadapo.plan.cards import CARDS, GIB, H100, H200
+from megadapo.plan.fit import largest_sequence, overflows, problems, warnings
+from megadapo.plan.phases import (
     GpuKind,
     gpu_kinds,
     host_items,
@@ -19,11 +21,9 @@ from megadapo.lab.plan.phases import (
     models_of,
     replayed_bytes,
 )
-from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
-from megadapo.lab.plan.responses import Responses
-from megadapo.lab.plan.step_time import train_seconds, update_flops
-from megadapo.models.description import describe_model
-from megadapo.models.folder import find_hf_config, published_models
+from megadapo.plan.ranks import engine_bytes, rank_kinds, state_bytes
+from megadapo.plan.responses import Responses
+from megadapo.plan.step_time import train_seconds, update_flops
 from megadapo.weights.layout.layout import ModelLayout
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"

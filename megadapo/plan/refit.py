@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megadapo.config import RunConfig
-from megadapo.lab.plan.cards import MIB, Card
+from megadapo.plan.cards import MIB, Card
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions, stage_layers

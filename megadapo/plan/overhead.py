@@ -6,7 +6,7 @@ No number here is measured; each constant names its source. Gloo's buffers are i
 from __future__ import annotations
 
 from megadapo.config import RunConfig
-from megadapo.lab.plan.cards import GIB, GPUS_PER_NODE, MIB
+from megadapo.plan.cards import GIB, GPUS_PER_NODE, MIB
 from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
 

@@ -7,11 +7,11 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.config import RunConfig, load_config
-from megadapo.lab.plan.cards import GIB, H100
-from megadapo.lab.plan.overhead import CHANNEL_BYTES, NUM_TABLES, message_bytes
-from megadapo.lab.plan.phases import GpuKind, gpu_kinds, host_items, models_of
-from megadapo.lab.plan.ranks import engine_bytes
-from megadapo.lab.plan.refit import plan_for
+from megadapo.plan.cards import GIB, H100
+from megadapo.plan.overhead import CHANNEL_BYTES, NUM_TABLES, message_bytes
+from megadapo.plan.phases import GpuKind, gpu_kinds, host_items, models_of
+from megadapo.plan.ranks import engine_bytes
+from megadapo.plan.refit import plan_for
 from megadapo.run.processes import sends_while_training
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support import REPOSITORY

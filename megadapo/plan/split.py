@@ -10,14 +10,14 @@ import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
-from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.engine import VirtualEngine, VirtualResponse
-from megadapo.lab.plan.engine_speed import EngineSpeed, slots_of, speed_of
-from megadapo.lab.plan.fit import problems
-from megadapo.lab.plan.phases import Models
-from megadapo.lab.plan.responses import KEPT_SHARE, Responses
-from megadapo.lab.plan.step_time import train_seconds
 from megadapo.models.description import ModelDescription
+from megadapo.plan.cards import Card
+from megadapo.plan.engine import VirtualEngine, VirtualResponse
+from megadapo.plan.engine_speed import EngineSpeed, slots_of, speed_of
+from megadapo.plan.fit import problems
+from megadapo.plan.phases import Models
+from megadapo.plan.responses import KEPT_SHARE, Responses
+from megadapo.plan.step_time import train_seconds
 from megadapo.rollout.config import SamplingConfig
 from megadapo.trainer.config import TrainerConfig
 

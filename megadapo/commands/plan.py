@@ -11,9 +11,9 @@ from megadapo.observe.tables import print_error
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.lab.plan.cards import Card
-    from megadapo.lab.plan.phases import GpuKind, Models
-    from megadapo.lab.plan.refit import Refit
+    from megadapo.plan.cards import Card
+    from megadapo.plan.phases import GpuKind, Models
+    from megadapo.plan.refit import Refit
 
 DEFAULT_GPU = "H100-80G"
 
@@ -47,11 +47,11 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
-    from megadapo.lab.plan.phases import gpu_kinds, models_of
-    from megadapo.lab.plan.refit import plan_for, refit_of
-    from megadapo.lab.plan.responses import Responses
-    from megadapo.lab.plan.split import describe_step
+    from megadapo.plan.fit import main_memory_warnings, problems, warnings
+    from megadapo.plan.phases import gpu_kinds, models_of
+    from megadapo.plan.refit import plan_for, refit_of
+    from megadapo.plan.responses import Responses
+    from megadapo.plan.split import describe_step
     from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
     from megadapo.weights.layout.layout import ModelLayout
@@ -86,8 +86,8 @@ def check_memory(config: RunConfig, gpu: str) -> list[str]:
     Raises:
         ConfigError: a phase does not fit; the error names it and the keys to change.
     """
-    from megadapo.lab.plan.fit import main_memory_warnings, problems, warnings
-    from megadapo.lab.plan.phases import fullest, gpu_kinds, models_of
+    from megadapo.plan.fit import main_memory_warnings, problems, warnings
+    from megadapo.plan.phases import fullest, gpu_kinds, models_of
 
     card = card_of(gpu)
     try:
@@ -110,7 +110,7 @@ def card_of(name: str) -> Card:
     Raises:
         ConfigError: the card is unknown.
     """
-    from megadapo.lab.plan.cards import CARDS
+    from megadapo.plan.cards import CARDS
 
     if name.upper() not in CARDS:
         raise ConfigError(f"--gpu {name}: choose one of {', '.join(CARDS)}")
@@ -118,7 +118,7 @@ def card_of(name: str) -> Card:
 
 
 def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
-    from megadapo.lab.plan.cards import GPUS_PER_NODE
+    from megadapo.plan.cards import GPUS_PER_NODE
 
     if num_nodes is None:
         return min(num_gpus, GPUS_PER_NODE)
@@ -132,8 +132,8 @@ def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
 
 def _memory_table(kind: GpuKind, card: Card) -> str:
     """Return the memory of one kind of GPU: a row per purpose, a column per phase."""
-    from megadapo.lab.plan.cards import GIB
     from megadapo.observe.tables import TextTable
+    from megadapo.plan.cards import GIB
 
     names = dict.fromkeys(name for phase in kind.phases for name in phase.items)
     rows = [
@@ -155,9 +155,9 @@ def _summary(
     config: RunConfig, models: Models, card: Card, refit: Refit, gpus_per_node: int
 ) -> list[str]:
     """Describe sequences, caches, weight traffic and main memory, one line each."""
-    from megadapo.lab.plan.cards import GIB
-    from megadapo.lab.plan.fit import CROWDED, largest_sequence, overflows
-    from megadapo.lab.plan.phases import (
+    from megadapo.plan.cards import GIB
+    from megadapo.plan.fit import CROWDED, largest_sequence, overflows
+    from megadapo.plan.phases import (
         fullest,
         gpu_kinds,
         host_items,
@@ -165,8 +165,8 @@ def _summary(
         longest_sequence,
         replayed_bytes,
     )
-    from megadapo.lab.plan.ranks import engine_bytes
-    from megadapo.lab.plan.responses import PROMPT_TOKENS, mean_response
+    from megadapo.plan.ranks import engine_bytes
+    from megadapo.plan.responses import PROMPT_TOKENS, mean_response
 
     engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
     longest, cache = longest_sequence(config), engine.cache_tokens

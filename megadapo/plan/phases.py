@@ -14,8 +14,9 @@ from functools import cache
 from megadapo.cluster.machine import inspect_machine
 from megadapo.config import RunConfig
 from megadapo.data.group_codec import expert_dtype
-from megadapo.lab.plan.cards import GIB, MIB, Card
-from megadapo.lab.plan.overhead import (
+from megadapo.models.description import ModelDescription, describe_critic
+from megadapo.plan.cards import GIB, MIB, Card
+from megadapo.plan.overhead import (
     COMMUNICATOR_BYTES,
     FRAGMENTATION,
     GRAPH_BYTES,
@@ -24,7 +25,7 @@ from megadapo.lab.plan.overhead import (
     table_bytes,
     trainer_process_bytes,
 )
-from megadapo.lab.plan.ranks import (
+from megadapo.plan.ranks import (
     EngineBytes,
     RankKind,
     StateBytes,
@@ -32,8 +33,7 @@ from megadapo.lab.plan.ranks import (
     rank_kinds,
     state_bytes,
 )
-from megadapo.lab.plan.training import UpdateLoad, update_bytes
-from megadapo.models.description import ModelDescription, describe_critic
+from megadapo.plan.training import UpdateLoad, update_bytes
 from megadapo.trainer.config import StateKind, TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.config.recipe import toml_value
-from megadapo.lab.plan.cards import GIB, MAIN_MEMORY_GIB, Card
-from megadapo.lab.plan.phases import (
+from megadapo.plan.cards import GIB, MAIN_MEMORY_GIB, Card
+from megadapo.plan.phases import (
     GpuKind,
     Models,
     Phase,
@@ -18,7 +18,7 @@ from megadapo.lab.plan.phases import (
     longest_sequence,
     replayed_bytes,
 )
-from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.plan.ranks import engine_bytes
 from megadapo.trainer.config import StateKind
 
 STEP_TOKENS = 256

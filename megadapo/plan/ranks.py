@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.overhead import GRAPH_BYTES
 from megadapo.models.description import ModelDescription
+from megadapo.plan.cards import Card
+from megadapo.plan.overhead import GRAPH_BYTES
 from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout

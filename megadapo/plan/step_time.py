@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megadapo.config import RunConfig
-from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.ranks import mlp_width
-from megadapo.lab.plan.responses import Responses
 from megadapo.models.description import ModelDescription
+from megadapo.plan.cards import Card
+from megadapo.plan.ranks import mlp_width
+from megadapo.plan.responses import Responses
 from megadapo.trainer.config import TrainerConfig
 
 TRAIN_SHARE = 0.35

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadapo.lab.plan.activations import (
+from megadapo.models.description import ModelDescription
+from megadapo.plan.activations import (
     FP32_BYTES,
     Layers,
     LayerWidths,
@@ -13,8 +14,7 @@ from megadapo.lab.plan.activations import (
     kept_by_layer,
     layer_widths,
 )
-from megadapo.lab.plan.ranks import RankKind
-from megadapo.models.description import ModelDescription
+from megadapo.plan.ranks import RankKind
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import padded_vocab_size
 

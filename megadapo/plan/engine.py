@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from megadapo.lab.plan.engine_speed import EngineSpeed
+from megadapo.plan.engine_speed import EngineSpeed
 
 
 @dataclass(eq=False, slots=True)
