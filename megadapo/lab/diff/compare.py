@@ -3,16 +3,156 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadapo.lab.diff.difference import Difference, Phase, Row, ranges, row
+from megadapo.errors import DataError
+from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, ranges, row
 from megadapo.lab.diff.groups import StepGroups
-from megadapo.lab.diff.metrics import compare_evaluations, compare_metrics, is_replay
 from megadapo.lab.diff.record import RunRecord
-from megadapo.lab.diff.schedules import about_schedules
+from megadapo.observe.metrics.names import is_repeated
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.oracles import FIRST_RATIO
+from megadapo.rollout.journal.record_log import read_records
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
+from megadapo.rollout.sampling.schedule_records import decode_record, describe_difference
 from megadapo.run.state.config_diff import changed_keys, decides_learning
+
+
+def about_schedules(folder_a: Path, folder_b: Path) -> str:
+    """Return sentences about where the schedules of A and B part; empty if one has none."""
+    paths = [folder / SCHEDULE_FILE for folder in (folder_a, folder_b)]
+    if not all(path.is_file() for path in paths):
+        return ""
+    (a, damage_a), (b, damage_b) = map(_payloads, paths)
+    damage = "".join(
+        f" {path}: record {len(payloads)} is not whole ({problem}), and no later one is compared."
+        for path, payloads, problem in zip(paths, (a, b), (damage_a, damage_b), strict=True)
+        if problem
+    )
+    if a and b and a[0] != b[0]:
+        parts = "The schedules have other rules: data, rewards, seed, sampling or rollout keys."
+        return parts + damage
+    for one, two in zip(a[1:], b[1:], strict=False):
+        if one != two:
+            found = describe_difference(decode_record(one), decode_record(two), "A", "B")
+            return f"The schedules part at {found}.{damage}"
+    num_common = max(0, min(len(a), len(b)) - 1)
+    agree = f"The schedules agree in {num_common} takes and publications, with all their tokens."
+    return agree + damage
+
+
+def _payloads(path: Path) -> tuple[list[bytes], str]:
+    """Return the intact records of a file, and what is wrong after them."""
+    found: list[bytes] = []
+    try:
+        problem = read_records(path, lambda offset, payload: found.append(payload))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return found, problem
+
+
+_PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
+    ("rollout", ("response_length/", "tokens/generated", "tokens/recomputed", "tools/")),
+    ("rollout", ("environment/",)),
+    ("rollout", ("staleness/token_share", "staleness/mean", "staleness/max")),
+    ("score", ("reward/", "accuracy/")),
+    ("selection", ("groups/", "tokens/trained", "reflection/")),
+    ("old log-probs", ("parity/", "staleness/", "kl/mean", "kl/max", "critic/value_mean")),
+)
+"""Phase and prefixes of the metrics that it makes; all others are of the update."""
+_CAUSES = ("policy/lr", "critic/lr", "kl/coef", "policy/skipped_updates", "critic/skipped_updates")
+"""Metrics of the update that explain the others."""
+_NEWS = ("step", "eval/accuracy", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version")
+"""Metrics of an evaluation that became known in the step, which depends on its speed: the
+evaluations themselves are compared."""
+_HELD_OUT = ("held_out/", "/accuracy")
+_SAMPLED = "tokens/generated"
+SHOWN = 6
+"""Most metrics in a table."""
+
+
+def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Difference]:
+    """Return the differing metrics by phase.
+
+    The key "causes" has the metrics of the update that explain its others.
+    """
+    names = [name for name in {**a, **b} if is_repeated(name) and not _is_news(name)]
+    if is_replay(a) != is_replay(b):
+        names.remove(_SAMPLED)
+    if a.get(FIRST_RATIO) is None or b.get(FIRST_RATIO) is None:
+        # GPUs measure it in steps that save a checkpoint, and these may differ
+        names = [name for name in names if name != FIRST_RATIO]
+    found: dict[str, list[tuple[str, object, object]]] = {}
+    for name in names:
+        found.setdefault(_key(name), []).append((name, a.get(name), b.get(name)))
+    differences = {}
+    for key, values in found.items():
+        if rows := differing_rows(values):
+            left = len(rows) - SHOWN
+            more = (f"{left} more metrics of the phase differ.",) if left > 0 else ()
+            differences[key] = Difference(
+                step=step,
+                phase=_phase(rows[0][0]),
+                field=rows[0][0],
+                rows=rows[:SHOWN],
+                evidence=(*_meaning(rows[0][0]), *more),
+            )
+    return differences
+
+
+def compare_evaluations(
+    step: int, a: EvaluationRecord | None, b: EvaluationRecord | None
+) -> Iterator[Difference]:
+    """Yield the difference between the evaluations of a step."""
+    if a is None or b is None:
+        return
+    one, two = (dict(_flat(asdict(record))) for record in (a, b))
+    if rows := differing_rows((name, one.get(name), two.get(name)) for name in {**one, **two}):
+        text = "Answers of an evaluation are not saved, so the problem is not known."
+        yield Difference(
+            step=step, phase="evaluation", field=rows[0][0], rows=rows[:SHOWN], evidence=(text,)
+        )
+
+
+def is_replay(record: MetricRecord) -> bool:
+    """Return whether the step trained on saved rollouts."""
+    return record.get(_SAMPLED) is None and record.get("groups/kept") is not None
+
+
+def _is_news(name: str) -> bool:
+    start, end = _HELD_OUT
+    return name in _NEWS or (name.startswith(start) and name.endswith(end))
+
+
+def _key(name: str) -> str:
+    return "causes" if name in _CAUSES else _phase(name)
+
+
+def _phase(name: str) -> Phase:
+    if name.startswith(("eval/", "held_out/")):
+        return "evaluation"
+    if name.startswith("environment/") and name.endswith("/return"):
+        return "score"
+    return next((phase for phase, names in _PHASES if name.startswith(names)), "update")
+
+
+def _meaning(name: str) -> tuple[str, ...]:
+    if name.endswith("/skipped_updates"):
+        return ("One run skipped an update for a loss or gradient that was not finite.",)
+    if name.endswith("/lr"):
+        return ("The learning rate of the step differs.",)
+    return ()
+
+
+def _flat(values: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{start}{name}/")
+        else:
+            yield f"{start}{name}", value
+
 
 _DEPENDS_ON_WEIGHTS = {
     "token": "the noise, or the publication of the weights",

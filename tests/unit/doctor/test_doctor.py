@@ -9,9 +9,15 @@ import pytest
 from megadapo.cli import main, run_command
 from megadapo.cluster.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 from megadapo.cluster.this_node import ClockOffset
-from megadapo.doctor.cluster import diagnose_cluster
+from megadapo.doctor.cluster import (
+    ClusterFacts,
+    Link,
+    Node,
+    NodeFacts,
+    NodeInspector,
+    diagnose_cluster,
+)
 from megadapo.doctor.doctor import diagnose
-from megadapo.doctor.nodes import ClusterFacts, Link, Node, NodeFacts, NodeInspector
 from megadapo.errors import ConfigError
 from tests.support.processes.running import heavy_imports
 

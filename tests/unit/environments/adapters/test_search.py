@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.environments.adapters.bm25 import Index, terms_of
-from megadapo.environments.adapters.search import NO_RESULTS, Search
+from megadapo.environments.adapters.search import NO_RESULTS, Index, Search, terms_of
 from tests.support.processes.running import run_python
 from tests.unit.environments.adapters.playing import playing, task
 
@@ -188,7 +187,7 @@ def test_index_is_made_once_in_a_process_and_again_for_a_changed_file(tmp_path: 
 def test_order_is_the_same_in_every_process() -> None:
     """Sums in the order of a set would differ with the hashes of texts."""
     program = (
-        "from megadapo.environments.adapters.bm25 import Index\n"
+        "from megadapo.environments.adapters.search import Index\n"
         "texts = [' '.join(f'w{(n * k) % 17}' for k in range(n % 23)) for n in range(300)]\n"
         "index = Index(texts)\n"
         "for n in range(40): print(index.search(f'w{n % 17} w{n % 5} w{n % 11} w{n % 7}', 9))\n"

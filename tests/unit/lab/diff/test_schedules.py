@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megadapo.errors import DataError
-from megadapo.lab.diff.schedules import about_schedules
+from megadapo.lab.diff.compare import about_schedules
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule
 from tests.support.rollout.groups import make_group
 
@@ -78,6 +78,6 @@ def test_schedule_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def fail(path, read):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("megadapo.lab.diff.schedules.read_records", fail)
+    monkeypatch.setattr("megadapo.lab.diff.compare.read_records", fail)
     with pytest.raises(DataError, match="schedule.log cannot be read: Input/output error"):
         about_schedules(write(tmp_path / "a"), write(tmp_path / "b"))
