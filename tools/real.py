@@ -27,7 +27,7 @@ from megadapo.errors import ConfigError, InfraError, MegadapoError
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 from megadapo.observe.summary import costs, read_steps
 from megadapo.observe.tables import TextTable
-from megadapo.rollout.sampling.accuracy import Evaluation
+from megadapo.rollout.sampling.evaluation import Evaluation
 
 RECIPE = "configs/smollm2-135m.toml"
 MEGADAPO = (sys.executable, "-m", "megadapo.cli")

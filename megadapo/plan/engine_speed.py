@@ -49,7 +49,8 @@ class EngineSpeed:
 
     def step_time(self, num_running: float, num_context: float) -> float:
         """Return the seconds of one step; `num_context` counts all running responses' tokens."""
-        experts = self.experts_s * (1.0 - (1.0 - self.chosen_share) ** num_running)
+        unread: float = (1.0 - self.chosen_share) ** num_running
+        experts = self.experts_s * (1.0 - unread)
         return self.step_s + experts + self.response_s * num_running + self.context_s * num_context
 
     def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:

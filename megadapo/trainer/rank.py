@@ -331,7 +331,7 @@ class TrainerRank(TrainedModel):
         return num_bytes
 
     @property
-    def _saved(self) -> dict[str, tuple[Sequence[OwnedRun], MegatronOptimizer]]:
+    def _saved(self) -> dict[str, tuple[list[OwnedRun], MegatronOptimizer]]:
         """Runs of each folder of a checkpoint, and the optimizer that counts its updates."""
         saved = {"": (self.runs, self.optimizer)}
         if self.critic is not None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megadapo.cluster.places import Place, PlaceRequest
 from megadapo.errors import DataError, InfraError
-from megadapo.rollout.pool.members import ChangingPool, Member
+from megadapo.rollout.pool.pool import ChangingPool, Member
 from megadapo.rollout.pool.request import EngineRequest, read_request
 
 CHECK_S = 2.0

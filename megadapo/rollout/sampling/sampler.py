@@ -7,35 +7,175 @@ waits for another. Two properties make the modes: whether groups that miss a bat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed
-from megadapo.data.group import MIN_RESPONSES, Group
-from megadapo.data.prompts import PromptStream
-from megadapo.errors import CheckpointError
+from megadapo.data.group import MIN_RESPONSES, Group, Response
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.errors import CheckpointError, InfraError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.journal import Journal, group_digest
 from megadapo.rollout.sampling.keep_rate import KeepRate
 from megadapo.rollout.sampling.prompt_cursor import PromptCursor, PromptHistory
-from megadapo.rollout.sampling.requests import GroupRequests
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.schedule_records import Take, WeightPause
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
-from megadapo.rollout.sampling.shortfall import check_failures, check_size
 from megadapo.rollout.sampling.statistics import RejectedGroups, StepCounters
 from megadapo.rollout.sampling.window import Window, adapted_lead, bounded_lead, num_places
-from megadapo.rollout.types import OpenGroup, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def check_failures(
+    counters: StepCounters, config: SamplingConfig, max_share: float, group: Group
+) -> None:
+    """Check the share of a step's responses that reward functions or environments failed on.
+
+    It compares with a whole batch at least, and not at the end of the step: a function that always
+    fails must not use up the prompts.
+
+    Args:
+        max_share: largest share, reward.max_failed_share.
+        group: the latest group; the share cannot have grown if none of its responses failed.
+
+    Raises:
+        InfraError: the share is larger.
+    """
+    if not group.failures:
+        return
+    # a restart is no fault, and must not be the cause of the next one
+    num_failed = counters.num_excluded - counters.num_interrupted
+    num_scored = sum(group.num_responses for group in counters.stats)
+    planned = config.prompts_per_step * config.responses_per_prompt
+    share = num_failed / max(planned, num_failed + num_scored)
+    if share > max_share:
+        last = group.failures[-1]
+        raise InfraError(
+            f"reward functions or environments failed on {num_failed} responses of the step, "
+            f"{share:.1%} of them, and reward.max_failed_share = {max_share:g}; the last failure "
+            f"is of {last.source}: {last.reason}. Nothing of the step is trained on. Mend it or "
+            "its server, or raise reward.max_failed_share"
+        )
+
+
+def check_size(num_found: int, counters: StepCounters, config: SamplingConfig) -> None:
+    """Check the number of mixed groups of a batch.
+
+    Raises:
+        SamplingError: it is 0, or too small and sampling.on_shortfall is "stop".
+    """
+    needed = config.prompts_per_step
+    if num_found == needed or (num_found and config.on_shortfall == "train"):
+        return
+    histogram = Counter(group.num_correct for group in counters.stats)
+    num_responses = config.responses_per_prompt
+    raise SamplingError(describe_shortfall(num_found, needed, histogram, num_responses))
+
+
+def describe_shortfall(
+    num_found: int, num_needed: int, histogram: Mapping[int, int], num_responses: int
+) -> str:
+    """Return the message for a batch with too few mixed groups, with a histogram and advice.
+
+    `histogram`: number of groups by their number of correct responses.
+    """
+    num_asked = sum(histogram.values())
+    num_wrong = histogram.get(0, 0)
+    num_correct = histogram.get(num_responses, 0)
+    bars = "\n".join(
+        f"  {correct:>3} of {num_responses} correct: {count} groups"
+        for correct, count in sorted(histogram.items())
+    )
+    advice = (
+        "the problems are too hard for the model, or the scorer cannot read the answers: check both"
+        if num_wrong >= num_correct
+        else "the problems are too easy for the model: use harder ones"
+    )
+    return (
+        f"the batch has only {num_found} of {num_needed} groups after {num_asked} requests: "
+        f"{num_wrong} groups were all incorrect, {num_correct} all correct\n{bars}\n{advice}, or "
+        "raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+    )
+
+
+class GroupRequests:
+    """Makes the requests for groups, which seed, prompt index and tokens so far determine."""
+
+    def __init__(
+        self,
+        settings: SamplingSettings,
+        episodes: EpisodeRequests,
+        num_responses: int,
+        journal: Journal | None,
+        host: EpisodeHostActor | None = None,
+    ) -> None:
+        self._settings, self._episodes, self._host = settings, episodes, host
+        self._num_responses, self._journal = num_responses, journal
+        self._digests: dict[int, bytes] = {}
+        """Digest of each request since the last weights, by prompt index, if there is a journal."""
+
+    def make(
+        self,
+        prompt_index: int,
+        prompt: Prompt,
+        responses: tuple[Response, ...],
+        stop_at_tokens: tuple[int, ...],
+    ) -> OpenGroup | Group | None:
+        """Return the request, or its finished group from the journal.
+
+        None: the responses stop where they are. `responses` and `stop_at_tokens` are as in
+        `OpenGroup`.
+        """
+        num_tokens = tuple(len(response.token_ids) for response in responses)
+        if stop_at_tokens and stop_at_tokens == (num_tokens or (0,) * self._num_responses):
+            return None
+        group = OpenGroup(
+            key=prompt_index,
+            prompt_ids=self._episodes.prompt_ids(prompt),
+            seeds=response_seeds(
+                self._num_responses, self._episodes.seed, "train", prompt_index, prompt.id
+            ),
+            episode=self._episodes.request(prompt),
+            responses=responses,
+            settings=self._settings,
+            priority=prompt_index,
+            stop_at_tokens=stop_at_tokens,
+        )
+        if self._journal is None:
+            return group
+        self._digests[prompt_index] = group_digest(prompt, group)
+        return self._journal.find_group(self._digests[prompt_index]) or group
+
+    def keep(self, group: Group) -> None:
+        """Write a finished group to the journal."""
+        # a restarted run scores a group with failures again
+        if self._journal is not None and not group.failures:
+            self._journal.append_group(self._digests[group.prompt_index], group)
+
+    def sync(self) -> None:
+        """Force the journal to disk."""
+        if self._journal is not None:
+            self._journal.sync()
+
+    def begin(self, policy_version: int, weights: str) -> None:
+        """Begin the journal of new weights, whose fingerprint is `weights`."""
+        # no group is in flight, and those that continue are requested again
+        self._digests.clear()
+        if self._journal is not None:
+            self._journal.begin(policy_version, weights)
+        if self._host is not None:
+            self._host.begin(policy_version, weights)
 
 
 class Sampler:

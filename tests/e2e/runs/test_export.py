@@ -11,8 +11,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.rewards.scorer import Scorer
-from megadapo.rollout.sampling.accuracy import Evaluation
-from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
 from tests.support.rollout.engine_checks import (
     Reference,
     ask,

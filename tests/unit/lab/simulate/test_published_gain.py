@@ -13,8 +13,8 @@ import pytest
 
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
+from megadapo.lab.simulate.step_times import train
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.lab.simulate.training import train
 from megadapo.plan.cards import H100
 from megadapo.plan.engine_speed import (
     ALL_REDUCE_S,

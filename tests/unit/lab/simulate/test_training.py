@@ -10,10 +10,11 @@ from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.step_times import (
     Absence,
     ClusterAssumptions,
+    TrainedStep,
     compare_steps,
+    train,
 )
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.lab.simulate.training import TrainedStep, train
 from megadapo.plan.cards import CARDS
 from megadapo.plan.phases import models_of
 from megadapo.plan.split import PUBLISH_S, SWITCH_S

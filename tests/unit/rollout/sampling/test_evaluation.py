@@ -19,8 +19,13 @@ from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import EvaluationJournal
-from megadapo.rollout.sampling.accuracy import Evaluation, consensus, pass_at_k
-from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOutRequests
+from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
+    EvaluationInProgress,
+    HeldOutRequests,
+    consensus,
+    pass_at_k,
+)
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
     KilledAfter,

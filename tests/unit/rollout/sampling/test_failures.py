@@ -1,5 +1,6 @@
 """Responses without a score: they leave their groups, and outages of rewards cost only time."""
 
+import itertools
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages, average_shared_tokens
+from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch, branches_among
 from megadapo.algorithm.loss_weights import loss_weights
@@ -102,21 +103,25 @@ def test_losses_of_ragged_groups_depend_on_nothing_else(aggregation):
 def test_branches_of_remaining_responses_share_the_same_tokens(seed):
     """Catches a branch that points to another response after one has left."""
     source = random.Random(seed)
-    lengths = [source.randint(4, 12) for _ in range(7)]
-    branches: list[Branch | None] = [None]
-    for index in range(1, 7):
+    branches: list[Branch | None] = []
+    tokens: list[list[tuple[int, int]]] = []
+    for index in range(7):
         parent = source.randrange(-1, index)
-        num_shared = source.randint(1, min(lengths[parent], lengths[index]))
-        branches.append(None if parent < 0 else Branch(parent, num_shared))
+        num_shared = source.randint(1, len(tokens[parent])) if parent >= 0 else 0
+        branches.append(Branch(parent, num_shared) if num_shared else None)
+        tokens.append((tokens[parent][:num_shared] if num_shared else []) + [(index, 0)] * 4)
     kept = sorted(source.sample(range(7), 4))
-    keep = [index in kept for index in range(7)]
-    values = [source.random() for _ in range(7)]
-    expected = average_shared_tokens(values, lengths, branches, keep=keep)
-    found = average_shared_tokens(
-        [values[i] for i in kept], [lengths[i] for i in kept], branches_among(branches, kept)
-    )
-    for index, own in zip(kept, found, strict=True):
-        assert own == pytest.approx(expected[index])
+    for place, branch in enumerate(branches_among(branches, kept)):
+        own, others = tokens[kept[place]], [tokens[index] for index in kept[:place]]
+        longest = max((len(common_prefix(own, other)) for other in others), default=0)
+        assert longest == (0 if branch is None else branch.num_tokens)
+        if branch is not None:
+            assert len(common_prefix(own, others[branch.parent])) == longest
+
+
+def common_prefix(own: list, other: list) -> list:
+    pairs = zip(own, other, strict=False)
+    return [ours for ours, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def test_left_out_response_takes_no_branches_along():

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.sampling.accuracy import Evaluation
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
     EvaluationInProgress,
     HeldOutRequests,
     InterleavedEngines,

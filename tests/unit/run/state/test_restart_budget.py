@@ -2,7 +2,7 @@
 
 import pytest
 
-from megadapo.run.state.restart_budget import (
+from megadapo.run.state.supervisor import (
     LONGEST_WAIT_S,
     MAX_SAME_ENDS,
     DriverEnd,
@@ -19,7 +19,7 @@ def ended(code: int = 5, *, progress: bool = True, step: int = 3, journal: int =
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("megadapo.run.state.restart_budget.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megadapo.run.state.supervisor.time.monotonic", lambda: now[0])
     return now
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from megadapo.run.state.restart_budget import MAX_SAME_ENDS
 from megadapo.run.state.status import read_status
+from megadapo.run.state.supervisor import MAX_SAME_ENDS
 from tests.support.processes.supervised import supervise
 
 
