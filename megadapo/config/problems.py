@@ -45,6 +45,8 @@ HINTS = {
     "sampling.branching.alpha": "it is 0.5, as in the paper; delete the key",
     "sampling.branching.beta": "it is 0.2, as in the paper; delete the key",
     "sampling.branching.threshold": "it is 0.5, as in the paper; delete the key",
+    "sampling.rest_after": "every prompt is requested in each epoch; delete the key",
+    "sampling.rest_epochs": "every prompt is requested in each epoch; delete the key",
     "reward.decide": 'reward.symbolic = "decide" lets the symbolic comparison decide',
     "rollout.max_engine_restarts": "an engine has 3 restarts an hour; delete the key",
     "rollout.top_k": _WHOLE_SOFTMAX,

@@ -87,11 +87,6 @@ class WeightedOrder:
         source, position = self._place(index)
         return self._starts[source] + self._orders[source].at(position)
 
-    def epoch(self, index: int) -> int:
-        """Return the epoch of the source at a position, counted from 0."""
-        source, position = self._place(index)
-        return position // self._shares[source].num_items
-
     def _place(self, index: int) -> tuple[int, int]:
         """Return the source at a position, and the position in the source."""
         period, position = divmod(index, self._period)

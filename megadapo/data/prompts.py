@@ -200,10 +200,6 @@ class PromptStream:
         """Return the number of positions in which every prompt has come."""
         return self._order.epoch_size
 
-    def epoch(self, prompt_index: int) -> int:
-        """Return the epoch of the source at a position, counted from 0."""
-        return self._order.epoch(prompt_index)
-
     def at(self, prompt_index: int) -> Prompt:
         """Return the prompt at a position."""
         return self._prompts[self._order.at(prompt_index)]

@@ -235,10 +235,6 @@ class SamplingConfig(Section, title="sampling"):
     """Largest age of a trained token, in weight publications: 0 with "sync" and "rounds", 1 with
     "one_step_off", at least 1 with "partial", at least 2 with "async". Groups that would become too
     old are waited for."""
-    rest_after: PositiveInt | None = None
-    """Leave a prompt out after this many all-correct groups in a row; none: never."""
-    rest_epochs: PositiveInt = 2
-    """Number of epochs for which such a prompt is left out."""
     branching: BranchingConfig = BranchingConfig()
     """Responses that branch off others of their group."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import count
@@ -52,22 +52,16 @@ class Policy:
     dispatch: Dispatch = "least_loaded"
     versions_behind: int = 0
     """Publications between the engines' weights and the weights that train on a batch."""
-    warm_up_epochs: int = 0
-    """Passes over all prompts before the measured steps."""
 
 
 def all_policies(sampling: SamplingConfig) -> list[Policy]:
-    """Return the policies for a batch of this size, baselines first.
-
-    With `sampling.rest_after`, our modes run with and without the difficulty memory.
-    """
+    """Return the policies for a batch of this size, baselines first."""
     size = sampling.prompts_per_step
     plain = sampling.model_copy(
         update={
             "mode": "sync",
             "max_staleness": 0,
             "prompts_per_round": None,
-            "rest_after": None,
             "on_shortfall": "train",
         }
     )
@@ -93,7 +87,7 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
         sampling=plain,
         start=FirstFinished,
     )
-    return [*rounds, first, *_ours(plain), *_with_memory(plain, sampling)]
+    return [*rounds, first, *_ours(plain)]
 
 
 def _ours(plain: SamplingConfig) -> list[Policy]:
@@ -122,21 +116,6 @@ def _ours(plain: SamplingConfig) -> list[Policy]:
         ),
         mode("partial-2", "the same, two steps behind", mode="partial", max_staleness=2),
     ]
-
-
-def _with_memory(plain: SamplingConfig, sampling: SamplingConfig) -> Iterator[Policy]:
-    if sampling.rest_after is None:
-        return
-    rests = {"rest_after": sampling.rest_after, "rest_epochs": sampling.rest_epochs}
-    for policy in _ours(plain.model_copy(update=rests)):
-        if policy.name in ("sync", "partial"):
-            yield Policy(
-                name=f"{policy.name}-memory",
-                description=f"{policy.description}; solved prompts rest",
-                sampling=policy.sampling,
-                start=OurSampler,
-                warm_up_epochs=sampling.rest_after,
-            )
 
 
 class OurSampler:

@@ -158,8 +158,6 @@ def simulate(
     engines = VirtualEngines(engine_settings, task, dispatch=policy.dispatch)
     source = policy.start(policy.sampling, engines, task)
     _run(source, engines, num_warm_up)
-    while max(engines.requested, default=0) < policy.warm_up_epochs * task.settings.num_prompts:
-        _run(source, engines, 1)
     before = _counters(engines)
     steps = _run(source, engines, num_steps)
     counters = _counters(engines) - before

@@ -61,7 +61,6 @@ METRICS = {
     "groups/carried": "Unfinished groups that continue in the next step.",
     "groups/overdue": "Most groups that a batch with enough mixed groups waited for, because they "
     "would have become older than sampling.max_staleness. Depends on the engines' speed.",
-    "groups/resting": "Prompts left out by sampling.rest_after.",
     "groups/from_journal": "Groups read from the journal of a killed process instead of being "
     "generated again.",
     "tokens/generated": "Tokens that engines sampled for the groups of groups/sampled; those of "

@@ -54,7 +54,6 @@ RUNNING: tuple[Section, ...] = (
                 "a step",
                 {
                     "groups/carried": "carried on",
-                    "groups/resting": "resting",
                     "groups/overdue": "waited for, too old for a later step",
                 },
             ),

@@ -51,8 +51,6 @@ class SampledBatch:
     """Number of groups stopped before they finished."""
     num_carried: int
     """Number of unfinished groups that continue in the next step."""
-    num_resting: int
-    """Number of prompts skipped on cooldown."""
     num_overdue: int = 0
     """Largest number of open groups that a batch with enough mixed groups waited for, because they
     would have become too old."""

@@ -223,8 +223,8 @@ class Sampler:
         size = config.responses_per_prompt
         self._requests = GroupRequests(settings, episodes, size, journal, host)
         self._schedule = schedule or SamplingSchedule()
-        self._history = PromptHistory(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
-        self._cursor = PromptCursor(prompts, self._history)
+        self._history = PromptHistory()
+        self._cursor = PromptCursor(prompts)
         self._pool = ScoringPool(engines, scorer, self._cursor.prompt, new_executor)
         self._reserve = Reserve()
         self._unsent: list[int] = []
@@ -317,13 +317,14 @@ class Sampler:
                 counters.surplus = left
             elif window.is_full:
                 counters.forget_after(kept[-1].prompt_index)
-                self._cursor.rewind(kept[-1].prompt_index + 1)
+                # as if no later prompt had been drawn
+                self._cursor.next_index = kept[-1].prompt_index + 1
         self._most_untrained = adapted_lead(config, self._most_untrained, len(left))
         self._requests.sync()
         counters.reward_seconds = self._pool.take_reward_seconds()
         counters.failures = self._pool.take_failures()
         counters.stats.sort(key=lambda group: group.prompt_index)
-        counters.num_resting = self._cursor.end_step(counters.stats)
+        self._history.end_step(counters.stats)
         check_size(len(kept), counters, config)
         batch = counters.batch(kept)
         if config.carries:
@@ -365,7 +366,7 @@ class Sampler:
         }
         if self.config.carries or (window is not None and window.is_full):
             return SamplerState(plain, self._reserve.copy(), self._counters.copy())
-        cursor |= {"next_index": self._first_index, "skipped": []}
+        cursor |= {"next_index": self._first_index}
         return SamplerState(plain, Reserve(), None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -148,7 +148,6 @@ class StepCounters:
     num_overdue: int = 0
     overdue_seconds: float = 0.0
     num_recomputed: int = 0
-    num_resting: int = 0
     num_from_journal: int = 0
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0

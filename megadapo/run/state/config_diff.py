@@ -37,8 +37,7 @@ journal or a checkpoint are used only if none has changed."""
 LEARNING_KEYS = (
     *RESERVE_KEYS,
     *("run.seed", "data.shuffle", "data.overlap", "sampling.mode", "sampling.prompts_per_step"),
-    *("sampling.max_staleness", "sampling.rest_after", "sampling.rest_epochs"),
-    *("algorithm", "critic.path", "critic.warmup"),
+    *("sampling.max_staleness", "algorithm", "critic.path", "critic.warmup"),
 )
 """Keys and tables that decide what is learned; the others decide where, how fast and what is
 shown."""

@@ -79,7 +79,6 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "groups/stopped": sampled.num_stopped,
         "groups/carried": sampled.num_carried,
         "groups/overdue": sampled.num_overdue,
-        "groups/resting": sampled.num_resting,
         "groups/from_journal": sampled.num_from_journal,
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,

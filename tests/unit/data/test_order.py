@@ -32,7 +32,6 @@ def test_one_source_has_the_order_without_weights():
     plain = EpochOrder(7, 3, name="prompts")
     single = order_of(Share("math", 7, 0.25), seed=3)
     assert [single.at(n) for n in range(50)] == [plain.at(n) for n in range(50)]
-    assert [single.epoch(n) for n in (0, 6, 7, 49)] == [0, 0, 1, 7]
     assert single.epoch_size == 7
 
 
@@ -43,8 +42,7 @@ def test_sources_repeat_in_their_own_epochs():
         name: [n for n, item in enumerate(items) if (item < 6) is name] for name in (True, False)
     }
     for size, places in ((6, own[True]), (3, own[False])):
-        for number, epoch in enumerate(places[n : n + size] for n in range(0, len(places), size)):
-            assert {order.epoch(place) for place in epoch} == {number}
+        for epoch in (places[n : n + size] for n in range(0, len(places), size)):
             assert len({items[place] for place in epoch}) == size
     assert len(own[True]) == 36 and order.epoch_size == 12
 

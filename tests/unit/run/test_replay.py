@@ -94,7 +94,6 @@ def contents(batch: SampledBatch) -> list[object]:
         "overdue_seconds",
         "num_tokens_stopped",
         "num_stopped",
-        "num_resting",
         "group_seconds",
     }
     return [

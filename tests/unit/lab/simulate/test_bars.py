@@ -76,15 +76,6 @@ def test_a_group_that_misses_its_batch_leaves_no_bias():
     assert abs(found["partial"].length_bias) < 0.002
 
 
-def test_memory_of_solved_prompts_saves_requests():
-    task = TaskSettings(keep_rate=0.35, solved_share=0.4, num_prompts=300)
-    sampling = SamplingConfig(prompts_per_step=32, rest_after=1, rest_epochs=10)
-    found = results(sampling, 2, task, {"partial": 6, "partial-memory": 6})
-    with_memory, without = found["partial-memory"], found["partial"]
-    assert with_memory.generated_per_trained < 0.75 * without.generated_per_trained
-    assert with_memory.seconds_per_batch < 0.9 * without.seconds_per_batch
-
-
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
@@ -115,16 +106,3 @@ def test_sampler_meets_its_bars(keep_rate, size, num_engines, num_steps, sync, p
     assert min(found[name].kept_tokens_trained for name in ("sync", "partial")) >= 0.95
     assert found["sync"].length_bias == 0.0 and abs(found["partial"].length_bias) < 0.01
     assert found["first-finished"].length_bias < -0.02
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_memory_of_solved_prompts_meets_its_bar():
-    """Lengths do not depend on difficulty here; with short solved answers less is saved."""
-    task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
-    sampling = SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10)
-    found = results(sampling, 16, task, {"rounds-3x": 16, "partial-memory": 4}, range(8))
-    memory = found["partial-memory"]
-    assert memory.seconds_per_batch <= 0.45 * found["rounds-3x"].seconds_per_batch
-    assert memory.kept_tokens_trained >= 0.95 and abs(memory.length_bias) < 0.01

@@ -186,24 +186,6 @@ def test_partial_carries_groups_and_stops_none():
     assert all(batch.num_stopped == batch.num_tokens_stopped == 0 for batch in batches)
 
 
-def test_solved_prompts_are_skipped():
-    """They cost as much as others and give no gradient."""
-    easy = {"bound": 12, "num_prompts": 20, "rest_after": 1, "rest_epochs": 2}
-    with_cooldown = take(make_sampler(ScriptedEngines(), **easy), 6)
-    without = take(make_sampler(ScriptedEngines(), **easy | {"rest_after": None}), 6)
-    assert sum(b.num_resting for b in with_cooldown) > 0 == sum(b.num_resting for b in without)
-    assert sum(b.num_all_correct for b in with_cooldown) < sum(b.num_all_correct for b in without)
-
-
-def test_cooldown_is_ignored_if_it_covers_all_prompts():
-    """The run would search for a prompt forever."""
-    solved = {"bound": -1, "num_prompts": 5, "rest_after": 1}
-    with pytest.raises(SamplingError, match="24 all correct"):
-        make_sampler(ScriptedEngines(), max_asked_per_prompt=3.0, **solved).next_batch()
-    sampler = make_sampler(ScriptedEngines(), selection="all", **solved)
-    assert [batch.num_kept for batch in take(sampler, 4)] == [8] * 4
-
-
 def test_accuracy_range():
     config = {"accuracy_range": (0.0, 0.5), "saved_groups": "all"}
     batches = take(make_sampler(ScriptedEngines(), **config), 3)
@@ -219,9 +201,8 @@ def test_accuracy_range():
     [
         {},
         {"mode": "partial", "max_staleness": 2},
-        {"rest_after": 1},
     ],
-    ids=["sync", "partial", "memory"],
+    ids=["sync", "partial"],
 )
 def test_resumed_run_equals_uninterrupted_run(stop_after, config):
     """Also twice in a row, with a non-empty reserve and across an epoch's end."""

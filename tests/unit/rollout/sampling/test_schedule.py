@@ -93,7 +93,7 @@ def test_random_schedule_is_repeated(seed, tmp_path):
     these, has the batches, weights and records of what happened."""
     clock = random.Random(seed)
     mode = clock.choice([ASYNC, ASYNC, PARTIAL]) | {"max_staleness": clock.randint(2, 4)}
-    mode |= clock.choice([{}, {}, {"rest_after": 1, "num_prompts": 40}])
+    mode |= clock.choice([{}, {}, {"num_prompts": 40}])
     engines = {"num_engines": clock.randint(1, 3), "loss": clock.choice([0.0, 0.02, 0.1])}
     if clock.random() < 0.5:
         engines |= {"executor": lambda: Slowly(clock)}
@@ -124,8 +124,8 @@ def test_random_schedule_is_repeated(seed, tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-SMALL = {"num_prompts": 40, "rest_after": 1}
-"""Prompts that are asked again after few steps, and rest when they are solved."""
+SMALL = {"num_prompts": 40}
+"""Prompts that are requested again after few steps."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A step's message and saved groups, and what it tells of prompts: cooldowns and keep rates."""
+"""A step's message and saved groups, and what it tells of prompts: their keep rates."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -87,29 +87,12 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
     )
 
 
-def test_cooldown_after_all_correct_groups_in_a_row():
-    difficulty = PromptHistory(rest_after=2, rest_epochs=3)
-    for epoch, num_correct in enumerate([4, 3, 4, 4]):
-        assert not difficulty.on_cooldown("a", epoch)
-        difficulty.end_step([stats("a", num_correct)], lambda _, e=epoch: e)
-    assert [difficulty.on_cooldown("a", epoch) for epoch in range(4, 9)] == [True] * 3 + [False] * 2
-    assert not difficulty.on_cooldown("b", 4)
-
-
-def test_all_correct_group_restarts_cooldown():
-    difficulty = PromptHistory(rest_after=1, rest_epochs=1)
-    difficulty.end_step([stats("a", 4)], lambda _: 0)
-    assert difficulty.on_cooldown("a", 1) and not difficulty.on_cooldown("a", 2)
-    difficulty.end_step([stats("a", 4)], lambda _: 2)
-    assert difficulty.on_cooldown("a", 3) and not difficulty.on_cooldown("a", 4)
-
-
 def test_keep_rate_depends_on_the_level():
     """One rate for all prompts would expect solved ones to fill a batch as fast as others."""
-    difficulty = PromptHistory(rest_after=None, rest_epochs=1)
+    difficulty = PromptHistory()
     prompts = [f"p{i}" for i in range(300)]
-    difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)], lambda _: 0)
-    difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)], lambda _: 1)
+    difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)])
+    difficulty.end_step([stats(p, 4 if i < 150 else 2) for i, p in enumerate(prompts)])
     assert difficulty.keep_rate("p0").value < 0.05
     assert difficulty.keep_rate("p299").value > 0.95
     assert 0.4 < difficulty.keep_rate("never seen").value < 0.6

@@ -18,7 +18,7 @@ from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
-NO_GROUPS = ("from_reserve", "to_reserve", "dropped", "surplus", "stopped", "carried", "resting")
+NO_GROUPS = ("from_reserve", "to_reserve", "dropped", "surplus", "stopped", "carried")
 SAMPLED = SampledBatch(
     groups=(),
     num_sampled=11,
