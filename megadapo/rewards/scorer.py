@@ -18,9 +18,8 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
-from megadapo.rewards.failures import FailureCounts
 from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import Runner
+from megadapo.rewards.runner import FailureCounts, Runner
 from megadapo.rewards.verifier import Verifier
 
 logger = logging.getLogger(__name__)

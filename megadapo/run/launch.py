@@ -19,7 +19,6 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
-from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.inputs import (
     Phases,
     SamplingInputs,
@@ -28,6 +27,7 @@ from megadapo.run.inputs import (
     start_cluster,
 )
 from megadapo.run.processes import (
+    GpuSharing,
     at_start,
     elastic_engines,
     sends_while_training,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,47 @@ from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 
 
+class GpuSharing:
+    """The order in which the trainer and the engines use shared memory.
+
+    `reserved`: an engine for held-out problems on a GPU of its own, which never sleeps.
+    `keeps_weights`: whether engines keep their weights in main memory during updates.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engines: Engines | None = None,
+        reserved: Engines | None = None,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        self._trainer, self._engines, self._keeps_weights = trainer, engines, keeps_weights
+        self._all = [one for one in (engines, reserved) if one is not None]
+        self._shares = engines is not None and engines.shares_gpus
+
+    def start_update(self) -> None:
+        """Leave the weights and the GPU memory to the trainer until `publishing`."""
+        for engines in self._all:
+            engines.on_update_start()
+        if self._engines is not None and self._shares:
+            self._engines.sleep(keep_weights=self._keeps_weights)
+            self._trainer.take_gpus()
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Wake the engines around a block that publishes the trainer's weights."""
+        assert self._engines is not None, "a replay has no engines"
+        self._engines.wake_weights()
+        yield
+        if self._shares:
+            # the key-value cache takes the memory that the trainer frees
+            self._trainer.leave_to_engines()
+        self._engines.wake_cache()
+        for engines in self._all:
+            engines.on_update_done()
+
+
 def start_processes(
     config: RunConfig,
     settings: TrainerSettings,
@@ -36,7 +78,7 @@ def start_processes(
     Returns:
         The trainer, the engines for rollouts, and the engine reserved for held-out problems.
     """
-    # an engine measures the free memory of its GPU, so it must start alone (run/gpu_sharing.py)
+    # an engine measures the free memory of its GPU, so it must start alone (run/processes.py)
     one_by_one = config.cluster.engines_sleep
     options = {
         "log_folder": config.run.folder / LOGS_FOLDER,

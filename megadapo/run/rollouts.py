@@ -20,8 +20,8 @@ from megadapo.rollout.sampling.reserve import Reserve
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations
-from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.inputs import SamplingInputs
+from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step.metrics import verifier_summary
 from megadapo.weights.sync.publish import Publisher, PublishReport

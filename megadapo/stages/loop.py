@@ -19,9 +19,8 @@ from megadapo.data.order import Share, WeightedOrder
 from megadapo.errors import CorruptCheckpointError, DataError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.run.fewer import fit_to_cluster
-from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.inputs import start_cluster
-from megadapo.run.processes import start_trainer
+from megadapo.run.processes import GpuSharing, start_trainer
 from megadapo.run.run import Run
 from megadapo.run.step.metrics import skipped_updates, update_metrics
 from megadapo.run.step.record_writer import RecordWriter

@@ -65,7 +65,7 @@ class Offload:
         if self.engines_use_device:
             raise InfraError(
                 f"{' and '.join(kinds)} cannot be loaded while engines use this rank's GPU: let "
-                "them sleep first (run/gpu_sharing.py)"
+                "them sleep first (run/processes.py)"
             )
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:

@@ -41,8 +41,7 @@ from megadapo.trainer.model.parallel import (
 )
 from megadapo.trainer.model.router_replay import check_choices
 from megadapo.trainer.offload import BETWEEN_UPDATES, Offload
-from megadapo.trainer.reference import ReferencePolicy
-from megadapo.trainer.teacher import Teacher
+from megadapo.trainer.reference import ReferencePolicy, Teacher
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,

@@ -1,8 +1,7 @@
 """The reference policy: a second set of weights in main memory, and the KL divergence to it.
 
 The policy's own modules compute it, with its weights swapped in. So equal weights give equal bits,
-and no second model is on the device. A teacher is another model, with modules of its own
-(trainer/teacher.py).
+and no second model is on the device. A teacher is another model, with its own modules.
 """
 
 from __future__ import annotations
@@ -24,15 +23,83 @@ from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.reference import kl_estimates
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
+from megadapo.models.description import ModelDescription, describe_model
+from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
+from megadapo.trainer.batch.packing import with_rotary
 from megadapo.trainer.checkpoint.checkpoint import read_state
 from megadapo.trainer.checkpoint.pieces import runs_of_copies
-from megadapo.trainer.model.parallel import has_results
-from megadapo.trainer.teacher import Teacher
+from megadapo.trainer.model.head import PolicyHead
+from megadapo.trainer.model.model import rotary_of_own_layers
+from megadapo.trainer.model.model_layout import validate_teacher
+from megadapo.trainer.model.parallel import context_part, has_results
+from megadapo.trainer.offload import OffloadedStorages, storages_of
+from megadapo.trainer.trained_model import RankModel
 from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.weights.disk.sources import OLD_MANIFEST
+from megadapo.trainer.update.step import compute_logprobs
+from megadapo.weights.disk.sources import OLD_MANIFEST, SafetensorsFolder, TensorSource
+
+
+class Teacher(RankModel):
+    """This rank's part of the teacher; `logprobs_of` is collective over the trainer's ranks."""
+
+    def __init__(
+        self, settings: TrainerSettings, *, policy: ModelDescription, device: torch.device
+    ) -> None:
+        """`policy`: the model whose micro-batches the teacher reads."""
+        path = settings.algorithm.reference.path
+        assert path is not None, "a teacher needs its folder"
+        folder = resolve_model_folder(path, with_weights=True, key="algorithm.reference.path")
+        model = describe_model(read_hf_config(folder))
+        validate_teacher(model, policy, settings.trainer)
+        super().__init__(settings, model, folder, needs_weights=True)
+        self._head = PolicyHead(
+            objective=settings.algorithm.objective,
+            temperature=settings.temperature,
+            vocab_size=model.shape.vocab_size,
+            # no update changes its weights
+            wait_for_weight=lambda weight: None,
+        )
+        self._frequencies = rotary_of_own_layers(model)
+        self._storages: OffloadedStorages | None = None
+        if device.type == "cuda" or "parameters" in settings.trainer.offload:
+            self._storages = OffloadedStorages(
+                lambda: storages_of(self.parameters.values()), device, keeps_values=True
+            )
+            self._storages.evict()
+
+    def first_weights(self) -> TensorSource:
+        """Return the folder's tensors, also for a policy that starts from random numbers."""
+        return SafetensorsFolder(self.model_folder)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Have the weights on the device for the block; between blocks they are in main memory."""
+        if self._storages is None:
+            yield
+            return
+        self._storages.prefetch()
+        self._storages.wait()
+        yield
+        self._storages.evict()
+
+    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return log-probs [T] of each micro-batch on the last pipeline stage, else an empty list.
+
+        They are those of the teacher's logits at the policy's temperature.
+        """
+        if self._frequencies is not None:
+            micro_batches = [
+                replace(
+                    micro_batch,
+                    packed=with_rotary(micro_batch.packed, self._frequencies, context_part()),
+                )
+                for micro_batch in micro_batches
+            ]
+        with torch.no_grad():
+            return compute_logprobs(self.chunks, self._head, micro_batches, replays=False)
 
 
 class ReferencePolicy:

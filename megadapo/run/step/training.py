@@ -16,7 +16,7 @@ from megadapo.data.batch import PackedBatch, pack
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.errors import CheckpointError
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.step.probe import ParityProbe, PendingProbe, probed_sequences
 from megadapo.trainer.trainer import Trainer

@@ -19,7 +19,7 @@ from megadapo.plan.cards import GIB, H100
 from megadapo.plan.phases import gpu_kinds, models_of
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineIncarnation
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from tests.support import REPOSITORY
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (

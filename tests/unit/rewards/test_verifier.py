@@ -12,8 +12,7 @@ import pytest
 from megadapo.data.group import Score
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.cross_check import CHUNK, CrossCheck
-from megadapo.rewards.verifier import Verifier
+from megadapo.rewards.verifier import CHUNK, CrossCheck, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5

@@ -9,7 +9,7 @@ import pytest
 from megadapo.cluster.calls import Watch
 from megadapo.config import load_config
 from megadapo.run import processes
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from tests.support import REPOSITORY
 
 STARTED = ["engines.on_update_start", "reserved.on_update_start"]

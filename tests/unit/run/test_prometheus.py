@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
-from megadapo.run.prometheus import prometheus_name
 from megadapo.run.run import Run
+from megadapo.run.run_log import prometheus_name
 from tests.support.runs.runs_alone import config_of, record_step
 
 

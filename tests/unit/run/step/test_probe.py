@@ -14,7 +14,7 @@ from megadapo.errors import OracleError
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.oracles import OracleConfig, check_oracles
 from megadapo.rollout.types import MAX_ONE_PASS, ScoreRequest
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from megadapo.run.step.probe import MAX_REQUESTS, ParityProbe, compare, probed_sequences
 from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.types import RecordedTokens, UpdateRequest, UpdateResult

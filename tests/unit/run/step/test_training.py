@@ -9,7 +9,7 @@ import pytest
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from tests.support.runs.step_results import UPDATE

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from megadapo.errors import CheckpointError
-from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.processes import GpuSharing
 from megadapo.run.step.training import TrainerState
 from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter, Snapshot
 from megadapo.trainer.trainer import Trainer
