@@ -9,6 +9,8 @@ from megadapo.commands.common import Commands, Spinner, add_command, add_config,
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megadapo.config import RunConfig
     from megadapo.observe.metrics.records import EvaluationRecord
 
@@ -59,6 +61,11 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         workers.rollouts.publish(policy_version=step)
         workers.rollouts.evaluate(step)
         [record] = workers.rollouts.scored()
+    _print_record(console, record)
+    return record
+
+
+def _print_record(console: Console, record: EvaluationRecord) -> None:
     console.print(
         f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
         f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "
@@ -77,4 +84,3 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
             f"pass@{record.samples_per_problem} {own['best_of_all']:.4f}",
             highlight=False,
         )
-    return record

@@ -98,13 +98,9 @@ def sample_steps(
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[RolloutStep] = []
     show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with (
-        start_rollouts(config, Spinner(console), lambda line: show(printable(line))) as (
-            sample,
-            episodes,
-        ),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    engines = start_rollouts(config, Spinner(console), lambda line: show(printable(line)))
+    bar = Progress(*columns, console=console, transient=True)
+    with engines as (sample, episodes), bar as progress:
         rows = keep and kept_rows(config, keep, episodes, max_per_prompt=max_per_prompt)
         for step in progress.track(range(1, num_steps + 1)):
             done.append(sample(step))

@@ -66,8 +66,7 @@ def add(commands: Commands) -> None:
         help="engines that leave after the first measured step, and when they return",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    # without --gpus a named GPU is refused
-    parser.set_defaults(run=run, gpu=None)
+    parser.set_defaults(run=run, gpu=None)  # without --gpus a named GPU is refused
 
 
 def run(arguments: argparse.Namespace) -> int:
