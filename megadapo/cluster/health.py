@@ -45,7 +45,9 @@ def node_problems(num_gpus: int | None = None) -> list[str]:
     Args:
         num_gpus: GPUs that the node must have; None: as many as it has device files.
     """
-    wanted = _num_device_files() if num_gpus is None else num_gpus
+    wanted = num_gpus
+    if wanted is None:
+        wanted = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     if wanted == 0:
         problem = loopback_problem(2, "cpu")
         return [] if problem is None else [problem]
@@ -256,10 +258,6 @@ def _nvidia_smi(query: str) -> list[list[str]]:
     command += ["-i", visible] if visible else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=True)
     return [re.split(r",\s*", line.strip()) for line in done.stdout.splitlines() if line.strip()]
-
-
-def _num_device_files() -> int:
-    return sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit())
 
 
 if __name__ == "__main__":

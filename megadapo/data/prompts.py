@@ -157,7 +157,12 @@ def render(
         DataError: the prompt is too long, has no tokens, or does not fit the chat template.
     """
     if tokenizer.chat_template:
-        ids = _by_template(prompt, tokenizer, tools)
+        try:
+            ids = chat_ids(prompt.messages, tokenizer, tools=tools)
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"{_describe(prompt)} does not fit the tokenizer's chat template: {error}"
+            ) from error
     else:
         ids = prompt_ids("".join(content for _, content in prompt.messages), tokenizer)
     if not ids:
@@ -289,17 +294,6 @@ def _prompt_id(prompt: Prompt, *, has_state: bool) -> str:
     parts = [prompt.data_source, prompt.messages, prompt.ground_truth]
     key = json.dumps([*parts, prompt.state] if has_state else parts)
     return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def _by_template(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    try:
-        return chat_ids(prompt.messages, tokenizer, tools=tools)
-    except jinja2.TemplateError as error:
-        raise DataError(
-            f"{_describe(prompt)} does not fit the tokenizer's chat template: {error}"
-        ) from error
 
 
 def _fitting(

@@ -209,7 +209,9 @@ class EnvironmentProcess:
         log.cancel()
         names = {number.value: number.name for number in signal.Signals}
         how = f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
-        self._end = self._end or problem or " ".join([how, self._printed()]).strip()
+        if printed := b" / ".join(self._tail).decode(errors="replace")[-_SHOWN_CHARACTERS:]:
+            how += f" (last printed: {printed})"
+        self._end = self._end or problem or how
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(CallError(LOST, self._end))
@@ -233,10 +235,6 @@ class EnvironmentProcess:
             left -= len(data)
         if line.strip():
             self._tail.append(line)
-
-    def _printed(self) -> str:
-        text = b" / ".join(self._tail).decode(errors="replace")[-_SHOWN_CHARACTERS:]
-        return f"(last printed: {text})" if text else ""
 
 
 def _read_reply(line: bytes) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def chat_ids(
     encoder = encoder_of(tokenizer)
     if encoder is not None:
         _check_roles(encoder, messages)
-    if encoder is None or not any(_has_controls(encoder, message) for message in messages):
+    if encoder is None or not any(
+        encoder.has_controls(content, special_only=role in _WITH_MARKUP)
+        for role, content in messages
+    ):
         # a single chat without return_dict gives a list of ids
         return cast(
             list[int],
@@ -147,11 +150,6 @@ def _check_roles(encoder: TextEncoder, messages: Messages) -> None:
                 f"a chat message has the role {role!r:.80}, which has the name of a control token, "
                 f"{name}: correct the role"
             )
-
-
-def _has_controls(encoder: TextEncoder, message: tuple[str, str]) -> bool:
-    role, content = message
-    return encoder.has_controls(content, special_only=role in _WITH_MARKUP)
 
 
 def _chat(messages: Messages) -> list[dict[str, str]]:

@@ -86,7 +86,8 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
         names = [name for name in names if name != FIRST_RATIO]
     found: dict[str, list[tuple[str, object, object]]] = {}
     for name in names:
-        found.setdefault(_key(name), []).append((name, a.get(name), b.get(name)))
+        key = "causes" if name in _CAUSES else _phase(name)
+        found.setdefault(key, []).append((name, a.get(name), b.get(name)))
     differences = {}
     for key, values in found.items():
         if rows := differing_rows(values):
@@ -124,10 +125,6 @@ def is_replay(record: MetricRecord) -> bool:
 def _is_news(name: str) -> bool:
     start, end = _HELD_OUT
     return name in _NEWS or (name.startswith(start) and name.endswith(end))
-
-
-def _key(name: str) -> str:
-    return "causes" if name in _CAUSES else _phase(name)
 
 
 def _phase(name: str) -> Phase:

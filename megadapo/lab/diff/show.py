@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megadapo.lab.diff.compare import RunComparison
-from megadapo.lab.diff.difference import Difference, Row, count, ranges
+from megadapo.lab.diff.difference import Row, count, ranges
 from megadapo.observe.tables import TextTable, printable
 
 WIDTH = 100
@@ -43,14 +43,11 @@ def _first(result: RunComparison) -> Iterator[str]:
     if first.rows:
         yield _table(first.rows)
     if result.also:
-        yield "\n".join([f"Also in step {first.step}:", *_list(map(_short, result.also))])
+        also = [f"{one.phase}: {one.place}" for one in result.also]
+        yield "\n".join([f"Also in step {first.step}:", *_list(also)])
     if result.equal_steps:
         number = count(len(result.equal_steps), "step")
         yield f"Equal before: {number} ({ranges(result.equal_steps)})."
-
-
-def _short(one: Difference) -> str:
-    return f"{one.phase}: {one.place}"
 
 
 def _list(lines: Sequence[str] | Iterator[str]) -> list[str]:

@@ -173,7 +173,10 @@ def _work(
         )
     if variant.algorithm.advantage == "gae":
         assert values is not None, "the run's own objective has a critic"
-        split = _with_token_advantages(rank, split, variant, values)
+        known = values_of_tokens(split, values, rank.device)
+        split, _ = with_token_advantages(
+            split, known, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
+        )
     head = replace(rank.head, objective=objective, importance=importance)
     work = []
     for mini_batch in split:
@@ -194,16 +197,6 @@ def _set_old_logprobs(
     pairs = zip(mini_batch, proximal, strict=False)
     importance = variant.algorithm.importance
     return mini_batch.with_policy([old_policy(*pair, importance) for pair in pairs])
-
-
-def _with_token_advantages(
-    rank: TrainerRank, split: Sequence[MiniBatch], variant: Variant, values: np.ndarray
-) -> list[MiniBatch]:
-    known = values_of_tokens(split, values, rank.device)
-    found, _ = with_token_advantages(
-        split, known, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
-    )
-    return found
 
 
 def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> PolicyObjective:

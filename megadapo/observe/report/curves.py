@@ -118,7 +118,12 @@ def read_series(
         if points and name not in NOT_CURVES:
             at_common = [point for point in points if point[0] in common]
             kept = at_common if name in stacked else _thin(points, max_points)
-            curves[name] = _series(points, kept)
+            curves[name] = Series(
+                steps=[step for step, _ in kept],
+                values=[value if math.isfinite(value) else None for _, value in kept],
+                num_measured=len(points),
+                num_not_finite=sum(not math.isfinite(value) for _, value in points),
+            )
     return curves
 
 
@@ -129,15 +134,6 @@ def _steps_of_all(records: Sequence[MetricRecord], names: set[str], max_points: 
         found = [value for name in names if (value := record.get(name)) is not None]
         sums.append((int(record["step"] or 0), sum(filter(math.isfinite, found))))
     return {step for step, _ in _thin(sums, max_points)}
-
-
-def _series(points: list[tuple[int, float]], kept: list[tuple[int, float]]) -> Series:
-    return Series(
-        steps=[step for step, _ in kept],
-        values=[value if math.isfinite(value) else None for _, value in kept],
-        num_measured=len(points),
-        num_not_finite=sum(not math.isfinite(value) for _, value in points),
-    )
 
 
 def _thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:

@@ -115,7 +115,10 @@ def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> 
         max_processes: limit for this user, including this process; 0 allows no new process, and no
             signal to another one.
     """
-    _join_own_keyring()
+    # Leave the session keyring of the run's user, which no namespace hides: file systems could use
+    # its keys. A container may forbid this, and the user's quota may be used up; the seccomp filter
+    # denies every other use of keys.
+    _libc.syscall(seccomp.number("keyctl"), KEYCTL_JOIN_SESSION_KEYRING, None)
     limits = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_CORE: 0}
     # outside of namespaces all processes of the user count
     if user is not None or max_processes == 0:
@@ -134,15 +137,6 @@ def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> 
     if user is None:
         landlock.restrict(_sources(), writable=["/dev/null"])
     seccomp.restrict(alone=user is None or max_processes == 0)
-
-
-def _join_own_keyring() -> None:
-    """Leave the session keyring of the run's user, whose keys no namespace hides.
-
-    Otherwise file systems could use them for files that the process opens. A container may forbid
-    this and the user's quota may be used up; the seccomp filter denies every other use of keys.
-    """
-    _libc.syscall(seccomp.number("keyctl"), KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def _unshare(namespaces: int) -> int:

@@ -65,7 +65,12 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         stat_loggers=[lambda config, index: _StepLogger(counter)],
         disable_log_stats=True,
     )
-    _log_steps_only(llm)
+    # statistics of every token would cost the actor 2 microseconds each; this task has not run yet,
+    # and the first request starts it again with the new setting
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        llm.output_handler = None
+    llm.log_stats = llm.output_processor.log_stats = False
     return llm
 
 
@@ -80,15 +85,6 @@ def _profiler(folder: Path) -> ProfilerConfig:
         # the actor only forwards requests
         ignore_frontend=True,
     )
-
-
-def _log_steps_only(llm: AsyncLLM) -> None:
-    """Turn off vLLM's statistics of every token, which cost the actor 2 microseconds each."""
-    # this task has not run yet; the first request starts it again with the new setting
-    if llm.output_handler is not None:
-        llm.output_handler.cancel()
-        llm.output_handler = None
-    llm.log_stats = llm.output_processor.log_stats = False
 
 
 class _StepLogger(StatLoggerBase):

@@ -195,16 +195,11 @@ def _complete_generation_config(folder: Path, base: Path) -> None:
         tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
     known = tokens.get(_END)
     ends = known if isinstance(known, list) else [known] if known is not None else []
-    missing = [end for end in _stop_ids(base) if end not in ends]
+    has_tokenizer = any(base.glob("tokenizer*"))
+    of_run = stop_ids(read_tokenizer(str(base))) if has_tokenizer else ()
+    missing = [end for end in of_run if end not in ends]
     if missing:
         ends = [*ends, *missing]
         tokens[_END] = ends[0] if len(ends) == 1 else ends
     if missing or not path.exists():
         path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
-
-
-def _stop_ids(base: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response; none for a folder without a tokenizer."""
-    if not any(base.glob("tokenizer*")):
-        return ()
-    return stop_ids(read_tokenizer(str(base)))

@@ -214,7 +214,7 @@ def _check_present(folder: Path, files: Files) -> None:
             ) from None
         if num_bytes != entry.bytes:
             raise CheckpointError(f"{name} has {num_bytes} of {entry.bytes} bytes")
-    present = {str(p.relative_to(folder)) for p in _files(folder)} - {MANIFEST}
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {MANIFEST}
     if unknown := sorted(present - files.keys()):
         raise CheckpointError(f"{unknown[0]} is a file of unknown origin")
 
@@ -259,10 +259,6 @@ def not_written(step: int, folder: Path, error: Exception) -> CheckpointError:
         f"cannot write the checkpoint of step {step} to {folder}: {error}; "
         "earlier checkpoints are untouched"
     )
-
-
-def _files(path: Path) -> Iterator[Path]:
-    return (p for p in path.rglob("*") if p.is_file())
 
 
 def _write(path: Path, text: str) -> FileEntry:

@@ -44,7 +44,10 @@ def step_metrics(
         ),
         **_groups(sampled),
         **_tool_use(sampled, config),
-        **_publication(published),
+        "weights/bytes": None if published is None else published.num_bytes,
+        "weights/density": None if published is None else published.density,
+        "weights/update_s": None if published is None else published.seconds,
+        "weights/pause_s": None if published is None else published.pause_seconds,
         **_engine_load(sampled),
     }
 
@@ -83,16 +86,6 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
         "tokens/recomputed": sampled.num_recomputed,
-    }
-
-
-def _publication(published: PublishReport | None) -> dict[str, int | float | None]:
-    """Return bytes, density and times of the publication of the weights."""
-    return {
-        "weights/bytes": None if published is None else published.num_bytes,
-        "weights/density": None if published is None else published.density,
-        "weights/update_s": None if published is None else published.seconds,
-        "weights/pause_s": None if published is None else published.pause_seconds,
     }
 
 
