@@ -220,7 +220,6 @@ def make_tool(function: Callable[..., Any]) -> FunctionTool:
 
 
 def _schema_of(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
     if hint is Any:
         return {}
     if hint in _SIMPLE:

@@ -201,7 +201,6 @@ def plan_for(
 
 
 def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology:
-    """Return the topology of a run on nodes with this number of GPUs."""
     has_gpus = config.cluster.device != "cpu"
 
     def device(gpu: int) -> tuple[str, str | None]:

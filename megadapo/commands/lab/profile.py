@@ -117,7 +117,6 @@ def _profile_step(arguments: argparse.Namespace) -> None:
 
 
 def _traced_run_overrides(trace: Path) -> list[str]:
-    """Return the overrides of the traced run."""
     # all nodes that share the trace's folder share this one
     folder = trace.absolute().with_name(f"{trace.name}.parts")
     return [

@@ -10,7 +10,6 @@ import unicodedata
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -129,7 +128,7 @@ class Search(Tool):
         # objects are created in several threads at the same time
         with _lock:
             # a changed file is another one
-            self._corpus = _read(path, status.st_mtime_ns, status.st_size)
+            self._rows, self._index = _read(path, status.st_mtime_ns, status.st_size)
 
     async def search(self, query: str, num: int = 0) -> str:
         """Search a collection of texts; return the titles and texts found.
@@ -140,8 +139,8 @@ class Search(Tool):
         """
         if not 0 <= num <= self._max_num:
             return f'Error: search: argument "num" must be from 1 to {self._max_num}'
-        found = self._corpus.index.search(query[:MAX_QUERY], num or self._num)
-        rows = (self._corpus.rows[number] for number in found)
+        found = self._index.search(query[:MAX_QUERY], num or self._num)
+        rows = (self._rows[number] for number in found)
         return (
             "\n\n".join(
                 f"[{place}] {row['title']}\n{self._cut(row['text'])}"
@@ -154,14 +153,8 @@ class Search(Tool):
         return text if len(text) <= self._max_chars else text[: self._max_chars].rstrip() + " ..."
 
 
-@dataclass(frozen=True)
-class _Corpus:
-    rows: list[Mapping[str, str]]
-    index: Index
-
-
 @lru_cache(maxsize=4)
-def _read(path: str, time_ns: int, num_bytes: int) -> _Corpus:
+def _read(path: str, time_ns: int, num_bytes: int) -> tuple[list[Mapping[str, str]], Index]:
     rows: list[Mapping[str, str]] = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -177,4 +170,4 @@ def _read(path: str, time_ns: int, num_bytes: int) -> _Corpus:
                 raise ValueError(f"{path}, line {number}: {', '.join(FIELDS)} must be texts")
     if not rows:
         raise ValueError(f"{path} has no rows")
-    return _Corpus(rows, Index(f"{row['title']}\n{row['text']}" for row in rows))
+    return rows, Index(f"{row['title']}\n{row['text']}" for row in rows)

@@ -158,7 +158,6 @@ class Generation:
     async def _add_request(
         self, group: InFlightGroup, prompt: TokensInput, params: SamplingParams
     ) -> RequestOutputCollector:
-        """Submit a request of a group to vLLM."""
         self._num_requests += 1
         collector = await self._llm.add_request(
             str(self._num_requests), prompt, params, priority=group.request.priority

@@ -154,7 +154,6 @@ class InFlightResponse:
         return [*before, *(token for segment in self._segments for token in segment.token_ids)]
 
     def _add_output(self, output: CompletionOutput) -> None:
-        """Add the output of a request."""
         group = self._group
         if group.returns_experts:
             self._add_experts(output)

@@ -101,7 +101,6 @@ class _ParameterPart:
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_ParameterPart]]:
-    """Return the places of every parameter's parts."""
     return {
         entry.data: _places(entry)
         for chunk in chunks

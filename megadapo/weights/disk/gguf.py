@@ -38,6 +38,7 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
             f"{source}: GGUF files need {' and '.join(missing)}: pip install 'megadapo[gguf]', "
             "or in this repository pip install --no-deps -r requirements/real.lock"
         )
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     check_new(destination)
@@ -52,7 +53,8 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     except UNREADABLE as error:
         raise DataError(f"{source}: transformers cannot read this GGUF file: {error}") from error
-    set_split(tokenizer, _metadata(source, SPLIT_KEY), source)
+    rule = GGUFReader(source).get_field(SPLIT_KEY)
+    set_split(tokenizer, None if rule is None else str(rule.contents()), source)
     tokenizer.model_max_length = model.config.max_position_embeddings
     # the name of the training run, which transformers would write as the model's path
     model.config.__dict__.pop("_model_name_or_path", None)
@@ -85,10 +87,3 @@ def set_split(tokenizer: Any, rule: str | None, source: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-
-
-def _metadata(source: Path, key: str) -> str | None:
-    from gguf import GGUFReader
-
-    field = GGUFReader(source).get_field(key)
-    return None if field is None else str(field.contents())
