@@ -32,9 +32,6 @@ class EpochOrder:
     def at(self, index: int) -> int:
         """Return the item at a position, counted from 0 over all epochs."""
         epoch, position = divmod(index, self._num_items)
-        return self._permutation(epoch)[position]
-
-    def _permutation(self, epoch: int) -> list[int]:
         known = self._permutations.get(epoch)
         if known is None:
             known = list(range(self._num_items))
@@ -44,7 +41,7 @@ class EpochOrder:
             if len(self._permutations) == 2:
                 del self._permutations[min(self._permutations)]
             self._permutations[epoch] = known
-        return known
+        return known[position]
 
 
 class WeightedOrder:

@@ -90,7 +90,9 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
                 "responses": [_shown_response(response) for response in group.responses],
                 "control_tokens": group.control_tokens,
             }
-            kept.add(entry, _compress(shown))
+            plain = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode("ascii")
+            packed = gzip.compress(plain, compresslevel=6, mtime=0)
+            kept.add(entry, base64.b64encode(packed).decode("ascii"))
             num_groups += 1
             num_responses += len(lengths)
         totals.append((counts, num_groups, num_responses))
@@ -179,8 +181,3 @@ def _rounded(values: np.ndarray | None) -> list[float | None] | None:
     if values is None:
         return None
     return [round(value, _DIGITS) if math.isfinite(value) else None for value in values.tolist()]
-
-
-def _compress(group: dict[str, object]) -> str:
-    plain = json.dumps(group, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return base64.b64encode(gzip.compress(plain, compresslevel=6, mtime=0)).decode("ascii")

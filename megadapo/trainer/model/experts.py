@@ -145,14 +145,12 @@ class ExpertBalance:
                 2, self._size[1], dtype=torch.float64, device=router.weight.device
             )
         yield
-        if self._routers:
-            self._add_up()
-
-    def _add_up(self) -> None:
+        if not self._routers:
+            return
         device = next(iter(self._routers.values())).weight.device
         counts = torch.zeros(2, *self._size, dtype=torch.float64, device=device)
         for layer, router in self._routers.items():
-            assert router.counts is not None, "set by counted()"
+            assert router.counts is not None, "set above"
             counts[:, layer] = router.counts
             router.counts = None
         # every token is on one rank of each stage
