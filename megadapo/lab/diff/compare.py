@@ -86,9 +86,9 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
         names = [name for name in names if name != FIRST_RATIO]
     found: dict[str, list[tuple[str, object, object]]] = {}
     for name in names:
-        key = "causes" if name in _CAUSES else _phase(name)
+        key: str = "causes" if name in _CAUSES else _phase(name)
         found.setdefault(key, []).append((name, a.get(name), b.get(name)))
-    differences = {}
+    differences: dict[str, Difference] = {}
     for key, values in found.items():
         if rows := differing_rows(values):
             left = len(rows) - SHOWN

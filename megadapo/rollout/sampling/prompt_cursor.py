@@ -48,9 +48,9 @@ class PromptHistory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # in checkpoints of earlier versions a prompt has a list, whose first entry is the level
+        levels: Mapping[str, Any] = state["prompts"]
         self._levels = {
-            key: entry if isinstance(entry, str) else entry[0]
-            for key, entry in state["prompts"].items()
+            key: levels[key] if isinstance(levels[key], str) else levels[key][0] for key in levels
         }
         for level, rate in self._rates.items():
             rate.load_state_dict(state["rates"][level])
