@@ -62,6 +62,7 @@ def _save(rendezvous, settings, folder):
     save_at(build(rendezvous, settings), folder)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_is_bounded_by_a_file(ranks, tmp_path):
     """Stacked layers invite to read all of a kind at once, and moments are twice the model."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Place = tuple[Rendezvous, socket.socket | None]
 
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
 TENSORS = {"tensor": 2, "sequence": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, tied": ("deep-tied", TENSORS),

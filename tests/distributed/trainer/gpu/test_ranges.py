@@ -44,7 +44,7 @@ def profiled_update(rendezvous, settings, batch, folder: Path) -> UpdateResult:
     ids=["stages", "experts"],
 )
 def test_trace_has_layers_and_head_passes_of_all_ranks(ranks, tmp_path, model, layout, mlp):
-    batch = random_batch(RAGGED)
+    batch = random_batch(RAGGED, num_mini_batches=2)
     layout = {"tokens_per_micro_batch": 10_000, **layout}
     plain = [results for (results,), _ in ranks.on(model, train, batch, 1, **layout)]
     profiled = ranks.on(model, profiled_update, batch, tmp_path, **layout)
@@ -66,9 +66,9 @@ def test_trace_has_layers_and_head_passes_of_all_ranks(ranks, tmp_path, model, l
         assert ("embedding" in names) == (not has_stages or rank == 0)
         assert (names >= HEAD) == (not has_stages or rank == 1)
     if has_stages:
-        # one layer a stage: the probe of the shape, the forward pass, which gives the old log-probs
-        # too, and that again for the backward pass
-        assert found[0, "attention"] == 3 and found[0, "backward attention"] == 1
+        # one layer a stage: for each mini-batch the old log-probs, the forward pass, and that again
+        # for the backward pass
+        assert found[0, "attention"] == 6 and found[0, "backward attention"] == 2
 
 
 def nest(ranges: list[dict]) -> bool:
