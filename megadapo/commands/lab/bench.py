@@ -20,13 +20,14 @@ SCRIPTS = {
     "to_accuracy": "seconds of training to a held-out accuracy, alternating with TRL's steps",
     "driver": "time and memory of the driver's own work on a step of the paper's size",
     "soak": "growth of memory and of step time over many steps",
+    "published_times": "forecasts beside published step times, and the fit of their constants",
 }
 
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "bench", "measure against installed baselines")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    listed = (f"  {name:<14}{summary}" for name, summary in SCRIPTS.items())
+    listed = (f"  {name:<17}{summary}" for name, summary in SCRIPTS.items())
     parser.epilog = "\n".join(["scripts; megadapo bench NAME --help shows the options:", *listed])
     parser.add_argument("name", choices=SCRIPTS, metavar="NAME", help="script of benchmarks/")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the script")

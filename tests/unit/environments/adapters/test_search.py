@@ -178,7 +178,7 @@ def test_index_is_made_once_in_a_process_and_again_for_a_changed_file(tmp_path: 
     start = time.perf_counter()
     others = [Search(corpus=str(path)) for _ in range(50)]
     assert time.perf_counter() - start < once
-    assert all(one._corpus is first._corpus for one in others)
+    assert all(other._index is first._index for other in others)
     path.write_text("\n".join([*lines, json.dumps(row | {"text": "changed"})]))
     with playing(Search(corpus=str(path)), task()) as player:
         assert player.call("search", query="changed") == "[1] t\nchanged"
