@@ -136,7 +136,7 @@ def compare_bits(
 def speed(rank: Any, batch: PackedBatch, seconds: float) -> dict[str, float | None]:
     """Return the speed of an update."""
     lengths = np.diff(batch.cu_seqlens).tolist()
-    repeats = not rank.first_pass_is_old_policy(1)
+    repeats = not rank.first_pass_is_old_policy(1, checks_ratio=True)
     flops = update_flops(rank.model, lengths, with_logprobs=repeats) / seconds
     card = card_of(torch.cuda.get_device_name()) if ON_GPU else None
     return {
