@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -29,6 +30,8 @@ BOUNDED_PHASES = ("train", "evaluate")
 """Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""
 TRAIN, STAGE = "train", "stage"
 """The command of a run with rollouts, and the key of a run's state that names any other command."""
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Run:
@@ -197,7 +200,11 @@ class Run:
 
     def finish(self) -> None:
         """Plot a run that has done all its steps, and print its table."""
-        plot_run(self.folder)
+        try:
+            plot_run(self.folder)
+        except ModuleNotFoundError as error:
+            # all steps are done, and saved: only the picture is missing
+            _LOGGER.warning("no plot is drawn: %s", error)
         print_report(self.folder, command=self._command)
 
 
