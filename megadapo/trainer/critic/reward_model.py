@@ -124,18 +124,10 @@ class RewardModelRank:
         _, slopes = pair_losses(scores[chosen], scores[rejected])
         weights = np.zeros_like(scores)
         weights[chosen], weights[rejected] = slopes / len(chosen), -slopes / len(chosen)
-        work = [
-            (
-                replace(
-                    micro_batch,
-                    loss_weights=micro_batch.at_rows(
-                        weights[micro_batch.members[micro_batch.sequences]]
-                    ),
-                ),
-                _weighted,
-            )
-            for micro_batch in mini_batch
-        ]
+        work = []
+        for micro_batch in mini_batch:
+            spread = micro_batch.at_rows(weights[micro_batch.members[micro_batch.sequences]])
+            work.append((replace(micro_batch, loss_weights=spread), _weighted))
         for chunk in self.critic.chunks:
             chunk.zero_grad_buffer()
         with record_function("megadapo::pair_gradients"):
