@@ -1,6 +1,6 @@
 """Fit the constants of `megadapo plan` and `simulate` to published times, and forecast the rest.
 
-    python benchmarks/published_times.py        # the table of docs/clusters.md
+    python benchmarks/published_times.py        # the table of docs/notes/published-times.md
     python benchmarks/published_times.py --fit  # the best constants for the fitted half
 
 The fitted half is every other row in the order of source, model, card, GPUs and mode.
