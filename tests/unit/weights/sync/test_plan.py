@@ -1,7 +1,7 @@
 """The plan copies every element once, to its position, evenly, and is made fast."""
 
 import json
-import time
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -112,17 +112,15 @@ def test_copies_carry_the_bytes_they_claim(model_folders, family):
     (QWEN_235B, {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
                  "stages": STAGES_235B}, {"tp_size": 8, "expert_parallel": True}),
 ], ids=["32B", "235B EP32", "235B EP16 to EP8"])  # fmt: skip
-def test_512_ranks_are_planned_evenly_in_3_seconds(model, trainer, engine):
-    """Catches planning time quadratic in ranks, and one replica that sends everything."""
+def test_512_ranks_are_planned_evenly(model, trainer, engine):
+    """Catches one replica that sends everything."""
     layout = layout_for(model)
     positions = replica_positions(layout, **trainer)
     assert len(positions) == 512
     shape = EngineShape(**engine, nodes=("",) * 8)
-    started = time.process_time()
     plan = make_plan(
         layout, positions, shape, itemsize=2, max_bundle_bytes=max_bundle_bytes(BUCKET)
     )
-    assert time.process_time() - started < 3.0
     sent, received = Counter(), Counter()
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
@@ -131,6 +129,29 @@ def test_512_ranks_are_planned_evenly_in_3_seconds(model, trainer, engine):
     assert max(sent.values()) <= 1.1 * sum(sent.values()) / 512
     assert len(received) == 64
     assert max(received.values()) <= 1.1 * sum(received.values()) / 64
+
+
+def test_planning_work_is_that_of_one_replica():
+    """Catches work that is repeated for each replica, or quadratic in ranks: it took minutes."""
+    layout = layout_for(QWEN_32B)
+
+    def calls(num_dp):
+        positions = replica_positions(layout, tp_size=8, pp_size=4, num_dp=num_dp)
+        events = Counter()
+        sys.setprofile(lambda frame, event, argument: events.update([event]))
+        try:
+            make_plan(
+                layout,
+                positions,
+                EngineShape(tp_size=8, nodes=("",) * 8),
+                itemsize=2,
+                max_bundle_bytes=max_bundle_bytes(BUCKET),
+            )
+        finally:
+            sys.setprofile(None)
+        return events.total()
+
+    assert calls(num_dp=16) < 1.2 * calls(num_dp=4)
 
 
 def test_plan_round_trips_through_json(model_folders):
