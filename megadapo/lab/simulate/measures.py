@@ -1,26 +1,120 @@
-"""Measures of simulated steps: ages of tokens, the bias of lengths, standard errors."""
+"""Measures of simulated steps: seconds, idle engines, ages of tokens, the bias of lengths."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from megadapo.lab.simulate.engines import VirtualEngines
 from megadapo.lab.simulate.policies import TrainedGroup
 
+NUM_WARM_UP = 4
+"""Steps before the measured ones: the first has no leftovers from a step before it."""
 
-@dataclass(frozen=True)
-class SampledStep:
-    """A batch and the time until it was there."""
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """A batch and the time around it."""
 
     seconds: float
+    """From the end of the step before to the end of this one."""
+    waited_s: float
+    """Seconds in which the trainer had nothing to do."""
     version: int
-    """Version of the engines' weights."""
+    """Version of the weights that train on the batch."""
     groups: Sequence[TrainedGroup]
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasures:
+    """The measured steps of a policy or mode."""
+
+    name: str
+    step_s: float
+    """Mean seconds of a step."""
+    step_error: float | None
+    """Standard error of that mean; None for one step."""
+    seconds: tuple[float, ...]
+    """Time of each step."""
+    waited_s: float
+    """Mean seconds of a step in which the trainer has nothing to do."""
+    engines_idle: float
+    """Share of the time in which engines have GPUs but no work."""
+    slot_use: float
+    """Mean share of `rollout.max_num_seqs` in use, in that time."""
+    generated_per_trained: float
+    """Tokens generated for each token trained on."""
+    kept_tokens_trained: float
+    """Share trained on, of the tokens generated for mixed groups."""
+    staleness_mean: float
+    """Publications between sampling a token and training on it."""
+    staleness_max: int
+    length_bias: float
+    """Mean response length of the trained groups over all mixed groups requested between the first
+    and the last of them (finished or not), minus 1. A group from the reserve is compared with new
+    responses, as the unfinished groups of its step have."""
+    num_dropped: int
+    """Mixed groups that were too old for a batch."""
+
+
+def measure(
+    name: str,
+    steps: Iterator[SimulatedStep],
+    engines: VirtualEngines,
+    *,
+    num_steps: int,
+    num_warm_up: int = NUM_WARM_UP,
+    is_redrawn: bool,
+) -> StepMeasures:
+    """Simulate steps from a cold start, and measure all but the first ones.
+
+    `is_redrawn`: whether a group that misses a batch draws new responses; it continues otherwise.
+    """
+    list(islice(steps, num_warm_up))
+    before = _counters(engines)
+    measured = list(islice(steps, num_steps))
+    present, busy, running, num_tokens, mixed_tokens = (_counters(engines) - before).tolist()
+    seconds = tuple(step.seconds for step in measured)
+    ages: Counter[int] = Counter()
+    for step in measured:
+        for group in step.groups:
+            ages += _ages(group, step.version)
+    return StepMeasures(
+        name=name,
+        step_s=float(np.mean(seconds)),
+        step_error=standard_error(seconds),
+        seconds=seconds,
+        waited_s=float(np.mean([step.waited_s for step in measured])),
+        engines_idle=max(0.0, 1.0 - busy / present),
+        slot_use=running / present / engines.num_slots,
+        generated_per_trained=num_tokens / ages.total(),
+        kept_tokens_trained=min(1.0, ages.total() / mixed_tokens),
+        staleness_mean=sum(age * number for age, number in ages.items()) / ages.total(),
+        staleness_max=max(ages),
+        length_bias=_length_bias(measured, engines, is_redrawn=is_redrawn),
+        num_dropped=sum(step.num_dropped for step in measured),
+    )
+
+
+def _counters(engines: VirtualEngines) -> np.ndarray:
+    """Return the engines' seconds: present, busy and of all responses; their tokens, and those of
+    mixed groups."""
+    engines.activity()  # advances every engine to the present
+    return np.array(
+        [
+            engines.engine_seconds,
+            engines.busy_seconds,
+            engines.running_seconds,
+            engines.num_tokens,
+            engines.mixed_tokens,
+        ]
+    )
 
 
 def standard_error(seconds: Sequence[float]) -> float | None:
@@ -30,33 +124,9 @@ def standard_error(seconds: Sequence[float]) -> float | None:
     return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds))
 
 
-def token_ages(steps: Sequence[SampledStep], versions_behind: int = 0) -> Counter[int]:
-    """Count tokens by their age, in publications.
-
-    `versions_behind`: publications between a step's version and the weights that train on it.
-    """
-    ages: Counter[int] = Counter()
-    for step in steps:
-        for group in step.groups:
-            ages += _ages(group, step.version + versions_behind)
-    return ages
-
-
-def mean_age(ages: Mapping[int, int]) -> float:
-    """Return the mean age of tokens."""
-    return sum(age * number for age, number in ages.items()) / sum(ages.values())
-
-
-def length_bias(
-    steps: Sequence[SampledStep], engines: VirtualEngines, *, is_redrawn: bool
+def _length_bias(
+    steps: Sequence[SimulatedStep], engines: VirtualEngines, *, is_redrawn: bool
 ) -> float:
-    """Return by how much trained groups are longer than all mixed groups requested, as a share.
-
-    It compares the groups between the first and the last trained one.
-
-    Args:
-        is_redrawn: whether a group that misses a batch draws new responses; it continues otherwise.
-    """
     versions = {
         group.prompt_index: int(group.policy_versions[0][0])
         for step in steps

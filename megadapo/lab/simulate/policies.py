@@ -46,7 +46,6 @@ class Policy:
     """A way to fill a batch."""
 
     name: str
-    description: str
     sampling: SamplingConfig
     start: Callable[[SamplingConfig, VirtualEngines, Task], BatchSource]
     dispatch: Dispatch = "least_loaded"
@@ -68,7 +67,6 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
     rounds = [
         Policy(
             name=f"rounds-{times}x",
-            description=f"batch-and-filter, rounds of {times * size} prompts{note}",
             sampling=plain.model_copy(
                 update={
                     "mode": "rounds",
@@ -79,42 +77,28 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
             start=OurSampler,
             dispatch="in_turn",
         )
-        for times, note in ((1, ""), (3, " (verl's script)"))
+        for times in (1, 3)  # verl's script has rounds of three times the batch
     ]
-    first = Policy(
-        name="first-finished",
-        description=f"the first to finish of {2 * size} prompts at a time (slime)",
-        sampling=plain,
-        start=FirstFinished,
-    )
+    first = Policy(name="first-finished", sampling=plain, start=FirstFinished)
     return [*rounds, first, *_ours(plain)]
 
 
 def _ours(plain: SamplingConfig) -> list[Policy]:
-    def mode(name: str, description: str, **update: object) -> Policy:
-        return Policy(
-            name=name,
-            description=description,
-            sampling=plain.model_copy(update=update),
-            start=OurSampler,
-            versions_behind=int(update.get("mode") == "one_step_off"),
-        )
-
+    modes = (
+        ("sync", "sync", 0),
+        ("one-step-off", "one_step_off", 1),
+        ("partial", "partial", 1),
+        ("partial-2", "partial", 2),
+    )
     return [
-        mode("sync", "prompt order, strictly on-policy"),
-        mode(
-            "one-step-off",
-            "as sync, a step ahead of the trainer",
-            mode="one_step_off",
-            max_staleness=1,
-        ),
-        mode(
-            "partial",
-            "unfinished answers continue, one step behind",
-            mode="partial",
-            max_staleness=1,
-        ),
-        mode("partial-2", "the same, two steps behind", mode="partial", max_staleness=2),
+        Policy(
+            name=name,
+            sampling=plain.model_copy(update={"mode": mode, "max_staleness": staleness}),
+            start=OurSampler,
+            # it samples a step ahead of the trainer
+            versions_behind=int(mode == "one_step_off"),
+        )
+        for name, mode, staleness in modes
     ]
 
 
@@ -151,7 +135,7 @@ def trained_groups(batch: SampledBatch) -> list[TrainedGroup]:
 
 
 class FirstFinished:
-    """A policy that requests twice the batch, and again on a shortfall, and keeps the fastest.
+    """slime's rule: it requests twice the batch, and again on a shortfall, and keeps the fastest.
 
     Responses still in flight when the batch is full are dropped.
     """

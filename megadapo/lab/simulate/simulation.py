@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.measures import (
-    SampledStep,
-    length_bias,
-    mean_age,
+    NUM_WARM_UP,
+    SimulatedStep,
+    StepMeasures,
+    measure,
     standard_error,
-    token_ages,
 )
-from megadapo.lab.simulate.policies import BatchSource, Policy, all_policies
+from megadapo.lab.simulate.policies import Policy, all_policies
 from megadapo.lab.simulate.task import Task, TaskSettings, read_lengths
 from megadapo.observe.tables import TextTable
 from megadapo.plan.responses import mean_response, usual_lengths
@@ -29,8 +29,6 @@ from megadapo.rollout.config import SamplingConfig
 
 MAX_ENGINES = 64
 NUM_STEPS = 4
-NUM_WARM_UP = 4
-"""Steps before the measured ones: the first has no leftovers from a step before it."""
 BASELINE = "rounds-3x"
 """Name of the policy whose time is the unit of the column `x`."""
 CAPTION = f"""\
@@ -98,34 +96,7 @@ class Assumptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyResult:
-    """A policy's results over the measured steps."""
-
-    name: str
-    description: str
-    seconds_per_batch: float
-    """Mean time until a batch is full."""
-    seconds_error: float | None
-    """Standard error of that mean; None for one step."""
-    seconds: tuple[float, ...]
-    """Time of each step."""
-    generated_per_trained: float
-    """Tokens generated for each token trained on."""
-    kept_tokens_trained: float
-    """Share trained on, of the tokens generated for mixed groups."""
-    length_bias: float
-    """Mean response length of the trained groups over all mixed groups requested between the first
-    and the last of them (finished or not), minus 1. A group from the reserve is compared with new
-    responses, as the unfinished groups of its step have."""
-    staleness_mean: float
-    """Publications between sampling a token and training on it."""
-    staleness_max: int
-    slot_use: float
-    """Mean running responses / rollout.max_num_seqs."""
-
-
-def compare(assumptions: Assumptions, *, num_steps: int, num_seeds: int = 1) -> list[PolicyResult]:
+def compare(assumptions: Assumptions, *, num_steps: int, num_seeds: int = 1) -> list[StepMeasures]:
     """Run every policy on the same prompts and answers.
 
     Args:
@@ -153,94 +124,64 @@ def simulate(
     *,
     num_steps: int = NUM_STEPS,
     num_warm_up: int = NUM_WARM_UP,
-) -> PolicyResult:
+) -> StepMeasures:
     """Run a policy from a cold start; all of its batches are trained on at once."""
     engines = VirtualEngines(engine_settings, task, dispatch=policy.dispatch)
     source = policy.start(policy.sampling, engines, task)
-    _run(source, engines, num_warm_up)
-    before = _counters(engines)
-    steps = _run(source, engines, num_steps)
-    counters = _counters(engines) - before
-    return _result(policy, steps, counters, engine_settings, engines)
+
+    def batches() -> Iterator[SimulatedStep]:
+        while True:
+            start, version = engines.now, engines.policy_version + policy.versions_behind
+            groups = source.next_batch()
+            seconds = engines.now - start
+            source.publish()
+            yield SimulatedStep(seconds=seconds, waited_s=seconds, version=version, groups=groups)
+
+    return measure(
+        policy.name,
+        batches(),
+        engines,
+        num_steps=num_steps,
+        num_warm_up=num_warm_up,
+        is_redrawn=policy.sampling.mode != "partial",
+    )
 
 
-def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
+def pooled(results: Sequence[StepMeasures]) -> StepMeasures:
     """Combine repetitions of one policy with equally many steps."""
     seconds = tuple(one for result in results for one in result.seconds)
     means: dict[str, Any] = {
         name: float(np.mean([getattr(result, name) for result in results]))
         for name in (
-            "seconds_per_batch",
+            "step_s",
+            "waited_s",
+            "engines_idle",
+            "slot_use",
             "generated_per_trained",
             "kept_tokens_trained",
             "length_bias",
             "staleness_mean",
-            "slot_use",
         )
     }
     return replace(
         results[0],
         seconds=seconds,
-        seconds_error=standard_error(seconds),
+        step_error=standard_error(seconds),
         staleness_max=max(result.staleness_max for result in results),
+        num_dropped=sum(result.num_dropped for result in results),
         **means,
     )
 
 
-def _counters(engines: VirtualEngines) -> np.ndarray:
-    """Return seconds, tokens, tokens of mixed groups, and seconds of running responses."""
-    engines.activity()  # advances every engine to the present
-    return np.array(
-        [engines.now, engines.num_tokens, engines.mixed_tokens, engines.running_seconds]
-    )
-
-
-def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[SampledStep]:
-    steps = []
-    for _ in range(num_steps):
-        start = engines.now
-        groups = source.next_batch()
-        steps.append(SampledStep(engines.now - start, engines.policy_version, groups))
-        source.publish()
-    return steps
-
-
-def _result(
-    policy: Policy,
-    steps: Sequence[SampledStep],
-    counters: np.ndarray,
-    engine_settings: EngineSettings,
-    engines: VirtualEngines,
-) -> PolicyResult:
-    seconds, num_tokens, mixed_tokens, running_seconds = counters.tolist()
-    groups = [group for step in steps for group in step.groups]
-    num_trained = sum(group.num_tokens for group in groups)
-    ages = token_ages(steps, policy.versions_behind)
-    num_slots = engine_settings.num_engines * engine_settings.num_slots
-    return PolicyResult(
-        name=policy.name,
-        description=policy.description,
-        seconds_per_batch=seconds / len(steps),
-        seconds_error=standard_error([step.seconds for step in steps]),
-        seconds=tuple(step.seconds for step in steps),
-        generated_per_trained=num_tokens / num_trained,
-        kept_tokens_trained=min(1.0, num_trained / mixed_tokens),
-        length_bias=length_bias(steps, engines, is_redrawn=policy.sampling.mode != "partial"),
-        staleness_mean=mean_age(ages),
-        staleness_max=max(ages),
-        slot_use=running_seconds / seconds / num_slots,
-    )
-
-
-def results_table(results: Sequence[PolicyResult], title: str) -> str:
+def results_table(results: Sequence[StepMeasures], title: str) -> str:
     """Return a table with one row per policy."""
-    baseline = next(one.seconds_per_batch for one in results if one.name == BASELINE)
+    baseline = next(one.step_s for one in results if one.name == BASELINE)
     rows = [
         [
             one.name,
-            f"{one.seconds_per_batch:,.1f}",
-            "" if one.seconds_error is None else f"{one.seconds_error / one.seconds_per_batch:.0%}",
-            f"{one.seconds_per_batch / baseline:.2f}",
+            f"{one.step_s:,.1f}",
+            "" if one.step_error is None else f"{one.step_error / one.step_s:.0%}",
+            f"{one.step_s / baseline:.2f}",
             f"{one.generated_per_trained:.2f}",
             f"{one.kept_tokens_trained:.0%}",
             f"{one.length_bias:+.1%}",
@@ -269,7 +210,7 @@ def fit_table(fit: RunFit) -> str:
     return TextTable(title=title, head=head, rows=rows).text()
 
 
-def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: Path) -> None:
+def write_json(results: Sequence[StepMeasures], assumptions: Assumptions, path: Path) -> None:
     """Write the assumptions and, under "policies", one object per policy."""
     document = {
         "engines": asdict(assumptions.engines),

@@ -8,20 +8,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.measures import (
-    SampledStep,
-    length_bias,
-    mean_age,
-    standard_error,
-    token_ages,
-)
-from megadapo.lab.simulate.policies import OurSampler, TrainedGroup, trained_groups
+from megadapo.lab.simulate.measures import NUM_WARM_UP, SimulatedStep, StepMeasures, measure
+from megadapo.lab.simulate.policies import OurSampler, trained_groups
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.models.description import ModelDescription
 from megadapo.observe.tables import TextTable
@@ -32,21 +24,7 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedStep:
-    """A batch and the time around it."""
-
-    seconds: float
-    """From the end of the step before to the end of this one."""
-    waited_s: float
-    """Seconds in which the trainer had nothing to do."""
-    version: int
-    """Version of the weights that train on the batch."""
-    groups: Sequence[TrainedGroup]
-    num_dropped: int
-
-
-def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator[TrainedStep]:
+def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator[SimulatedStep]:
     """Yield steps in which a trainer works on each batch for `train_s`.
 
     A mode that does not overlap uses the same GPUs for both, and loses SWITCH_S. With GPUs of their
@@ -67,7 +45,7 @@ def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator
             waited_s += engines.now - trained
         sampler.pause_for_weights()
         engines.pass_time(PUBLISH_S if overlaps else train_s + SWITCH_S, have_gpus=overlaps)
-        yield TrainedStep(
+        yield SimulatedStep(
             seconds=engines.now - start,
             waited_s=waited_s,
             version=engines.policy_version,
@@ -88,8 +66,6 @@ def _generate(sampler: Sampler, engines: VirtualEngines, *, until: float) -> Non
     engines.deadline = math.inf
 
 
-NUM_WARM_UP = 4
-"""Steps before the measured ones."""
 BASELINE = "sync"
 CAPTION = f"""\
 GPUs: engines + trainer; step: seconds; +-: standard error; x: multiples of {BASELINE}; plan:
@@ -183,35 +159,15 @@ class Absence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(StepMeasures):
     """A mode's steps."""
 
-    name: str
     max_staleness: int
     gpus: str
     """Number of the engines' and of the trainer's GPUs."""
-    step_s: float
-    """Mean seconds of a step."""
-    step_error: float | None
-    """Standard error of that mean; None for one step."""
     plan_s: float
     """Seconds of a step by `megadapo plan`."""
-    seconds: tuple[float, ...]
-    """Time of each step."""
     train_s: float
-    waited_s: float
-    """Mean seconds of a step in which the trainer has nothing to do."""
-    engines_idle: float
-    """Share of the time in which engines have GPUs but no work."""
-    slot_use: float
-    """Mean share of slots in use, in that time."""
-    generated_per_trained: float
-    """Tokens generated for each token trained on."""
-    staleness_mean: float
-    staleness_max: int
-    length_bias: float
-    num_dropped: int
-    """Mixed groups that were too old for a batch."""
 
 
 def compare_steps(
@@ -251,18 +207,29 @@ def simulate_steps(
     num_steps: int,
     absence: Absence | None = None,
 ) -> StepTime:
-    """Simulate a mode\'s steps from a cold start."""
+    """Simulate a mode's steps from a cold start."""
+    name = sampling.mode
     engines = VirtualEngines(assumptions.engines(split), task)
     steps = train(OurSampler(sampling, engines, task).sampler, engines, split.train_s)
-    list(islice(steps, NUM_WARM_UP))
-    before = _counters(engines)
-    measured = list(islice(steps, 1))
     if absence is not None:
-        engines.plan_absence(absence.num_engines, absence.seconds)
-    measured += islice(steps, num_steps - 1)
-    plan_s = assumptions.steps.step_seconds(split, sampling)
-    counters = _counters(engines) - before
-    return _step_time(sampling, split, plan_s, measured, engines, counters, absence)
+        name += f", {absence.num_engines} of {split.num_engines} engines away"
+        steps = _with_absence(steps, engines, absence)
+    measures = measure(name, steps, engines, num_steps=num_steps, is_redrawn=not sampling.carries)
+    return StepTime(
+        **vars(measures),
+        max_staleness=sampling.max_staleness,
+        gpus=split.name,
+        plan_s=assumptions.steps.step_seconds(split, sampling),
+        train_s=split.train_s,
+    )
+
+
+def _with_absence(
+    steps: Iterator[SimulatedStep], engines: VirtualEngines, absence: Absence
+) -> Iterator[SimulatedStep]:
+    yield from islice(steps, NUM_WARM_UP + 1)
+    engines.plan_absence(absence.num_engines, absence.seconds)
+    yield from steps
 
 
 def modes_of(sampling: SamplingConfig, staleness: int) -> list[SamplingConfig]:
@@ -278,53 +245,6 @@ def modes_of(sampling: SamplingConfig, staleness: int) -> list[SamplingConfig]:
             ("async", staleness),
         )
     ]
-
-
-def _counters(engines: VirtualEngines) -> np.ndarray:
-    """Return the engines' seconds: present, busy and of all responses; and their tokens."""
-    engines.activity()  # advances every engine to the present
-    return np.array(
-        [
-            engines.engine_seconds,
-            engines.busy_seconds,
-            engines.running_seconds,
-            engines.num_tokens,
-        ]
-    )
-
-
-def _step_time(
-    sampling: SamplingConfig,
-    split: Split,
-    plan_s: float,
-    steps: Sequence[TrainedStep],
-    engines: VirtualEngines,
-    counters: np.ndarray,
-    absence: Absence | None,
-) -> StepTime:
-    present, busy, running, num_tokens = counters.tolist()
-    seconds = tuple(step.seconds for step in steps)
-    sampled = [SampledStep(step.seconds, step.version, step.groups) for step in steps]
-    ages = token_ages(sampled)
-    away = "" if absence is None else f", {absence.num_engines} of {split.num_engines} engines away"
-    return StepTime(
-        name=f"{sampling.mode}{away}",
-        max_staleness=sampling.max_staleness,
-        gpus=split.name,
-        step_s=float(np.mean(seconds)),
-        step_error=standard_error(seconds),
-        plan_s=plan_s,
-        seconds=seconds,
-        train_s=split.train_s,
-        waited_s=float(np.mean([step.waited_s for step in steps])),
-        engines_idle=max(0.0, 1.0 - busy / present),
-        slot_use=running / present / engines.num_slots,
-        generated_per_trained=num_tokens / ages.total(),
-        staleness_mean=mean_age(ages),
-        staleness_max=max(ages),
-        length_bias=length_bias(sampled, engines, is_redrawn=not sampling.carries),
-        num_dropped=sum(step.num_dropped for step in steps),
-    )
 
 
 def step_table(results: Sequence[StepTime], title: str) -> str:

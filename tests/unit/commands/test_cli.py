@@ -340,7 +340,7 @@ def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     entries = document["policies"]
     names = [entry["name"] for entry in entries]
     assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
-    assert all(entry["seconds_per_batch"] > 0 for entry in entries)
+    assert all(entry["step_s"] > 0 for entry in entries)
     assert all(len(entry["seconds"]) == 2 for entry in entries)
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from megadapo.lab.simulate.engines import EngineSettings
+from megadapo.lab.simulate.measures import NUM_WARM_UP, StepMeasures
 from megadapo.lab.simulate.policies import Policy, all_policies
-from megadapo.lab.simulate.simulation import NUM_WARM_UP, PolicyResult, pooled, simulate
+from megadapo.lab.simulate.simulation import pooled, simulate
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.config import SamplingConfig
 
@@ -33,11 +34,11 @@ def results(
     task: TaskSettings,
     steps: dict[str, int],
     seeds: Iterable[int] = (0,),
-) -> dict[str, PolicyResult]:
+) -> dict[str, StepMeasures]:
     tasks = [Task(replace(task, seed=seed)) for seed in seeds]
     settings = EngineSettings(num_engines=num_engines)
 
-    def simulated(policy: Policy) -> PolicyResult:
+    def simulated(policy: Policy) -> StepMeasures:
         # the baselines leave nothing to the next step
         num_warm_up = 0 if policy.name in BASELINES else NUM_WARM_UP
         options = {"num_steps": steps[policy.name], "num_warm_up": num_warm_up}
@@ -52,7 +53,7 @@ def test_order_of_the_policies_at_an_eighth_of_the_size():
     names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
     sampling, task = SamplingConfig(prompts_per_step=64), TaskSettings(keep_rate=0.55)
     found = results(sampling, 2, task, dict.fromkeys(names, 4))
-    seconds = {name: one.seconds_per_batch for name, one in found.items()}
+    seconds = {name: one.step_s for name, one in found.items()}
     assert seconds["partial"] < 0.9 * seconds["sync"]
     assert seconds["sync"] < 0.8 * min(seconds["rounds-1x"], seconds["rounds-3x"])
     assert found["sync"].length_bias == 0.0 and found["sync"].staleness_max == 0
@@ -99,7 +100,7 @@ def test_sampler_meets_its_bars(keep_rate, size, num_engines, num_steps, sync, p
     steps["rounds-3x"] = max(16, num_steps)
     sampling, task = SamplingConfig(prompts_per_step=size), TaskSettings(keep_rate=keep_rate)
     found = results(sampling, num_engines, task, steps, seeds)
-    seconds = {name: one.seconds_per_batch for name, one in found.items()}
+    seconds = {name: one.step_s for name, one in found.items()}
     assert seconds["sync"] <= seconds["rounds-1x"]
     assert seconds["sync"] <= sync * seconds["rounds-3x"]
     assert seconds["partial"] <= partial * seconds["rounds-3x"]

@@ -6,11 +6,11 @@ import pytest
 
 from megadapo.config import load_config
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
+from megadapo.lab.simulate.measures import SimulatedStep
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.step_times import (
     Absence,
     ClusterAssumptions,
-    TrainedStep,
     compare_steps,
     train,
 )
@@ -24,7 +24,7 @@ from tests.support import REPOSITORY
 TASK = TaskSettings(num_responses=4, keep_rate=0.5)
 
 
-def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, list[TrainedStep]]:
+def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, list[SimulatedStep]]:
     sampling = SamplingConfig(
         mode=mode, max_staleness=staleness, prompts_per_step=16, responses_per_prompt=4
     )
@@ -34,7 +34,7 @@ def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, li
     return engines, list(islice(train(sampler, engines, train_s), 8))[2:]
 
 
-def ages(step: TrainedStep) -> set[int]:
+def ages(step: SimulatedStep) -> set[int]:
     return {
         step.version - int(version)
         for group in step.groups
