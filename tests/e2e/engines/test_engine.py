@@ -14,7 +14,7 @@ from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig
-from megadapo.rollout.engine.branching import response_prefix
+from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,

@@ -10,8 +10,8 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, Turn
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
-from megadapo.rollout.engine import branching
-from megadapo.rollout.engine.branching import (
+from megadapo.rollout.engine import in_flight
+from megadapo.rollout.engine.in_flight import (
     choose_branches,
     normalized_entropy,
     response_prefix,
@@ -77,7 +77,7 @@ def test_responses_branch_at_entropy_rises_call_by_call(monkeypatch):
     ]
     # alpha + beta dH with the paper's 0.5 and 0.2: rises of 0.1, 0.2 and 0.3 give 0.52, 0.54, 0.56
     for threshold, num_left in ((0.519, 3), (0.521, 2), (0.541, 1), (0.559, 1), (0.561, 0)):
-        monkeypatch.setattr(branching, "THRESHOLD", threshold)
+        monkeypatch.setattr(in_flight, "THRESHOLD", threshold)
         assert len(branches([first, second])) == num_left
     monkeypatch.undo()
     unmeasured = response(math.nan, (10, 0.9))

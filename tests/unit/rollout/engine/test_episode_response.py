@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.groups import Branch
-from megadapo.rollout.engine.branching import response_prefix
+from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, user_turn
 

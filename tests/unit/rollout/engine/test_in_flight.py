@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megadapo.data.group import Response
 from megadapo.errors import InfraError
-from megadapo.rollout.engine.branching import response_prefix
+from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.models.tiny_models import write_tokenizer
 
