@@ -119,7 +119,7 @@ class Play:
         self, policy, *, seed=5, begun=None, version=1, max_tokens=400, until=None, branch=None
     ):
         from megadapo.rollout.engine.episode import EpisodeClient
-        from megadapo.rollout.engine.episode_response import EpisodeResponse
+        from megadapo.rollout.engine.generation import EpisodeResponse
         from megadapo.rollout.engine.in_flight import InFlightGroup
 
         remote = {
