@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 # these modules import vLLM, so they are only named here
 EXTENSION = "megadapo.weights.sync.vllm_plugin.UpdateExtension"
-CPU_EXTENSION = "megadapo.rollout.engine.cpu_worker.CpuWorker"
+CPU_EXTENSION = "megadapo.rollout.engine.start_vllm.CpuWorker"
 
 VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """vLLM's names. One scale for a whole matrix would not work: the engine's ranks would have to agree
