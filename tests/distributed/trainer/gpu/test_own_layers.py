@@ -105,7 +105,7 @@ def _kept(rendezvous, settings, lengths: list[int]) -> tuple[int, float]:
     """Return the bytes that a layer on a GPU keeps for its backward pass, and the plan's."""
     import torch
 
-    from megadapo.plan.activations import kept_by_layer, layer_widths
+    from megadapo.plan.training import kept_by_layer, layer_widths
 
     storages = {}
 
