@@ -15,8 +15,7 @@ import aiohttp
 import pytest
 
 from megadapo.environments.adapters import verifiers
-from megadapo.environments.adapters.verifiers import Verifiers
-from megadapo.environments.adapters.verifiers_endpoint import MAX_BODY_BYTES
+from megadapo.environments.adapters.verifiers import MAX_BODY_BYTES, Verifiers
 from megadapo.environments.environment import Action, EnvironmentFailure, Observation, Task
 from megadapo.environments.results import read_observation
 from tests.unit.environments.adapters.playing import Player
