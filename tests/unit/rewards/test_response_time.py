@@ -8,8 +8,8 @@ from megadapo.observe.metrics.reflection import reflection_shares
 from megadapo.rewards.builtin import format_reward
 from megadapo.rewards.dapo_math import extract_answer, score
 from megadapo.rewards.steps import split_steps
-from megadapo.rewards.symbolic import refusal
 from megadapo.rewards.unit_tests import program_of, same_output
+from megadapo.rewards.verifier import refusal
 
 SIZE = 10**6
 HOSTILE = {

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import InfraError
-from megadapo.rewards.symbolic import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
+from megadapo.rewards.verifier import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
 from megadapo.rewards.workers import processes
 from tests.support.processes.running import is_running, run_python, wait_until
 
@@ -318,7 +318,7 @@ def test_close_ends_processes_and_later_use_fails() -> None:
 def test_busy_workers_do_not_outlive_a_killed_run() -> None:
     program = (
         "import json, threading, time\n"
-        "from megadapo.rewards.symbolic import SymbolicPool\n"
+        "from megadapo.rewards.verifier import SymbolicPool\n"
         "options = {'timeout_s': 2, 'seconds_per_minute': 60, 'memory_bytes': 1 << 30}\n"
         "pool = SymbolicPool(num_workers=2, **options)\n"
         f"pairs = [({SLOW!r}, '1')]\n"

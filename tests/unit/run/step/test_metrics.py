@@ -8,8 +8,7 @@ import pytest
 from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
-from megadapo.rewards.symbolic import SymbolicCounts
-from megadapo.rewards.verifier import VerifierCounts
+from megadapo.rewards.verifier import SymbolicCounts, VerifierCounts
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
