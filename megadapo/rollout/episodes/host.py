@@ -1,22 +1,343 @@
-"""The host of all environments of a run: engines ask it, and it does every action once."""
+"""The host of all environments of a run: engines ask it, and it does every action once.
+
+An episode has an object in a process, and a record of it for the case that the object is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megadapo.environments.config import EnvironmentConfig
-from megadapo.environments.environment import Action, Task
-from megadapo.environments.process import CallError
-from megadapo.environments.processes import EnvironmentProcesses
+from megadapo.environments.environment import Action, Observation, Task
+from megadapo.environments.process import LOST, CallError
+from megadapo.environments.processes import EnvironmentProcesses, EnvironmentSlot
 from megadapo.errors import ConfigError
-from megadapo.rollout.episodes.episode import Episode, identity_of
-from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord
-from megadapo.rollout.episodes.types import EnvironmentDescription, Opened, Outcome, SampledTurn
+from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
+from megadapo.rollout.episodes.types import (
+    EnvironmentDescription,
+    Opened,
+    Outcome,
+    RecordedTurn,
+    SampledTurn,
+)
 
+MAX_ATTEMPTS = 3
+"""Number of attempts to reset, and to repeat what a lost process has not answered."""
+_FINAL = ("wrong result", "not repeatable", "journal")
+"""Causes that another attempt to reset would meet again."""
+_OUTAGES = ("failure", "no capacity")
+"""Causes that may be over in a while, such as a server that starts again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 32.0
+"""Pauses between attempts to reset in an outage, about a minute in all; each is twice the one
+before."""
 Value = TypeVar("Value")
+
+
+class Episode:
+    """An episode that an engine has opened; one call at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        processes: EnvironmentProcesses,
+        task: Task,
+        journal: EpisodeJournal | None,
+    ) -> None:
+        self._name, self._config, self._processes = name, config, processes
+        self._task, self._journal = asdict(task) | {"episode": name}, journal
+        self._slot: EnvironmentSlot | None = None
+        self._lock = asyncio.Lock()
+        self._closing = asyncio.Event()
+        self._failure: str | None = None
+        self._released: set[asyncio.Task[None]] = set()
+        identity = identity_of(config, task)
+        found = None if journal is None else journal.find(name)
+        self._is_loaded = found is not None and found.identity == identity
+        """Whether its record is of another episode's object, of a process that has ended or of its
+        parent, and it has not been opened since."""
+        self.record = found if found and self._is_loaded else EpisodeRecord(identity)
+
+    def branch_off(self, parent: EpisodeRecord | None, num_turns: int) -> None:
+        """Begin with the first turns of another episode of the same task."""
+        if parent is not None and parent.identity == self.record.identity:
+            own = self.record.serial
+            self.record = replace(parent, turns=parent.turns[:num_turns], pending=None, serial=own)
+            self._is_loaded = True
+
+    def continues(self, digests: Sequence[str]) -> bool:
+        """Return whether these are its first turns."""
+        known = [turn.digest for turn in self.record.turns[: len(digests)]]
+        return self.record.is_reset and known == list(digests)
+
+    async def open(self, digests: Sequence[str], actions: Sequence[Action], weights: str) -> Opened:
+        """Prepare for the next turn of a response that has these turns."""
+        async with self._lock:
+            if self._failure is None:
+                try:
+                    await self._prepare(digests, actions, weights)
+                except CallError as error:
+                    self._fail(error)
+            if self._failure is not None:
+                return Opened(self.record.observation, (), self._failure)
+            turns = self.record.turns[len(digests) :]
+            recorded = tuple(
+                RecordedTurn(turn.sampled, turn.outcome)
+                for turn in turns
+                if turn.outcome is not None
+            )
+            return Opened(self.record.observation, recorded, None)
+
+    async def step(self, turn: int, given: SampledTurn, weights: str) -> Outcome:
+        """Act once; return the recorded answer if this turn was done already."""
+        async with self._lock:
+            turns = self.record.turns
+            if turn < len(turns) and turns[turn].digest == given.digest:
+                known = turns[turn].outcome
+                assert known is not None
+                return known
+            if self._failure is not None:
+                return Outcome(None, self._failure, 0.0)
+            if turn > len(turns):
+                text = f"wrong call: turn {turn} comes after {len(turns)} turns"
+                return Outcome(None, text, 0.0)
+            if turn < len(turns):
+                if self._config.recovery == "once":
+                    text = f'turn {turn} was done with other tokens, and recovery = "once"'
+                    self._fail(CallError("interrupted", text))
+                    return Outcome(None, self._failure, 0.0)
+                del turns[turn:]
+                self._leave()
+            if turns and _is_done(turns[-1]):
+                return Outcome(None, "wrong call: the episode has ended", 0.0)
+            return await self._act(given, weights)
+
+    def end_pause(self) -> None:
+        """Wait for no outage any more."""
+        self._closing.set()
+
+    async def close(self) -> None:
+        """Release the object after the call in progress."""
+        self.end_pause()
+        async with self._lock:
+            if self._journal is not None and self.record.is_reset:
+                # nothing is lost without it
+                with suppress(CallError):
+                    await self._write("close")
+            self._leave()
+        await asyncio.gather(*self._released)
+
+    async def _prepare(
+        self, digests: Sequence[str], actions: Sequence[Action], weights: str
+    ) -> None:
+        """Keep the turns that the response continues, and bring an object there.
+
+        Raises:
+            CallError: that is impossible.
+        """
+        record = self.record
+        is_once = self._config.recovery == "once"
+        known = [turn.digest for turn in record.turns]
+        if list(digests) != known[: len(digests)]:
+            can_replay = self._config.recovery == "replay" and len(actions) == len(digests)
+            if known or not can_replay:
+                raise CallError("lost records", f"of {len(digests)} turns that the response has")
+            pairs = zip(digests, actions, strict=True)
+            record.turns = [TurnRecord(digest, b"", action, weights) for digest, action in pairs]
+        if self._is_loaded:
+            kept = len(digests)
+            while kept < len(known) and record.turns[kept].weights == weights:
+                kept += 1
+            if is_once and (kept < len(known) or record.pending is not None):
+                text = f'turn {kept} was begun before a restart, and recovery = "once"'
+                raise CallError("interrupted", text)
+            del record.turns[kept:]
+            record.pending = None
+            self._is_loaded = False
+            await self._write("open")
+        ended = record.turns and _is_done(record.turns[-1])
+        if not ended and len(record.turns) < self._config.max_turns:
+            await self._bring_up()
+
+    async def _bring_up(self) -> None:
+        """Make sure that there is an object that has had all answered turns.
+
+        Raises:
+            CallError: that is impossible.
+        """
+        if self._slot is not None and self._slot.is_alive:
+            return
+        self._leave()
+        turns = len(self.record.turns)
+        if turns and self._config.recovery == "once":
+            text = f'its process was lost after {turns} turns, and recovery = "once"'
+            raise CallError("interrupted", text)
+        attempt, pause_s = 0, FIRST_PAUSE_S
+        while True:
+            slot = await self._processes.new_slot()
+            try:
+                await self._reset(slot)
+            except CallError as error:
+                self._release(slot)
+                if error.cause in _OUTAGES and pause_s <= LONGEST_PAUSE_S:
+                    await self._pause(pause_s, error)
+                    pause_s *= 2
+                    continue
+                attempt += 1
+                if attempt == MAX_ATTEMPTS or error.cause in _FINAL or error.cause in _OUTAGES:
+                    raise
+                continue
+            try:
+                await self._repeat(slot)
+            except CallError as error:
+                self._release(slot)
+                attempt += 1
+                if attempt == MAX_ATTEMPTS or error.cause != LOST:
+                    raise
+                continue
+            self._slot = slot
+            return
+
+    async def _pause(self, seconds: float, error: CallError) -> None:
+        """Wait in an outage, unless the episode is to be closed.
+
+        Raises:
+            CallError: it is.
+        """
+        warning = f"environment {self._config.label}: {error}; trying again for about a minute"
+        if warning not in self._processes.warnings:
+            self._processes.warnings.append(warning)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+            raise error
+
+    async def _reset(self, slot: EnvironmentSlot) -> None:
+        record = self.record
+        if record.is_reset and self._config.recovery == "state":
+            state = record.turns[-1].state if record.turns else record.state
+            await slot.call("restore", task=self._task, state=state)
+            return
+        reply = await slot.call("reset", task=self._task)
+        fields = reply["observation"]
+        observation = None if fields is None else Observation(**fields)
+        if not record.is_reset:
+            record.is_reset, record.observation, record.state = True, observation, reply["state"]
+            await self._write("open")
+        elif not _is_same(record.observation, observation):
+            raise CallError("not repeatable", "reset returned another observation than before")
+
+    async def _repeat(self, slot: EnvironmentSlot) -> None:
+        """Give a new object the recorded actions."""
+        if self._config.recovery == "state":
+            return
+        has_records = all(turn.outcome is not None for turn in self.record.turns)
+        for number, turn in enumerate(self.record.turns):
+            reply = await slot.call("step", action=asdict(turn.action))
+            if turn.outcome is None:
+                # the response has no records, so the answer cannot be compared
+                turn.answer({**reply, "seconds": slot.seconds})
+            elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
+                raise CallError("not repeatable", f"turn {number} was answered differently before")
+        if not has_records:
+            await self._write("open")
+
+    async def _act(self, given: SampledTurn, weights: str) -> Outcome:
+        record = self.record
+        record.pending = TurnRecord(given.digest, given.sampled, given.action, weights)
+        is_written = False
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._bring_up()
+                if not is_written:
+                    await self._write("act")
+                    is_written = True
+                assert self._slot is not None
+                reply = await self._slot.call("step", action=asdict(given.action))
+            except CallError as error:
+                may_repeat = error.cause == LOST and self._config.recovery != "once"
+                if may_repeat and attempt < MAX_ATTEMPTS:
+                    continue
+                return self._failed(error)
+            turn, record.pending = record.pending, None
+            turn.answer({**reply, "seconds": self._slot.seconds})
+            record.turns.append(turn)
+            try:
+                await self._write("answer")
+            except CallError as error:
+                return self._failed(error)
+            break
+        outcome = record.turns[-1].outcome
+        assert outcome is not None
+        return outcome
+
+    async def _write(self, kind: Kind) -> None:
+        if self._journal is None:
+            return
+        try:
+            await self._journal.write(kind, self._name, self.record)
+        except (TypeError, ValueError) as error:
+            raise CallError("wrong call", f"the journal got what is not JSON: {error}") from error
+        except OSError as error:
+            # the journal warns for itself
+            if self._config.recovery == "once":
+                raise CallError("journal", f"{error.strerror}") from error
+
+    def _failed(self, error: CallError) -> Outcome:
+        seconds = 0.0 if self._slot is None else self._slot.seconds
+        self._fail(error)
+        return Outcome(None, self._failure, seconds)
+
+    def _fail(self, error: CallError) -> None:
+        self._failure = str(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the object up, if there is one."""
+        if self._slot is not None:
+            self._release(self._slot)
+            self._slot = None
+
+    def _release(self, slot: EnvironmentSlot) -> None:
+        # its method close may take long
+        task = asyncio.create_task(slot.release())
+        self._released.add(task)
+        task.add_done_callback(self._released.discard)
+
+
+def identity_of(config: EnvironmentConfig, task: Task) -> str:
+    """Return a digest of all that determines an episode's answers, except for the actions."""
+    fields = asdict(task)
+    if not fields["prompt_ids"]:
+        # older journals do not have it
+        del fields["prompt_ids"]
+    parts: list[Any] = [config.path, config.options, config.recovery, fields]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_done(turn: TurnRecord) -> bool:
+    outcome = turn.outcome
+    return bool(outcome and outcome.observation and outcome.observation.done)
+
+
+def _is_same(one: Observation | None, other: Observation | None) -> bool:
+    """Compare observations without their metrics, which may hold times."""
+    return bool(_compared(one) == _compared(other))
+
+
+def _compared(observation: Observation | None) -> Any:
+    if observation is None:
+        return None
+    messages = [dict(message) for message in observation.messages]
+    ids = observation.token_ids
+    return messages, observation.text, ids, observation.reward, observation.done
 
 
 class EpisodeHost:

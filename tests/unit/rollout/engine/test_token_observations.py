@@ -13,7 +13,7 @@ import pytest
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
-from megadapo.rollout.episodes.episode import identity_of
+from megadapo.rollout.episodes.host import identity_of
 from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
 from megadapo.rollout.episodes.types import Outcome
 from tests.support.environments.played_responses import Play, Policy

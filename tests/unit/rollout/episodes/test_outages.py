@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from megadapo.rollout.episodes import episode
 from tests.support.rollout.hosts import config_of, task_of, with_host
 
 
@@ -20,8 +19,8 @@ def test_reset_waits_for_a_server_that_is_away_for_a_bounded_time(
 ):
     """A server that starts again would fail every open episode, and one that never comes would
     hold up the run."""
-    monkeypatch.setattr(episode, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(episode, "LONGEST_PAUSE_S", 0.32)
+    monkeypatch.setattr("megadapo.rollout.episodes.host.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("megadapo.rollout.episodes.host.LONGEST_PAUSE_S", 0.32)
 
     async def run(host):
         opened = await host.open("a", 0, task_of("a"))
@@ -37,8 +36,8 @@ def test_reset_waits_for_a_server_that_is_away_for_a_bounded_time(
 @pytest.mark.parametrize("ends", ["close", "stop"])
 def test_end_does_not_wait_for_a_server_that_is_away(tmp_path, monkeypatch, ends):
     """A stopped run would hang for a minute."""
-    monkeypatch.setattr(episode, "FIRST_PAUSE_S", 60.0)
-    monkeypatch.setattr(episode, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr("megadapo.rollout.episodes.host.FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("megadapo.rollout.episodes.host.LONGEST_PAUSE_S", 60.0)
 
     async def run(host):
         opening = asyncio.create_task(host.open("a", 0, task_of("a")))
