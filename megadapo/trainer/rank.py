@@ -29,8 +29,7 @@ from megadapo.trainer.checkpoint.checkpoint import (
     take_snapshot,
 )
 from megadapo.trainer.checkpoint.pieces import OwnedRun
-from megadapo.trainer.critic.critic import Critic
-from megadapo.trainer.critic.step import CriticStep
+from megadapo.trainer.critic.critic import Critic, CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.experts import ExpertBalance
 from megadapo.trainer.model.head import PolicyHead
@@ -61,6 +60,12 @@ from megadapo.trainer.update.optimizer import (
 from megadapo.trainer.update.recorder import UpdateRecorder
 from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.sync.sender import WeightSender
+
+LIKELIHOOD_METRICS = (
+    *("tokens/trained", "policy/loss", "policy/entropy", "policy/token_probability_mean"),
+    *("policy/grad_norm", "policy/lr", "policy/skipped_updates"),
+)
+"""Metrics of a policy's update that do not need an old policy, for `LikelihoodRank`."""
 
 
 class TrainerRank(TrainedModel):
@@ -377,3 +382,54 @@ class TrainerRank(TrainedModel):
         """Check with `trainer.router_replay` that the batch has the engines' experts."""
         if self.settings.trainer.router_replay:
             check_choices(batch, self.model)
+
+
+class LikelihoodRank(TrainerRank):
+    """A rank that trains on given answers, as for supervised fine-tuning.
+
+    Its objective is `LIKELIHOOD`: a token's loss is minus its log-prob, times its weight.
+    """
+
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Apply one update per mini-batch; return the same metrics on every rank.
+
+        Without a ratio there is no pass for old log-probs before the updates.
+        """
+        batch, settings = request.batch, self.settings
+        self.offload.load("parameters")
+        split = self.splitter.split(batch, predicted=batch.loss_weights != 0.0, policy_version=None)
+        if settings.trainer.router_aux_loss_coef:
+            # the load-balancing loss needs the routing of the whole step
+            with self.experts.counted():
+                for mini_batch in split:
+                    self.logprobs_of(mini_batch)
+        split = [part.with_policy([_without_old_policy(one) for one in part]) for part in split]
+        sums, grad_norms, num_left_out = self.apply_updates(
+            request,
+            split,
+            critic=None,
+            search=self.bound_search(),
+            recorder=UpdateRecorder(batch, ()),
+        )
+        metrics = summarize(
+            sums,
+            num_mini_batches=len(split),
+            num_left_out=num_left_out,
+            grad_norms=grad_norms,
+            lr=settings.lr_at(request.step) or 0.0,
+            version_gaps=batch.policy_versions[:0],
+            importance=settings.algorithm.importance,
+        )
+        balance = self.experts.result() if settings.trainer.router_aux_loss_coef else {}
+        self.offload.evict(*BETWEEN_UPDATES)
+        return UpdateResult(
+            metrics={name: metrics[name] for name in LIKELIHOOD_METRICS} | balance,
+            num_dropped_tokens=0,
+            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
+        )
+
+
+def _without_old_policy(micro_batch: MicroBatch) -> MicroBatch:
+    # the loss has no ratio: old log-probs only have to be finite
+    zeros = torch.zeros_like(micro_batch.loss_weights)
+    return replace(micro_batch, proximal=zeros, logprobs_old=zeros)

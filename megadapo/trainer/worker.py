@@ -124,7 +124,7 @@ class TrainerWorker:
 
             self._trainer = RewardModelRank(settings, rendezvous, self._listener)
         elif settings.trains == "likelihood":
-            from megadapo.trainer.likelihood_rank import LikelihoodRank
+            from megadapo.trainer.rank import LikelihoodRank
 
             self._trainer = LikelihoodRank(settings, rendezvous, self._listener)
         else:

@@ -1,4 +1,7 @@
-"""The critic of one rank: its part of the model, its optimizer, and sums over its tokens."""
+"""The critic of one rank: its part of the model, its optimizer, and one rollout step of it.
+
+In a step the critic reads the policy's micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -18,7 +22,9 @@ from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint
+from megadapo.trainer.critic.advantages import with_token_advantages
 from megadapo.trainer.critic.value_model import (
     ValueHead,
     ValueLoss,
@@ -26,9 +32,11 @@ from megadapo.trainer.critic.value_model import (
     WithValueHead,
 )
 from megadapo.trainer.model.model_layout import validate_critic
+from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
+from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import run_schedule
 from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource
 
@@ -184,3 +192,55 @@ def summarize_critic(
         "critic/lr": lr,
         "critic/skipped_updates": len(mini_batches) - len(grad_norms),
     }
+
+
+class CriticStep:
+    """One rollout step of the critic; every method is collective over the trainer's ranks."""
+
+    def __init__(
+        self,
+        critic: Critic,
+        split: Sequence[MiniBatch],
+        step: int,
+        *,
+        kl_coef: float,
+    ) -> None:
+        """Compute values of all of the step's tokens, before any update.
+
+        Args:
+            split: this rank's part of each mini-batch, with the KL divergence that rewards include.
+        """
+        self._critic = critic
+        self._lr = critic.optimizer_config.lr_at(step)
+        self._reduced: list[CriticSums] = []
+        self._grad_norms: list[float] = []
+        values = [critic.values(mini_batch) for mini_batch in split]
+        self.split, raw = with_token_advantages(
+            split, values, critic.settings.algorithm, kl_coef=kl_coef, device=critic.device
+        )
+        """The mini-batches with advantages that are whitened over the step's tokens."""
+        self.targets = [
+            [_targets(*pair) for pair in zip(*parts, strict=True)]
+            for parts in zip(values, raw, strict=True)
+        ]
+        """[update][micro-batch] -> targets; empty lists except on the last pipeline stage."""
+
+    def update(self, number: int) -> None:
+        """Train on the micro-batches of the step's update `number`, counted from 0."""
+        critic = self._critic
+        sums = critic.gradients(self.split[number], self.targets[number])
+        sums = sums.reduced(contributes=has_results(), device=critic.device)
+        self._reduced.append(sums)
+        grad_norm = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
+
+    def result(self) -> Metrics:
+        """Complete the critic's weights; return the step's metrics, the same on every rank."""
+        gather_weights_now(self._critic.chunks)
+        return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
+
+
+def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:
+    returns = values_old.double() + torch.from_numpy(advantages).to(values_old.device)
+    return ValueTargets(values_old=values_old, returns=returns.float())

@@ -79,7 +79,7 @@ def _attention(rendezvous, lengths: list[int], heads: int, kv_heads: int, seed: 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megadapo.trainer.batch.packing import pack_sequences
-    from megadapo.trainer.model.layers import PackedAttention
+    from megadapo.trainer.model.model import PackedAttention
 
     torch.manual_seed(seed)
     size = 8

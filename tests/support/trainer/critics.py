@@ -26,7 +26,7 @@ def head_weight(hidden_size: int) -> np.ndarray:
 
 def observe(rendezvous, settings, batch) -> dict[str, Any]:
     """Token advantages, and loss and gradients of a mini-batch with shifted old values."""
-    from megadapo.trainer.critic.step import CriticStep
+    from megadapo.trainer.critic.critic import CriticStep
     from megadapo.trainer.critic.value_model import ValueTargets
 
     rank = probes.build(rendezvous, settings)
@@ -62,7 +62,7 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
 
 def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
     """[T] targets of the critic for rewards that pay for `kl`, less those without; else 0."""
-    from megadapo.trainer.critic.step import CriticStep
+    from megadapo.trainer.critic.critic import CriticStep
 
     rank = probes.build(rendezvous, settings)
     split = [probes.with_old_policy(rank, part) for part in probes.split_of(rank, batch)]

@@ -50,8 +50,7 @@ class Gradients:
 def build(
     rendezvous: Rendezvous, settings: TrainerSettings, load: Path | None = None
 ) -> TrainerRank:
-    from megadapo.trainer.likelihood_rank import LikelihoodRank
-    from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.rank import LikelihoodRank, TrainerRank
 
     kind = LikelihoodRank if settings.trains == "likelihood" else TrainerRank
     rank = kind(settings, rendezvous)

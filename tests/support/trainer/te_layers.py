@@ -154,7 +154,7 @@ def compare(
         "rotary": rotary_definition,
         "swiglu": swiglu_definition,
     }
-    with patch.multiple("megadapo.trainer.model.layers", **references):
+    with patch.multiple("megadapo.trainer.model.model", **references):
         expected = local.run(tokens)
     found = of_te.run(tokens)
     kept = None
