@@ -29,8 +29,7 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
     take_snapshot,
 )
-from megadapo.trainer.critic.critic import Critic
-from megadapo.trainer.critic.value_model import ValueHead, ValueLoss
+from megadapo.trainer.critic.critic import Critic, ValueHead, ValueLoss
 from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups

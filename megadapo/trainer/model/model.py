@@ -35,6 +35,7 @@ from megadapo.trainer.model.experts import (
     expert_options,
     mark_experts,
     release_routing_graphs,
+    replay_choices,
 )
 from megadapo.trainer.model.megatron_internals import (
     HookedGPTModel,
@@ -42,7 +43,6 @@ from megadapo.trainer.model.megatron_internals import (
     sum_gradients_by_torch,
     uses_transformer_engine,
 )
-from megadapo.trainer.model.router_replay import replay_choices
 from megadapo.weights.layout.layout import padded_vocab_size
 
 

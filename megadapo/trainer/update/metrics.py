@@ -1,4 +1,7 @@
-"""Sums of a mini-batch's statistics, their reduction over all ranks, and the step's result."""
+"""Sums of a mini-batch's statistics, their reduction over all ranks, and the step's result.
+
+An update also records log-probs and advantages of single tokens, beside its work.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from torch.distributed import ReduceOp
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.model.head import sequence_ratios
-from megadapo.trainer.types import Metrics
+from megadapo.trainer.types import Metrics, RecordedTokens
 
 
 @dataclass(kw_only=True)
@@ -313,3 +317,52 @@ def _measured(value: float) -> float | None:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
+
+
+class UpdateRecorder:
+    """Collects log-probs and advantages of some sequences.
+
+    It adds no pass over the model and, without sequences, reads no tensor.
+    """
+
+    def __init__(self, batch: PackedBatch, sequences: Sequence[int]) -> None:
+        """`sequences`: ascending indices into the batch."""
+        starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+        self._places = np.concatenate(
+            [np.empty(0, dtype=np.int64)]
+            + [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in sequences]
+        )
+        self._old = np.full(len(self._places), np.nan, dtype=np.float32)
+        self._proximal = self._old.copy()
+        self._update = self._old.copy()
+        self._advantages = self._old.copy()
+
+    def add_update(self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
+        """Record the sequences of one update.
+
+        Args:
+            logprobs: [T] of each micro-batch; empty except on the last pipeline stage.
+        """
+        if not len(self._places):
+            return
+        for micro_batch, current in zip(micro_batches, logprobs, strict=False):
+            slots = np.searchsorted(self._places, micro_batch.batch_index)
+            slots = np.minimum(slots, len(self._places) - 1)
+            wanted = self._places[slots] == micro_batch.batch_index
+            if not wanted.any():
+                continue
+            old, proximal = micro_batch.logprobs_old, micro_batch.proximal
+            assert old is not None and proximal is not None, "computed before the first update"
+            kept = [(self._old, old), (self._proximal, proximal), (self._update, current)]
+            if micro_batch.has_computed_advantages:
+                kept.append((self._advantages, micro_batch.advantages))
+            for values, found in kept:
+                values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
+
+    def tokens(self) -> RecordedTokens:
+        return RecordedTokens(
+            old=self._old,
+            proximal=self._proximal,
+            update=self._update,
+            advantages=self._advantages,
+        )

@@ -133,7 +133,7 @@ def test_critic_routes_for_itself(ranks, told):
 
 
 def test_experts_of_another_model_are_refused(models, told):
-    from megadapo.trainer.model.router_replay import check_choices
+    from megadapo.trainer.model.experts import check_choices
 
     model = describe_model(read_hf_config(models / MODEL))
     check_choices(told, model)
@@ -157,7 +157,7 @@ def test_megatrons_replay_interface():
     """The hook is not among what megatron-core documents."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from megadapo.trainer.model.router_replay import ReplayedChoice
+    from megadapo.trainer.model.experts import ReplayedChoice
 
     asked, answered = (
         list(inspect.signature(one.get_replay_topk).parameters)

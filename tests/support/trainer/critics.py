@@ -26,8 +26,7 @@ def head_weight(hidden_size: int) -> np.ndarray:
 
 def observe(rendezvous, settings, batch) -> dict[str, Any]:
     """Token advantages, and loss and gradients of a mini-batch with shifted old values."""
-    from megadapo.trainer.critic.critic import CriticStep
-    from megadapo.trainer.critic.value_model import ValueTargets
+    from megadapo.trainer.critic.critic import CriticStep, ValueTargets
 
     rank = probes.build(rendezvous, settings)
     critic = rank.critic
