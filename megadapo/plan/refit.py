@@ -16,8 +16,7 @@ from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, UpdatePlan
-from megadapo.weights.sync.planning import Hosts, make_plan
-from megadapo.weights.sync.topology import Topology, find_topology
+from megadapo.weights.sync.planning import Hosts, Topology, find_topology, make_plan
 
 if TYPE_CHECKING:
     from megadapo.weights.sync.buckets import Schedule
@@ -103,7 +102,7 @@ def count_refit(
         sizes: Bytes of every transfer, if only the changes are sent.
     """
     from megadapo.weights.sync.delta.state import bundle_number
-    from megadapo.weights.sync.update import SPAN
+    from megadapo.weights.sync.publish import SPAN
 
     plan, work = schedule.plan, {name: Counter[int]() for name in _COUNTED}
     is_delta = sizes is not None

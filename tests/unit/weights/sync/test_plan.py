@@ -15,8 +15,7 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
 from megadapo.weights.sync.buckets import max_bundle_bytes, pack
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
-from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.topology import find_topology
+from megadapo.weights.sync.planning import find_topology, make_plan
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B, STAGES_235B
 from tests.support.models.tiny_models import FAMILY_NAMES
 

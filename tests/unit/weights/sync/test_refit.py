@@ -15,7 +15,7 @@ from megadapo.plan.refit import count_refit
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync import publish, update
+from megadapo.weights.sync import publish
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.peers import UpdatePeers
 from megadapo.weights.sync.plan import ALIGNMENT, plan_from_json
@@ -152,10 +152,10 @@ class Processes(UpdatePeers):
         return {number: ref.result(60) for number, ref in refs.items() if ref is not None}
 
 
-@pytest.mark.parametrize("span", [update.SPAN, 3])
+@pytest.mark.parametrize("span", [publish.SPAN, 3])
 def test_count_is_work_of_real_updates(model_folders, monkeypatch, span):
     """Catches a second copy of a slice, a call for each round, and a delta that does more."""
-    monkeypatch.setattr(update, "SPAN", span)
+    monkeypatch.setattr(publish, "SPAN", span)
     monkeypatch.setattr(publish, "UpdatePeers", Processes)
     monkeypatch.setattr(ray, "put", lambda value: value)
     layout = open_layout(model_folders["Qwen2"])

@@ -1,6 +1,6 @@
 """Receivers and transports for the placements of a cluster."""
 
-from megadapo.weights.sync.topology import find_topology
+from megadapo.weights.sync.planning import find_topology
 
 
 def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:

@@ -7,8 +7,7 @@ import torch
 
 from megadapo.errors import ConfigError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.publish import Publisher
-from megadapo.weights.sync.update import UpdateVersions
+from megadapo.weights.sync.publish import Publisher, UpdateVersions
 
 
 def send_update(versions: UpdateVersions, *, in_full: bool) -> bool:
