@@ -20,7 +20,7 @@ import numpy as np
 
 from megadapo.config import RunConfig, load_config
 from megadapo.models.description import describe_model
-from megadapo.plan import engine_speed, split, step_time
+from megadapo.plan import engine, split, step_time
 from megadapo.plan.cards import CARDS, GIB, Card
 from megadapo.plan.responses import Lengths, Responses, usual_lengths
 from megadapo.plan.split import StepModel
@@ -28,10 +28,10 @@ from megadapo.plan.split import StepModel
 ROWS = Path(__file__).with_name("published-times.toml")
 BASE = Path(__file__).parent.parent / "configs" / "qwen2.5-32b.toml"
 CONSTANTS = {
-    "READ_SHARE": engine_speed,
-    "PRODUCT_SHARE": engine_speed,
-    "LAYER_S": engine_speed,
-    "ALL_REDUCE_S": engine_speed,
+    "READ_SHARE": engine,
+    "PRODUCT_SHARE": engine,
+    "LAYER_S": engine,
+    "ALL_REDUCE_S": engine,
     "TRAIN_SHARE": step_time,
     "EXPERT_TRAIN_SHARE": step_time,
     "SWITCH_S": split,

@@ -1,13 +1,125 @@
-"""One engine on a virtual clock: all of its running responses advance at the same rate."""
+"""One engine on a virtual clock: all of its running responses advance at the same rate.
+
+The constants of its speed are fitted to published times (`benchmarks/published_times.py`;
+docs/clusters.md).
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megadapo.plan.engine_speed import EngineSpeed
+from megadapo.config import RunConfig
+from megadapo.models.description import ModelDescription
+from megadapo.plan.cards import Card
+from megadapo.plan.phases import itemsize_of
+from megadapo.plan.ranks import engine_bytes
+from megadapo.plan.responses import Responses
+from megadapo.plan.step_time import forward_flops
+
+READ_SHARE = 0.90
+"""Share of a card's memory bandwidth that an engine's step reaches."""
+PRODUCT_SHARE = 0.48
+"""Share of a card's dense bf16 FLOP/s that the matrix products of an engine's step reach."""
+LAYER_S = 105e-6
+"""Seconds of a layer's kernel launches, at any load."""
+ALL_REDUCE_S = 9e-6
+"""Seconds of one of a layer's two all-reduces between the GPUs of an engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """A model of step times: a step gives one token to each running response.
+
+    The defaults are rounded ones of a 32B model in bfloat16 on four H200. `speed_of` has the
+    numbers of any model and card.
+    """
+
+    step_s: float = 15e-3
+    """Seconds of a step without load."""
+    response_s: float = 40e-6
+    """Extra seconds for each running response."""
+    context_s: float = 19e-9
+    """Extra seconds for each token in the KV cache of running responses."""
+    prefill_s: float = 30e-6
+    """Seconds for each prompt token, and for each token of a response that continues."""
+    experts_s: float = 0.0
+    """Seconds to read all experts; a step reads those of its running responses."""
+    chosen_share: float = 0.0
+    """Share of the experts that one token is sent to."""
+
+    def step_time(self, num_running: float, num_context: float) -> float:
+        """Return the seconds of one step; `num_context` counts all running responses' tokens."""
+        unread: float = (1.0 - self.chosen_share) ** num_running
+        experts = self.experts_s * (1.0 - unread)
+        return self.step_s + experts + self.response_s * num_running + self.context_s * num_context
+
+    def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:
+        """Return the seconds until each running response has `num_tokens` more."""
+        growth = 0.5 * self.context_s * num_running * num_tokens
+        return (self.step_time(num_running, num_context) + growth) * num_tokens
+
+    def tokens_in(self, seconds: float, num_running: int, num_context: float) -> float:
+        """Return the tokens that each running response gains: the inverse of `time_for`."""
+        linear = self.step_time(num_running, num_context)
+        square = 0.5 * self.context_s * num_running
+        if square == 0.0:
+            return seconds / linear
+        # this form of the root stays exact for a tiny square
+        return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * square * seconds))
+
+    def scaled(self, factor: float) -> EngineSpeed:
+        """Return an engine whose every step takes `factor` times as long."""
+        return replace(
+            self,
+            step_s=self.step_s * factor,
+            response_s=self.response_s * factor,
+            context_s=self.context_s * factor,
+            prefill_s=self.prefill_s * factor,
+            experts_s=self.experts_s * factor,
+        )
+
+
+def speed_of(
+    config: RunConfig, model: ModelDescription, card: Card, responses: Responses
+) -> EngineSpeed:
+    """Return the speed of the recipe's engines on a card."""
+    rollout, shape = config.rollout, model.shape
+    engine = engine_bytes(model, rollout, card, itemsize=itemsize_of(config))
+    read = READ_SHARE * card.memory_bandwidth
+    # each token passes through the stages of an engine in sequence
+    weights_s = rollout.pipeline_parallel * engine.weights / read
+    chosen = 0.0 if model.routing is None else model.routing.experts_per_token / shape.num_experts
+    experts_s = _expert_share(model) * weights_s
+    reduces = 2 if rollout.tensor_parallel > 1 else 0
+    flops = forward_flops(model, responses.token_sequence) / rollout.ranks_per_engine
+    token_s = flops / (PRODUCT_SHARE * card.flops)
+    return EngineSpeed(
+        step_s=weights_s - experts_s + shape.num_layers * (LAYER_S + reduces * ALL_REDUCE_S),
+        response_s=token_s,
+        context_s=engine.token / read,
+        prefill_s=token_s,
+        experts_s=experts_s,
+        chosen_share=chosen,
+    )
+
+
+def slots_of(config: RunConfig, model: ModelDescription, card: Card, responses: Responses) -> int:
+    """Return the responses that an engine runs at once, in its slots and in its cache."""
+    engine = engine_bytes(model, config.rollout, card, itemsize=itemsize_of(config))
+    num_cached = engine.cache_tokens / responses.running_context
+    return max(1, min(config.rollout.max_num_seqs, int(num_cached)))
+
+
+def _expert_share(model: ModelDescription) -> float:
+    """Return the share of a model's parameters that is in experts."""
+    shape = model.shape
+    experts = shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.expert_ffn_size
+    attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    ends = (1 if shape.tied else 2) * shape.hidden_size * shape.vocab_size
+    return experts / (experts + shape.num_layers * attention + ends)
 
 
 @dataclass(eq=False, slots=True)

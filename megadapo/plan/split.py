@@ -12,8 +12,7 @@ from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
-from megadapo.plan.engine import VirtualEngine, VirtualResponse
-from megadapo.plan.engine_speed import EngineSpeed, slots_of, speed_of
+from megadapo.plan.engine import EngineSpeed, VirtualEngine, VirtualResponse, slots_of, speed_of
 from megadapo.plan.fit import problems
 from megadapo.plan.phases import Models
 from megadapo.plan.responses import KEPT_SHARE, Responses

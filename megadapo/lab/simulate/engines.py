@@ -12,8 +12,7 @@ import numpy as np
 
 from megadapo.data.group import Response
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
-from megadapo.plan.engine import EngineCounters, VirtualEngine, VirtualResponse
-from megadapo.plan.engine_speed import EngineSpeed
+from megadapo.plan.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
 from megadapo.rollout.types import OpenGroup, StopReport

@@ -15,7 +15,7 @@ from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.task import Task, TaskSettings, run_lengths, step_lengths
 from megadapo.observe.metrics.records import MetricRecord, read_metrics
-from megadapo.plan.engine_speed import EngineSpeed
+from megadapo.plan.engine import EngineSpeed
 from megadapo.rollout.config import SamplingConfig
 
 RESPONSE_COSTS = (0.0, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)

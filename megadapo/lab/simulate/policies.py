@@ -14,8 +14,8 @@ from megadapo.data.prompts import PromptStream, render
 from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskVerifier, task_tokenizer
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megadapo.plan.engine import VirtualEngine, VirtualResponse
-from megadapo.plan.engine_speed import EngineSpeed
+from megadapo.plan.engine import EngineSpeed, VirtualEngine, VirtualResponse
 
 SPEED = EngineSpeed(step_s=2.0, response_s=0.5, context_s=0.01, prefill_s=0.1)
 FLAT = EngineSpeed(step_s=1.0, response_s=0.0, context_s=0.0, prefill_s=0.0)

@@ -11,7 +11,7 @@ from megadapo.lab.simulate.simulation import Assumptions
 from megadapo.lab.simulate.step_times import ClusterAssumptions, modes_of, simulate_steps
 from megadapo.lab.simulate.task import Task
 from megadapo.plan.cards import CARDS, H100, H200, Card
-from megadapo.plan.engine_speed import ALL_REDUCE_S, LAYER_S, PRODUCT_SHARE, READ_SHARE
+from megadapo.plan.engine import ALL_REDUCE_S, LAYER_S, PRODUCT_SHARE, READ_SHARE
 from megadapo.plan.phases import models_of
 from megadapo.plan.responses import Responses
 from megadapo.plan.split import StepModel, describe_step

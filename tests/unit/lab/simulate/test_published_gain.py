@@ -16,7 +16,7 @@ from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.step_times import train
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import H100
-from megadapo.plan.engine_speed import (
+from megadapo.plan.engine import (
     ALL_REDUCE_S,
     LAYER_S,
     PRODUCT_SHARE,

@@ -5,7 +5,7 @@ import pytest
 from megadapo.data.group import Response
 from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.plan.engine_speed import EngineSpeed
+from megadapo.plan.engine import EngineSpeed
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
