@@ -2,20 +2,25 @@
 
 Each section is defined beside what it configures. Importing this module imports no torch, Ray, vLLM
 or Megatron, so `--dry-run` is fast.
+
+The checks at the end find combinations of sections that cannot work. A check's parameters are the
+sections that it reads, by name. If one of these sections has an error of its own, the check is
+skipped and the others still run, so a user sees as many problems as possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.kl_control import MAX_ERROR
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.this_node import has_gpu
-from megadapo.config.conflicts import conflicts_between
 from megadapo.config.problems import allows_table, describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection, SupervisedConfig
@@ -23,11 +28,15 @@ from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.oracles import OracleConfig
-from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.config import ENVIRONMENT, RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import COLLECT, Section
 from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
 from megadapo.weights.config import WeightsConfig
+
+AUTO = "auto"
+NUM_ENGINES_ON_CPU = 2
+"""Engines without GPUs: a second engine speeds up small models more than a second thread."""
 
 
 class RunConfig(Section, title="megadapo"):
@@ -150,11 +159,6 @@ def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> 
     return table
 
 
-AUTO = "auto"
-NUM_ENGINES_ON_CPU = 2
-"""Engines without GPUs: a second engine speeds up small models more than a second thread."""
-
-
 def resolve_num_engines(table: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe with `rollout.num_engines = "auto"` replaced by a number."""
     rollout = table["rollout"]
@@ -173,3 +177,278 @@ def _auto_num_engines(table: dict[str, Any]) -> int:
     if cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu()):
         return NUM_ENGINES_ON_CPU
     return max(1, trainer.num_ranks // rollout.ranks_per_engine)
+
+
+def conflicts_between(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Yield the problems of every check whose sections are all there, each with its keys."""
+    for check in CHECKS:
+        names = inspect.signature(check).parameters.keys()
+        if names <= sections.keys():
+            yield from check(**{name: sections[name] for name in names})
+
+
+def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    size, group = algorithm.responses_per_mini_batch, sampling.responses_per_prompt
+    batch = sampling.prompts_per_step * group
+    if size % group:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} splits a group: it must be a "
+            f"multiple of sampling.responses_per_prompt = {group}"
+        )
+    elif batch % size:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} does not divide "
+            "sampling.prompts_per_step x sampling.responses_per_prompt = "
+            f"{sampling.prompts_per_step} x {group} = {batch}"
+        )
+
+
+def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
+    size = algorithm.responses_per_mini_batch
+    if size < trainer.data_parallel:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} leaves some of the "
+            f"trainer.data_parallel = {trainer.data_parallel} ranks without a response"
+        )
+
+
+def _check_context_parallel(
+    trainer: TrainerConfig, data: DataConfig, rollout: RolloutConfig
+) -> Iterator[str]:
+    ranks = trainer.context_parallel
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if ranks > 1 and longest < 2 * ranks:
+        yield (
+            f"trainer.context_parallel = {ranks} splits each sequence into {2 * ranks} chunks, "
+            "more than its data.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{longest} tokens: lower it, and raise trainer.data_parallel"
+        )
+
+
+def _check_overlong_buffer(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    buffer, longest = algorithm.overlong_buffer, rollout.max_response_tokens
+    if buffer >= longest:
+        yield (
+            f"algorithm.overlong_buffer = {buffer} must be below rollout.max_response_tokens = "
+            f"{longest}, or every response is punished; 0 turns the punishment off"
+        )
+
+
+def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[str]:
+    if evaluation.every > 0 and data.held_out is None:
+        yield (
+            f"evaluation.every = {evaluation.every} needs problems: set data.held_out, or "
+            "evaluation.every = 0"
+        )
+
+
+def _check_evaluation_engine(
+    evaluation: EvaluationConfig, cluster: ClusterConfig, checkpoint: CheckpointConfig
+) -> Iterator[str]:
+    if evaluation.num_engines == 0:
+        return
+    if cluster.placement == "colocated":
+        yield (
+            'evaluation.placement = "engine" generates while the trainer updates, but with '
+            'cluster.placement = "colocated" engines share the trainer\'s GPUs: set it to '
+            '"separate"'
+        )
+    if evaluation.every % checkpoint.every:
+        yield (
+            f"evaluation.every = {evaluation.every} must be a multiple of checkpoint.every = "
+            f'{checkpoint.every} with evaluation.placement = "engine": a run that was stopped '
+            "finds the weights of an unfinished evaluation in the checkpoint of its step"
+        )
+
+
+def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[str]:
+    refresh_every = algorithm.reference.refresh_every
+    if refresh_every is not None and refresh_every >= run.num_steps:
+        yield (
+            f"algorithm.reference.refresh_every = {refresh_every}: a run of "
+            f"run.num_steps = {run.num_steps} never uses refreshed weights: lower it, or leave it "
+            "out"
+        )
+
+
+def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    control = algorithm.kl_control
+    num_responses = sampling.prompts_per_step * sampling.responses_per_prompt
+    if control.target is not None and MAX_ERROR * num_responses >= control.horizon:
+        yield (
+            f"algorithm.kl_control.horizon = {control.horizon}: {num_responses} responses a step "
+            f"(sampling) times {MAX_ERROR:g}, the largest error that counts, must be below it, or "
+            "one step could take the coefficient to 0"
+        )
+
+
+def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[str]:
+    if algorithm.advantage == "maxrl" and not reward.is_rule_alone:
+        yield (
+            'algorithm.advantage = "maxrl" needs rewards of two values: leave reward.functions at '
+            '["rule"]'
+        )
+
+
+def _check_process_rewards(
+    algorithm: AlgorithmConfig, reward: RewardConfig, sampling: SamplingConfig
+) -> Iterator[str]:
+    if not algorithm.compares_steps:
+        return
+    process = 'algorithm.advantage = "grpo-process"'
+    if not any(function.may_score_steps for function in reward.functions):
+        yield (
+            f"{process} needs scores of steps, and no entry of reward.functions gives any: name a "
+            "function that does (docs/rewards.md)"
+        )
+    if sampling.changed("accuracy_range"):
+        yield (
+            f"sampling.accuracy_range: with {process} a group is mixed if its steps differ, at any "
+            "accuracy; leave it out"
+        )
+
+
+def _check_critic(
+    algorithm: AlgorithmConfig, critic: CriticConfig, trainer: TrainerConfig, run: RunSection
+) -> Iterator[str]:
+    if algorithm.advantage != "gae":
+        if critic != CriticConfig():
+            yield 'critic: it is used only with algorithm.advantage = "gae"; leave it out'
+        return
+    if critic.warmup >= run.num_steps:
+        yield (
+            f"critic.warmup = {critic.warmup} leaves no step of run.num_steps = {run.num_steps} in "
+            "which the policy is trained"
+        )
+    decay_steps, warmup = trainer.optimizer.decay_steps, critic.optimizer.warmup_steps
+    if 0 < decay_steps <= warmup:
+        yield (
+            f"trainer.optimizer.decay_steps = {decay_steps} is the critic's too: it must be 0 or "
+            f"above critic.optimizer.warmup_steps = {warmup}"
+        )
+
+
+def _check_timeouts(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[str]:
+    if weights.deadline_s > trainer.timeout_s:
+        yield (
+            f"weights.deadline_s = {weights.deadline_s:g} is above trainer.timeout_s = "
+            f"{trainer.timeout_s:g}, after which the trainer's own process groups end: a stuck "
+            "update would end without the name of the rank that is stuck"
+        )
+
+
+def _check_quantization(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig
+) -> Iterator[str]:
+    if rollout.quantization == "none":
+        return
+    quantization = f'rollout.quantization = "{rollout.quantization}"'
+    if algorithm.importance.scope != "all":
+        yield (
+            f"{quantization} samples from a policy that is not quite the trained one: correct for "
+            'it on fresh tokens too, with algorithm.importance.scope = "all"'
+        )
+    if model.dtype != "bfloat16":
+        yield f'{quantization} needs model.dtype = "bfloat16"'
+    if cluster.device == "cpu":
+        yield f'{quantization} needs GPUs, but cluster.device = "cpu"'
+
+
+def _check_router_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> Iterator[str]:
+    if not trainer.router_replay:
+        return
+    wanted = "trainer.router_replay: vLLM hands over the experts of each token only"
+    if not rollout.vllm_arguments["enable_prefix_caching"]:
+        yield f"{wanted} with rollout.vllm.enable_prefix_caching = true"
+    if rollout.pipeline_parallel > 1:
+        yield f"{wanted} where an engine has one stage: set rollout.pipeline_parallel = 1"
+
+
+def _check_cpu_optimizers(
+    trainer: TrainerConfig, model: ModelConfig, cluster: ClusterConfig
+) -> Iterator[str]:
+    fraction = trainer.optimizer.cpu_offload_fraction
+    if fraction == 0.0:
+        return
+    found = f"trainer.optimizer.cpu_offload_fraction = {fraction:g}"
+    if cluster.device == "cpu":
+        yield f'{found} needs GPUs, but cluster.device = "cpu"; without them set it to 0'
+    if model.dtype == "float32":
+        yield (
+            f"{found}: Megatron's hybrid optimizer cannot load fp32 weights, which are their own "
+            'masters; set it to 0, or model.dtype = "bfloat16"'
+        )
+
+
+def _check_stale_logprobs(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    leaves_out = algorithm.importance.stale_logprobs == "none"
+    if leaves_out and sampling.overlaps:
+        yield (
+            'algorithm.importance.stale_logprobs = "none" leaves stale tokens out of the loss, and '
+            f'with sampling.mode = "{sampling.mode}" those are whole groups: set it to '
+            '"recompute" or "rollout"'
+        )
+
+
+def _check_overlap(
+    sampling: SamplingConfig, cluster: ClusterConfig, evaluation: EvaluationConfig
+) -> Iterator[str]:
+    if sampling.mode == "async" and evaluation.every and evaluation.placement != "engine":
+        yield (
+            f'evaluation.placement = "{evaluation.placement}" waits for engines that sampling.mode '
+            '= "async" always uses: set it to "engine", or evaluation.every = 0'
+        )
+    if sampling.overlaps and cluster.placement == "colocated":
+        yield (
+            f'sampling.mode = "{sampling.mode}" generates while the trainer updates, but with '
+            'cluster.placement = "colocated" the engines sleep then: set it to "separate"'
+        )
+
+
+def _check_environments(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+    named = [function for function in reward.functions if function.function == ENVIRONMENT]
+    if named and not rollout.environments:
+        yield (
+            f'reward.functions: "{ENVIRONMENT}" is what a response earns in its environment, and '
+            "there is none: add one to rollout.environments"
+        )
+
+
+def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterator[str]:
+    if sampling.branching.is_on and not rollout.environments:
+        yield (
+            "sampling.branching.initial_rollouts: responses branch after answers of an "
+            "environment, and there is none: add one to rollout.environments, or leave it out"
+        )
+    once = [
+        environment.label for environment in rollout.environments if environment.recovery == "once"
+    ]
+    if sampling.branching.is_on and once:
+        yield (
+            f'rollout.environments.recovery = "once" of {", ".join(once)} does not repeat actions, '
+            "and a branch needs those of its parent: take another one, or leave "
+            "sampling.branching.initial_rollouts out"
+        )
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _check_mini_batches,
+    _check_ranks,
+    _check_context_parallel,
+    _check_overlong_buffer,
+    _check_evaluation,
+    _check_evaluation_engine,
+    _check_reference,
+    _check_kl_control,
+    _check_binary_rewards,
+    _check_process_rewards,
+    _check_critic,
+    _check_timeouts,
+    _check_quantization,
+    _check_router_replay,
+    _check_cpu_optimizers,
+    _check_stale_logprobs,
+    _check_overlap,
+    _check_branching,
+    _check_environments,
+)

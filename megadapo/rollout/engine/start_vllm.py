@@ -168,7 +168,7 @@ class _CpuConfig(VllmConfig):
     """A configuration that does not refuse to return experts on a CPU."""
 
     def _verify_aux_output_compatibility(self) -> None:
-        """Skip the check; config/conflicts.py has the parts of it that apply."""
+        """Skip the check; config/run_config.py has the parts of it that apply."""
 
 
 def expert_config(arguments: AsyncEngineArgs) -> VllmConfig:
