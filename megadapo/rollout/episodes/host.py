@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
-from megadapo.environments.process import LOST, CallError
-from megadapo.environments.processes import EnvironmentProcesses, EnvironmentSlot
+from megadapo.environments.processes import LOST, CallError, EnvironmentProcesses, EnvironmentSlot
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
 from megadapo.rollout.episodes.types import (

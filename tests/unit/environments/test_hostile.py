@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from megadapo.environments.process import CallError
-from megadapo.environments.processes import EnvironmentProcesses
+from megadapo.environments.processes import CallError, EnvironmentProcesses
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
 
 REFUSED = "its process could not be started 3 times in a row: exit code 4"
@@ -167,7 +166,7 @@ def test_process_without_free_threads_is_replaced():
 
 def test_process_that_answers_nothing_is_replaced(monkeypatch):
     """`9**9**9` is one instruction: no thread of the process runs any more."""
-    monkeypatch.setattr("megadapo.environments.process.PING_S", 0.5)
+    monkeypatch.setattr("megadapo.environments.processes.PING_S", 0.5)
 
     async def play(host):
         before = host.process_ids

@@ -16,7 +16,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.group import INTERRUPTED, Failure, Score
 from megadapo.environments.config import EnvironmentConfig
-from megadapo.environments.process import LOST
+from megadapo.environments.processes import LOST
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.scorer import Scorer
