@@ -28,8 +28,8 @@ from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from megadapo.rollout.sampling.sampled_batch import SampledBatch
     from megadapo.rollout.sampling.sampler import Sampler
+    from megadapo.rollout.sampling.statistics import SampledBatch
     from megadapo.run.inputs import Phases
 
 

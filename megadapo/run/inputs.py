@@ -34,10 +34,10 @@ from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.episodes.host import check_environments
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import Journal
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import SupportsGenerate
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer

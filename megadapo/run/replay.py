@@ -22,8 +22,12 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.statistics import GroupStats, RejectedGroups, StepCounters
+from megadapo.rollout.sampling.statistics import (
+    GroupStats,
+    RejectedGroups,
+    SampledBatch,
+    StepCounters,
+)
 from megadapo.run.rollouts import Rollouts
 
 REJECTED = ("all_correct", "all_wrong", "out_of_band")

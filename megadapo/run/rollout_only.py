@@ -19,8 +19,8 @@ from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.inputs import Phases, SamplingInputs, load_tokenizer
 from megadapo.run.processes import start_engines_alone
 from megadapo.run.state.checkpoint_store import CHECKPOINTS

@@ -17,8 +17,8 @@ from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.reserve import Reserve
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.inputs import SamplingInputs
 from megadapo.run.processes import GpuSharing

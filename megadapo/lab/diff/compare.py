@@ -15,8 +15,7 @@ from megadapo.observe.metrics.names import is_repeated
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import FIRST_RATIO
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
-from megadapo.rollout.sampling.schedule_records import decode_record, describe_difference
+from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
 from megadapo.run.state.config_diff import changed_keys, decides_learning
 
 

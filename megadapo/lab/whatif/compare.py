@@ -23,7 +23,7 @@ from megadapo.observe.rollouts.files import (
     rollouts_path,
     saved_steps,
 )
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.state.checkpoint import Checkpoint, load

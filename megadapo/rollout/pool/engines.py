@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError, ProcessDiedError
-from megadapo.rollout.pool.handle import WATCH_S, EngineHandle, EngineIncarnation
+from megadapo.rollout.pool.handle import WATCH_S, EngineHandle, EngineIncarnation, PendingScores
 from megadapo.rollout.pool.pool import ChangingPool
-from megadapo.rollout.pool.scores import PendingScores
 from megadapo.rollout.types import EngineCounts, OpenGroup, ScoreRequest, StopReport
 
 if TYPE_CHECKING:

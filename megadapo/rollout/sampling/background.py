@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megadapo.rollout.sampling.reserve import SamplerState
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 
 POLL_S = 0.05
 """Longest time for which the thread waits for the engines before it lets the driver in."""

@@ -22,14 +22,22 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import Journal, group_digest
-from megadapo.rollout.sampling.keep_rate import KeepRate
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.schedule import SamplingSchedule
-from megadapo.rollout.sampling.schedule_records import Take, WeightPause
+from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
-from megadapo.rollout.sampling.statistics import GroupStats, RejectedGroups, StepCounters
-from megadapo.rollout.sampling.window import Window, adapted_lead, bounded_lead, num_places
+from megadapo.rollout.sampling.statistics import (
+    GroupStats,
+    RejectedGroups,
+    SampledBatch,
+    StepCounters,
+)
+from megadapo.rollout.sampling.window import (
+    KeepRate,
+    Window,
+    adapted_lead,
+    bounded_lead,
+    num_places,
+)
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megadapo.observe.metrics.reflection import reflection_shares
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
-    from megadapo.rollout.sampling.sampled_batch import SampledBatch
+    from megadapo.rollout.sampling.statistics import SampledBatch
     from megadapo.trainer.types import UpdateResult
     from megadapo.weights.sync.publish import PublishReport
 

@@ -17,7 +17,7 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.pool.scores import PendingScores
+from megadapo.rollout.pool.handle import PendingScores
 from megadapo.rollout.types import MAX_ONE_PASS, ScoreRequest
 from megadapo.trainer.types import Metrics, RecordedTokens
 

@@ -18,7 +18,7 @@ from megadapo.observe.rollouts.token_pieces import Decode, decoder_of, token_pie
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megadapo.rollout.sampling.sampled_batch import SampledBatch, SampledGroup
+    from megadapo.rollout.sampling.statistics import SampledBatch, SampledGroup
     from megadapo.trainer.types import UpdateResult
 
 

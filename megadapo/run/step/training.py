@@ -15,7 +15,7 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
 from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.errors import CheckpointError
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.step.probe import ParityProbe, PendingProbe, probed_sequences

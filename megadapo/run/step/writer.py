@@ -9,7 +9,7 @@ from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
 from megadapo.run.step.metrics import step_metrics, step_warnings

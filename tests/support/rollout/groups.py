@@ -9,8 +9,7 @@ import numpy as np
 
 from megadapo.data.group import Group, Response, Score, Turn
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.sampling.schedule import SamplingSchedule
-from megadapo.rollout.sampling.schedule_records import Take, WeightPause
+from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from tests.support.rollout.scripted_engines import make_prompts
 
 EXPERTS = np.argsort(np.random.default_rng(0).random((9, 2, 4))).astype(np.uint8)[..., :3]

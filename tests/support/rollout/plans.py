@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from megadapo.rollout.sampling.keep_rate import (
+from megadapo.rollout.sampling.window import (
     ExpectedMixed,
     KeepRate,
     should_oversample,

@@ -5,8 +5,8 @@ from operator import methodcaller
 
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.scripted_engines import (
     AtOnce,

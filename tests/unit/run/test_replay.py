@@ -14,7 +14,7 @@ from megadapo.data.group_codec import encode_group
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.saved_groups import saved_groups

@@ -12,8 +12,8 @@ from megadapo.rollout.sampling.evaluation import (
     HeldOutRequests,
     InterleavedEngines,
 )
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import OpenGroup
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, contents, make_sampler
 from tests.support.rollout.scripted_engines import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megadapo.errors import CheckpointError, DataError, SamplingError
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from tests.support.rollout.samplers import RARE, contents, make_sampler, saved_state, take
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,

@@ -7,8 +7,7 @@ import shutil
 import pytest
 
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal
-from megadapo.rollout.sampling.schedule import SamplingSchedule
-from megadapo.rollout.sampling.schedule_records import WEIGHTS_DIGITS, Take
+from megadapo.rollout.sampling.schedule import WEIGHTS_DIGITS, SamplingSchedule, Take
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.samplers import contents, make_sampler, saved_state

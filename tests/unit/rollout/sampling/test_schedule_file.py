@@ -12,8 +12,7 @@ import pytest
 from megadapo.errors import ConfigError, OracleError
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.record_log import read_records
-from megadapo.rollout.sampling.schedule import SamplingSchedule
-from megadapo.rollout.sampling.schedule_records import Take, WeightPause
+from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from tests.support.rollout.groups import BATCH, COUNTS, payloads, read_schedule, write_schedule
 
 

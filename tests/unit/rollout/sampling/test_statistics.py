@@ -7,9 +7,8 @@ import pytest
 
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.sampling.sampled_batch import SampledGroup
 from megadapo.rollout.sampling.sampler import PromptHistory, describe_shortfall
-from megadapo.rollout.sampling.statistics import GroupStats, choose_saved
+from megadapo.rollout.sampling.statistics import GroupStats, SampledGroup, choose_saved
 from tests.support.rollout.scripted_engines import make_prompts
 
 

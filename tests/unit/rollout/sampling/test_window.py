@@ -6,13 +6,15 @@ import random
 import pytest
 
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.keep_rate import (
+from megadapo.rollout.sampling.window import (
     ExpectedMixed,
     KeepRate,
+    Window,
+    adapted_lead,
+    num_places,
     should_oversample,
     would_go_stale,
 )
-from megadapo.rollout.sampling.window import Window, adapted_lead, num_places
 from tests.support.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 
 ANY = KeepRate()

@@ -14,7 +14,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.group import Group
 from megadapo.data.group_codec import encode_group
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import RecordedTokens, UpdateResult
