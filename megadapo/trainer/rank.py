@@ -26,11 +26,9 @@ from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
     load_checkpoint,
     num_bytes_written,
-    take_snapshot,
 )
 from megadapo.trainer.checkpoint.pieces import OwnedRun
 from megadapo.trainer.critic.critic import Critic, CriticStep
-from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.experts import ExpertBalance, check_choices
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model_layout import validate_model_layout
@@ -44,6 +42,7 @@ from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,
     REFERENCE_FOLDER,
+    Metrics,
     Rendezvous,
     TrainerSettings,
     UpdateRequest,
@@ -79,16 +78,14 @@ class TrainerRank(TrainedModel):
         folder = resolve_model_folder(
             settings.model.path, with_weights=settings.model.init == "pretrained"
         )
-        algorithm = settings.algorithm
-        reference = algorithm.reference
+        algorithm, reference = settings.algorithm, settings.algorithm.reference
         uses_first = reference.path is None and reference.refresh_every is None
         keeps_first = algorithm.objective.kl_coef != 0.0 and uses_first
         model = describe_model(read_hf_config(folder))
         # every rank raises before it joins: none waits for another
         validate_model_layout(model, settings.trainer)
-        join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
+        self.device = join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
+        cuda = self.device.type == "cuda"
         super().__init__(
             settings,
             model,
@@ -98,16 +95,7 @@ class TrainerRank(TrainedModel):
             needs_weights=settings.reads_weights or keeps_first,
         )
         self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)
-        self.reference: ReferencePolicy | None = None
-        if algorithm.objective.kl_coef != 0.0:
-            # the reference's routers choose their own experts
-            score = partial(self.logprobs_of, replays=False)
-            teacher = None
-            if reference.path is not None:
-                teacher = Teacher(settings, policy=self.model, device=self.device)
-            self.reference = ReferencePolicy(
-                settings, self.chunks, self.parameters, score=score, teacher=teacher
-            )
+        self.reference = self._reference_policy()
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
@@ -126,10 +114,23 @@ class TrainerRank(TrainedModel):
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        self.weight_sender = WeightSender(*shards, present=self.offload.values_of)
-        self.pinned_sender = WeightSender(*shards, present=self.offload.values_of)
-        self.published_sender = WeightSender(*shards, present=self.offload.values_of)
+        self.weight_sender, self.pinned_sender, self.published_sender = (
+            WeightSender(*shards, present=self.offload.values_of) for _ in range(3)
+        )
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
+
+    def _reference_policy(self) -> ReferencePolicy | None:
+        """Return the policy of the KL divergence, if the run has one."""
+        algorithm, teacher = self.settings.algorithm, None
+        if algorithm.objective.kl_coef == 0.0:
+            return None
+        if algorithm.reference.path is not None:
+            teacher = Teacher(self.settings, policy=self.model, device=self.device)
+        # the reference's routers choose their own experts
+        score = partial(self.logprobs_of, replays=False)
+        return ReferencePolicy(
+            self.settings, self.chunks, self.parameters, score=score, teacher=teacher
+        )
 
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Train on all mini-batches of one rollout step; return the same metrics on every rank.
@@ -149,13 +150,7 @@ class TrainerRank(TrainedModel):
         gaps = version_gaps(batch, version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         split = self.splitter.split(batch, predicted=predicted, policy_version=version)
-        seconds: list[float] = []
-        shares_pass = self.first_pass_is_old_policy(
-            len(split), checks_ratio=request.checks_first_ratio
-        )
-        if not shares_pass:
-            split, spent = self._compute_old_logprobs(split)
-            seconds.append(spent)
+        split, seconds = self._with_old_policy(split, checks_ratio=request.checks_first_ratio)
         if self.reference is not None:
             split = self.reference.add_logprobs(
                 batch, predicted, split, self.settings.algorithm, kl_reward_coef=kl_coef
@@ -164,22 +159,16 @@ class TrainerRank(TrainedModel):
         if self.critic is not None:
             critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)
             split = critic.split
-        search, recorder = self.bound_search(), UpdateRecorder(batch, batch.recorded)
-        sums, grad_norms, num_left_out = self.apply_updates(
-            request, split, critic=critic, search=search, recorder=recorder
-        )
-        metrics = summarize(
-            sums,
-            num_mini_batches=len(split),
-            num_left_out=num_left_out,
-            grad_norms=grad_norms,
-            lr=self.settings.lr_at(request.step) or 0.0,
+        recorder = UpdateRecorder(batch, batch.recorded)
+        metrics = self.apply_updates(
+            request,
+            split,
+            critic=critic,
+            recorder=recorder,
             version_gaps=gaps[trained],
-            importance=importance,
-            bounds=search.found,
             kl_coef=self.settings.algorithm.objective.kl_loss_coef + kl_coef,
         )
-        if shares_pass and self.device.type == "cuda":
+        if not seconds and self.device.type == "cuda":
             # one pass gave both log-probs
             metrics["policy/ratio_first_max_error"] = None
         of_critic = {} if critic is None else critic.result()
@@ -207,8 +196,15 @@ class TrainerRank(TrainedModel):
         is_repeated = checks_ratio and self.device.type == "cuda"
         return num_mini_batches == 1 and not (is_read_before or is_repeated)
 
-    def _compute_old_logprobs(self, split: Sequence[MiniBatch]) -> tuple[list[MiniBatch], float]:
-        """Return the mini-batches with their old log-probs, and the time to compute them."""
+    def _with_old_policy(
+        self, split: list[MiniBatch], *, checks_ratio: bool
+    ) -> tuple[list[MiniBatch], list[float]]:
+        """Return the mini-batches with their old log-probs, and the time to compute them.
+
+        If the first update computes them, the mini-batches are as before, and there is no time.
+        """
+        if self.first_pass_is_old_policy(len(split), checks_ratio=checks_ratio):
+            return split, []
         found, seconds = [], 0.0
         with self.experts.counted():
             for mini_batch in split:
@@ -220,7 +216,7 @@ class TrainerRank(TrainedModel):
                 pairs = zip(mini_batch, logprobs, strict=False)
                 computed = [old_policy(*pair, self.settings.algorithm.importance) for pair in pairs]
                 found.append(mini_batch.with_policy(computed))
-        return found, seconds
+        return found, [seconds]
 
     def bound_search(self) -> BoundSearch:
         """Return the search for a step's clip bounds, which keeps them if they are fixed."""
@@ -238,29 +234,58 @@ class TrainerRank(TrainedModel):
         split: Sequence[MiniBatch],
         *,
         critic: CriticStep | None,
-        search: BoundSearch,
         recorder: UpdateRecorder,
-    ) -> tuple[list[MiniBatchSums], list[float], int | None]:
-        """Apply the updates of all passes; a divergence ends the policy's, and not the critic's.
+        version_gaps: np.ndarray,
+        kl_coef: float,
+    ) -> Metrics:
+        """Apply the updates of all passes; return the policy's metrics.
 
         Args:
             split: mini-batches with their old policy, or one whose first update computes it.
+            version_gaps: as for `summarize`, like `kl_coef`.
+        """
+        search = self.bound_search()
+        sums, grad_norms, num_left_out = self._run_updates(request, split, critic, search, recorder)
+        # saves and weight updates read the weights after this
+        gather_weights_now(self.chunks)
+        if self.reference is not None:
+            self.reference.follow(request.step)
+        return summarize(
+            sums,
+            num_mini_batches=len(split),
+            num_left_out=None if self.settings.algorithm.max_kl is None else num_left_out,
+            grad_norms=grad_norms,
+            lr=self.settings.lr_at(request.step) or 0.0,
+            version_gaps=version_gaps,
+            importance=self.settings.algorithm.importance,
+            bounds=search.found,
+            kl_coef=kl_coef,
+        )
+
+    def _run_updates(
+        self,
+        request: UpdateRequest,
+        split: Sequence[MiniBatch],
+        critic: CriticStep | None,
+        search: BoundSearch,
+        recorder: UpdateRecorder,
+    ) -> tuple[list[MiniBatchSums], list[float], int]:
+        """Run the updates of all passes; a divergence ends the policy's, and not the critic's.
 
         Returns:
             The sums of each measured update over all ranks, the gradient norms of applied updates,
-            and the number of updates left out, None without `algorithm.max_kl`.
+            and the number of updates left out.
         """
-        algorithm = self.settings.algorithm
-        order = update_order(
-            len(split), algorithm.passes, seed=self.settings.seed, step=request.step
-        )
+        settings, max_kl = self.settings, self.settings.algorithm.max_kl
+        passes = settings.algorithm.passes
+        order = update_order(len(split), passes, seed=settings.seed, step=request.step)
         pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         split, lengths = list(split), np.diff(request.batch.cu_seqlens)
         reduced: list[MiniBatchSums] = []
         grad_norms: list[float] = []
-        num_left_out, lr = 0, self.settings.lr_at(request.step)
+        num_left_out, lr = 0, settings.lr_at(request.step)
         self.offload.load("gradients")
         for update, number in enumerate(order):
             if num_left_out == 0:
@@ -271,7 +296,7 @@ class TrainerRank(TrainedModel):
                     recorder.add_update(split[number], logprobs)
                 sums = sums.reduced(contributes=self.has_results, device=self.device)
                 reduced.append(sums)
-                if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
+                if max_kl is not None and sums.mean_kl > max_kl:
                     num_left_out = len(order) - update
             # until here its copies to the GPU are beside the forward and backward pass
             self.offload.load("optimizer")
@@ -282,11 +307,7 @@ class TrainerRank(TrainedModel):
             if critic is not None:
                 critic.update(number)
             report_progress()
-        # saves and weight updates read the weights after this
-        gather_weights_now(self.chunks)
-        if self.reference is not None:
-            self.reference.follow(request.step)
-        return reduced, grad_norms, None if algorithm.max_kl is None else num_left_out
+        return reduced, grad_norms, num_left_out
 
     def _gradients(
         self,
@@ -317,20 +338,7 @@ class TrainerRank(TrainedModel):
 
         Training may continue meanwhile; `writer.report` returns the outcome.
         """
-        memory = self.writer.free_memory()
-        snapshots = {
-            name: take_snapshot(
-                runs,
-                optimizer,
-                number=self.writer.num_begun,
-                values_of=self.offload.values_of,
-                memory=memory,
-            )
-            for name, (runs, optimizer) in self._saved.items()
-        }
-        num_bytes = sum(snapshot.num_bytes for snapshot in snapshots.values())
-        self.writer.begin(folder, snapshots)
-        return num_bytes
+        return self.writer.save(folder, self._saved, values_of=self.offload.values_of)
 
     @property
     def _saved(self) -> dict[str, tuple[list[OwnedRun], MegatronOptimizer]]:
@@ -402,21 +410,13 @@ class LikelihoodRank(TrainerRank):
                 for mini_batch in split:
                     self.logprobs_of(mini_batch)
         split = [part.with_policy([_without_old_policy(one) for one in part]) for part in split]
-        sums, grad_norms, num_left_out = self.apply_updates(
+        metrics = self.apply_updates(
             request,
             split,
             critic=None,
-            search=self.bound_search(),
             recorder=UpdateRecorder(batch, ()),
-        )
-        metrics = summarize(
-            sums,
-            num_mini_batches=len(split),
-            num_left_out=num_left_out,
-            grad_norms=grad_norms,
-            lr=settings.lr_at(request.step) or 0.0,
             version_gaps=batch.policy_versions[:0],
-            importance=settings.algorithm.importance,
+            kl_coef=0.0,
         )
         balance = self.experts.result() if settings.trainer.router_aux_loss_coef else {}
         self.offload.evict(*BETWEEN_UPDATES)

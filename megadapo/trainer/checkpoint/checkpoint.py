@@ -246,35 +246,49 @@ class CheckpointWriter:
         """`pinned`: whether snapshots are in pinned memory, for a rank on a GPU."""
         self._rank = rank
         self._memory = HostMemory(pinned=True) if pinned else None
+        """Memory for snapshots, which stays allocated for later saves. None: each copy is freed as
+        soon as it is written, as without a GPU."""
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_lower_priority
         )
         self._pending: Future[RankReport] | None = None
-        self.num_begun = 0
+        self._num_begun = 0
 
     @property
     def is_writing(self) -> bool:
         """Whether a save is still being written."""
         return self._pending is not None and not self._pending.done()
 
-    def free_memory(self) -> HostMemory | None:
-        """Return the memory for the next save's snapshots, which stays allocated for later saves.
+    def save(
+        self,
+        folder: Path,
+        saved: Mapping[str, tuple[Sequence[OwnedRun], MegatronOptimizer]],
+        *,
+        values_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> int:
+        """Copy models to the host, start to write them, return their bytes; collective.
 
-        None: each copy is freed as soon as it is written, as without a GPU.
+        Args:
+            saved: runs and optimizer of each model, by folder name below `folder`.
+            values_of: returns the values of a tensor, which may be offloaded.
         """
         assert not self.is_writing, "the trainer asks before"
         if self._memory is not None:
             self._memory.reset()
-        return self._memory
+        snapshots = {
+            name: take_snapshot(
+                runs, optimizer, number=self._num_begun, values_of=values_of, memory=self._memory
+            )
+            for name, (runs, optimizer) in saved.items()
+        }
+        # the writer frees what it has written
+        num_bytes = sum(snapshot.num_bytes for snapshot in snapshots.values())
+        self.begin(folder, snapshots)
+        return num_bytes
 
     def begin(self, folder: Path, snapshots: dict[str, Snapshot]) -> None:
-        """Start to write.
-
-        Args:
-            snapshots: by folder name below it.
-        """
-        assert not self.is_writing, "the trainer asks before"
-        self.num_begun += 1
+        """Start to write snapshots, each into the folder of its name below `folder`."""
+        self._num_begun += 1
         self._pending = self._executor.submit(self._write, folder, snapshots)
 
     def report(self, *, wait: bool = False) -> RankReport | None:

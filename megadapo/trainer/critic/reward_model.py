@@ -27,10 +27,8 @@ from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
     num_bytes_written,
-    take_snapshot,
 )
 from megadapo.trainer.critic.critic import Critic, ValueHead, ValueLoss
-from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups
 from megadapo.trainer.types import (
@@ -62,13 +60,13 @@ class RewardModelRank:
         model = describe_critic(read_hf_config(folder))
         # every rank raises before it joins: none waits for another
         validate_model_layout(model, settings.trainer)
-        join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
+        self.device = join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
         self.settings = settings
         self.critic = Critic(settings, policy=model, device=self.device)
         self.splitter = MicroBatchSplitter(model, settings.trainer, self.device)
-        self.writer = CheckpointWriter(torch.distributed.get_rank(), pinned=cuda)
+        self.writer = CheckpointWriter(
+            torch.distributed.get_rank(), pinned=self.device.type == "cuda"
+        )
         self.checkpoint_bytes = num_bytes_written(self.critic.runs)
         """Size of this rank's part of a checkpoint."""
 
@@ -137,16 +135,8 @@ class RewardModelRank:
 
         Training may continue meanwhile; `writer.report` returns the outcome.
         """
-        snapshot = take_snapshot(
-            self.critic.runs,
-            self.critic.optimizer,
-            number=self.writer.num_begun,
-            memory=self.writer.free_memory(),
-        )
-        # the writer frees what it has written
-        num_bytes = snapshot.num_bytes
-        self.writer.begin(folder, {CRITIC_FOLDER: snapshot})
-        return num_bytes
+        saved = {CRITIC_FOLDER: (self.critic.runs, self.critic.optimizer)}
+        return self.writer.save(folder, saved)
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint of any split."""

@@ -28,9 +28,14 @@ def join_groups(
     listener: socket.socket | None,
     *,
     seed: int,
-) -> None:
-    """Join the world and form the tensor-, pipeline-, context- and data-parallel groups."""
+) -> torch.device:
+    """Join the world and form the tensor-, pipeline-, context- and data-parallel groups.
+
+    Returns:
+        The device on which this rank computes.
+    """
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     timeout = timedelta(seconds=trainer.timeout_s)
     use_interface_towards(rendezvous.address)
     torch.distributed.init_process_group(
@@ -53,11 +58,12 @@ def join_groups(
         # the reshardable optimizer checkpoint gathers over Gloo
         create_gloo_process_groups=True,
     )
-    _enter_groups("cuda" if cuda else "cpu")
+    _enter_groups(device)
     seed_everything(seed)
+    return device
 
 
-def _enter_groups(device: str) -> None:
+def _enter_groups(device: torch.device) -> None:
     """Run a first collective in each group that later carries messages between pairs.
 
     torch requires it: NCCL creates a group's communicator in its first operation. A message between

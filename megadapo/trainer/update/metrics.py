@@ -220,13 +220,13 @@ def summarize(
     mini_batches: list[MiniBatchSums],
     *,
     num_mini_batches: int,
-    num_left_out: int | None = None,
+    num_left_out: int | None,
     grad_norms: list[float],
     lr: float,
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
-    bounds: Sequence[BapoBounds] = (),
-    kl_coef: float = 0.0,
+    bounds: Sequence[BapoBounds],
+    kl_coef: float,
 ) -> Metrics:
     """Return the policy's metrics of a step from its updates' reduced sums, in order.
 
@@ -262,13 +262,20 @@ def summarize(
         "policy/skipped_updates": num_applied - len(grad_norms),
         "pretraining/loss": mean_of(step.pretraining_loss, step.num_pretraining_tokens),
         "pretraining/tokens": int(step.num_pretraining_tokens) or None,
+        **_distances(step, kl_coef),
+        **_staleness(step, version_gaps, importance),
+        **_searched_bounds(bounds),
+    }
+
+
+def _distances(step: MiniBatchSums, kl_coef: float) -> Metrics:
+    """Return the distances from the reference policy and from the engines."""
+    return {
         "kl/mean": mean_of(step.kl, step.num_with_kl),
         "kl/max": step.max_kl if step.num_with_kl else None,
         "kl/coef": kl_coef if step.num_with_kl else None,
         "parity/logprob_abs_mean": mean_of(step.logprob_difference, step.num_compared),
         "parity/logprob_abs_max": step.max_logprob_difference if step.num_compared else None,
-        **_staleness(step, version_gaps, importance),
-        **_searched_bounds(bounds),
     }
 
 

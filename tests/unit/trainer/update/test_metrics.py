@@ -32,6 +32,7 @@ def sums(**changes: float) -> MiniBatchSums:
 def step_of(mini_batches: list[MiniBatchSums], **changes):
     usual = {"grad_norms": [1.0], "lr": 1e-6, "num_mini_batches": len(mini_batches)}
     usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "importance": ImportanceConfig()}
+    usual |= {"num_left_out": None, "bounds": (), "kl_coef": 0.0}
     return summarize(mini_batches, **(usual | changes))
 
 
