@@ -10,12 +10,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.places import Place, PlaceRequest
+from megadapo.cluster.places import PlaceRequest
 from megadapo.errors import DataError, InfraError
-from megadapo.rollout.pool.pool import ChangingPool, Member
+from megadapo.rollout.pool.pool import EnginePool, Member
 from megadapo.rollout.pool.request import EngineRequest, read_request
+
+if TYPE_CHECKING:
+    from megadapo.cluster.cluster import Cluster
 
 CHECK_S = 2.0
 """Shortest time between two looks at the request."""
@@ -23,23 +26,6 @@ RETRY_S = 30.0
 """Seconds after a place that failed until another one is requested."""
 RATE_S = 30.0
 """Seconds over which an engine's speed is measured."""
-
-
-class EnginePlaces(Protocol):
-    """The cluster's interface that engines use which join or leave."""
-
-    def alive_nodes(self) -> Collection[str] | None:
-        """Return the addresses of the nodes that are up; None if that is not known now."""
-
-    def engine_node(self, index: int) -> str: ...
-
-    def trainer_nodes(self) -> list[str]: ...
-
-    def request_engine(self, num_ranks: int, *, without: Collection[str] = ()) -> PlaceRequest: ...
-
-    def add_engine(self, index: int, place: Place) -> None: ...
-
-    def release_engine(self, index: int) -> None: ...
 
 
 class ElasticEngines:
@@ -58,8 +44,8 @@ class ElasticEngines:
 
     def __init__(
         self,
-        engines: ChangingPool,
-        places: EnginePlaces,
+        engines: EnginePool,
+        places: Cluster,
         folder: Path,
         *,
         driver: str,
@@ -124,7 +110,7 @@ class ElasticEngines:
 
     def _note(self, problem: str | None) -> None:
         if problem is not None and problem != self._problem:
-            self._engines.note(problem)
+            self._engines.warn(problem)
         self._problem = problem
 
     def _forget_lost(self, alive: Collection[str]) -> None:
@@ -143,7 +129,7 @@ class ElasticEngines:
                 raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
             self._engines.forget(number)
             self._places.release_engine(number)
-            self._engines.note(f"{lost}; another one starts when a node has free slots")
+            self._engines.warn(f"{lost}; another one starts when a node has free slots")
 
     def _drop_failed(self, now: float) -> None:
         """Remove engines that joined and cannot start, and ask for other places later."""
@@ -151,7 +137,7 @@ class ElasticEngines:
             if member.has_failed:
                 self._engines.leave(member.number, within_s=0.0)
                 self._ask_at = now + RETRY_S
-                self._engines.note(
+                self._engines.warn(
                     f"rollout engine {member.number} cannot start on node "
                     f"{self._places.engine_node(member.number)} and is removed, see "
                     f"{member.log_file}; "
@@ -188,13 +174,13 @@ class ElasticEngines:
                 continue
             serving = left
             self._engines.leave(number, within_s=self._request.within_s)
-            self._engines.note(
+            self._engines.warn(
                 f"rollout engine {number} leaves within {self._request.within_s:g} s"
             )
         for number in self._engines.finish_leaving(now):
             self._places.release_engine(number)
             self._tokens.pop(number, None)
-            self._engines.note(f"rollout engine {number} has left")
+            self._engines.warn(f"rollout engine {number} has left")
 
     def _join(self, now: float) -> None:
         staying = [member for member in self._engines.members() if member.stays]
@@ -211,7 +197,7 @@ class ElasticEngines:
                 place = waiting.poll()
             except InfraError as error:
                 self._ask_at = now + RETRY_S
-                self._engines.note(f"no rollout engine joins: {error}")
+                self._engines.warn(f"no rollout engine joins: {error}")
                 continue
             if place is None:
                 still_waiting.append(waiting)
@@ -219,7 +205,7 @@ class ElasticEngines:
             number, self._next_number = self._next_number, self._next_number + 1
             self._places.add_engine(number, place)
             self._engines.join(number, place)
-            self._engines.note(f"rollout engine {number} joins on {place.node}")
+            self._engines.warn(f"rollout engine {number} joins on {place.node}")
         self._waiting = still_waiting
 
     def _view(self, now: float) -> dict[str, Any]:

@@ -37,12 +37,38 @@ NO_ANSWER = ("ending", "ended", "gone")
 """States of an engine without a process."""
 MIN_ENGINES = 0.5
 """Share of the engines below which the run ends: a restart of the driver starts all of them."""
+MemberState = Literal["starting", "waiting for weights", "serving", "leaving", "lost"]
+_STATES: dict[str, MemberState] = {
+    "starting": "starting",
+    "stale_weights": "waiting for weights",
+    "serving": "serving",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One engine, for the list of a run's engines."""
+
+    number: int
+    state: MemberState
+    load: int
+    """Number of responses in flight."""
+    num_tokens: int
+    """Number of tokens that its present process has generated."""
+    log_file: Path
+    has_failed: bool
+    """Whether it has never served, and the limit of restarts is reached."""
+
+    @property
+    def stays(self) -> bool:
+        return self.state != "leaving"
 
 
 class EnginePool:
     """All engine processes of a run; a dead one is started again and gets the current weights.
 
-    One thread may publish weights while another one generates; see `Engines`.
+    One thread may publish weights while another one generates; see `Engines`. Engines may join and
+    leave within `unless_busy`.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
@@ -50,7 +76,8 @@ class EnginePool:
         self.policy_version = 0
         self._watch = watch or Watch()
         self._handles = {handle.spec.index: handle for handle in handles}
-        self._config, self._spec = handles[0].spec.config, handles[0].spec
+        self._model_handle, self._spec = handles[0], handles[0].spec
+        self._config = self._spec.config
         self._warnings: list[str] = []
         self._republish: Callable[[int], object] | None = None
         self._weights_are_current = False
@@ -185,8 +212,10 @@ class EnginePool:
         return warnings
 
     def updatable(self) -> list[int]:
-        """Return the numbers of the engines that an update can reach now."""
-        return [engine.spec.index for engine in self._present]
+        """Return the numbers of the engines that an update can reach and that need it."""
+        return [
+            engine.spec.index for engine in self._present if engine.leave_at is None or engine.load
+        ]
 
     def incarnation(self, index: int) -> EngineIncarnation:
         """Return an identifier of an engine's process, which changes with a restart."""
@@ -358,41 +387,6 @@ class EnginePool:
         finally:
             self._publishing.release()
 
-
-MemberState = Literal["starting", "waiting for weights", "serving", "leaving", "lost"]
-_STATES: dict[str, MemberState] = {
-    "starting": "starting",
-    "stale_weights": "waiting for weights",
-    "serving": "serving",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One engine, for the list of a run's engines."""
-
-    number: int
-    state: MemberState
-    load: int
-    """Number of responses in flight."""
-    num_tokens: int
-    """Number of tokens that its present process has generated."""
-    log_file: Path
-    has_failed: bool
-    """Whether it has never served, and the limit of restarts is reached."""
-
-    @property
-    def stays(self) -> bool:
-        return self.state != "leaving"
-
-
-class ChangingPool(EnginePool):
-    """A pool that engines join and leave; use its methods here within `unless_busy`."""
-
-    def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
-        super().__init__(handles, watch)
-        self._model_handle = handles[0]
-
     @contextmanager
     def publishing(self) -> Iterator[None]:
         """Prevent that an engine joins, leaves or gets older weights during a publication."""
@@ -428,22 +422,13 @@ class ChangingPool(EnginePool):
             for number, engine in self._handles.items()
         ]
 
-    def updatable(self) -> list[int]:
-        """Return the numbers of the engines that an update can reach and that need it."""
-        left = [
-            n
-            for n, engine in self._handles.items()
-            if engine.leave_at is not None and not engine.load
-        ]
-        return [number for number in super().updatable() if number not in left]
-
     def fail(self, index: int, cause: str) -> None:
         """Mark an engine as dead that cannot take the weights."""
         self.mark_dead(self._handles[index], cause, hangs=True)
 
-    def note(self, line: str) -> None:
-        """Add a line for the log, which `drain_warnings` returns."""
-        self._warnings.append(line)
+    def warn(self, *warnings: str) -> None:
+        """Add lines for the log, which `drain_warnings` returns."""
+        self._warnings += warnings
 
     def join(self, number: int, place: Place) -> None:
         """Start an engine; it serves once it has the weights that were published last."""
@@ -476,7 +461,7 @@ class ChangingPool(EnginePool):
         `now`: time of `time.monotonic`.
         """
         for engine in self._handles.values():
-            if engine.leave_at is None or engine.state in ("ending", "ended", "gone"):
+            if engine.leave_at is None or engine.state in NO_ANSWER:
                 continue
             if engine.state != "serving" or now >= engine.leave_at or not self._has_groups(engine):
                 engine.end()
