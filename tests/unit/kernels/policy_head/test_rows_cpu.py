@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megadapo.kernels.cpu import native
-from megadapo.kernels.policy_head.rows import merge_stats
+from megadapo.kernels.policy_head.blocks import merge_stats
 from megadapo.kernels.policy_head.rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
 from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, Tile, VocabShards
 
