@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import pack
-from megadapo.weights.sync.delta.codec import Stamp, decode, encode
+from megadapo.weights.sync.delta import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import change_in_place

@@ -18,7 +18,7 @@ import torch
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
-from megadapo.weights.sync.delta.state import Delta, Encoded, combine
+from megadapo.weights.sync.delta import Delta, Encoded, combine
 from megadapo.weights.sync.peers import MEETING_S, UpdatableEngines, UpdatePeers, phase
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import find_topology, make_plan, topology_beside_training

@@ -11,8 +11,7 @@ import torch
 from megadapo.errors import WeightError
 from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
-from megadapo.weights.sync.delta.codec import Changes, Stamp, decode
-from megadapo.weights.sync.delta.state import Delta, bundle_number
+from megadapo.weights.sync.delta import Changes, Delta, Stamp, bundle_number, decode
 from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
 from megadapo.weights.sync.transports.in_place import CudaIpcInbox, SharedMemoryInbox
 from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport

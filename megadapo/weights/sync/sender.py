@@ -14,7 +14,7 @@ from megadapo.weights.host_memory import HostMemory
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
-from megadapo.weights.sync.delta.state import DeltaState, Encoded
+from megadapo.weights.sync.delta import DeltaState, Encoded
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
 from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
 from megadapo.weights.sync.transports.interface import Offer, Outbox, Transport

@@ -28,7 +28,7 @@ from megadapo.cluster.process_log import write_stacks_on_signal
 from megadapo.cluster.watch.guard import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
-from megadapo.weights.sync.delta.state import Delta
+from megadapo.weights.sync.delta import Delta
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
 from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport

@@ -5,7 +5,7 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
-from megadapo.weights.sync.delta.codec import HEADER_BYTES, Stamp, decode, encode
+from megadapo.weights.sync.delta import HEADER_BYTES, Stamp, decode, encode
 
 STAMP = Stamp(base=7, version=8, bundle=3)
 NUM_ELEMENTS = 40_000

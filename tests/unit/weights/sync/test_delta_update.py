@@ -178,7 +178,7 @@ def test_checksums_find_engine_with_other_bits(published):
 
 def test_too_many_changes_need_full_update(published, monkeypatch):
     connection, targets = published
-    monkeypatch.setattr("megadapo.weights.sync.delta.state.ALWAYS_ENCODED", 0)
+    monkeypatch.setattr("megadapo.weights.sync.delta.ALWAYS_ENCODED", 0)
     train(connection, 1.0)
     assert connection.encode(1, 2, max_share=0.25) is None
     connection.run(targets=targets, version=2)

@@ -16,7 +16,7 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync import publish
-from megadapo.weights.sync.delta.state import Delta
+from megadapo.weights.sync.delta import Delta
 from megadapo.weights.sync.peers import UpdatePeers
 from megadapo.weights.sync.plan import ALIGNMENT, plan_from_json
 from megadapo.weights.sync.planning import Hosts

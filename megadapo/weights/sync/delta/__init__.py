@@ -1,1 +1,0 @@
-"""Updates that send only the changed elements."""
