@@ -48,14 +48,13 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.clip_bounds import BoundSearch
 from megadapo.trainer.update.metrics import MiniBatchSums, UpdateRecorder, summarize
 from megadapo.trainer.update.optimizer import (
     gather_weights_now,
     step_if_finite,
     wait_for_weight,
 )
-from megadapo.trainer.update.step import compute_gradients, compute_logprobs
+from megadapo.trainer.update.step import BoundSearch, compute_gradients, compute_logprobs
 from megadapo.weights.sync.sender import WeightSender
 
 LIKELIHOOD_METRICS = (

@@ -26,9 +26,9 @@ from megadapo.trainer.batch.micro_batch import (
     version_gaps,
 )
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.critic.advantages import values_of_tokens, with_token_advantages
-from megadapo.trainer.update.clip_bounds import sums_of
+from megadapo.trainer.critic.critic import values_of_tokens, with_token_advantages
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
+from megadapo.trainer.update.step import sums_of
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank

@@ -8,7 +8,7 @@ import torch
 
 from megadapo.algorithm.bapo import BapoConfig, bapo_sums
 from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, trained_tokens
-from megadapo.trainer.update.clip_bounds import sums_of
+from megadapo.trainer.update.step import sums_of
 from tests.support.trainer.batches import random_batch
 
 CONFIG = BapoConfig()
