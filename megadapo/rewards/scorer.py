@@ -18,8 +18,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import FailureCounts, Runner
+from megadapo.rewards.function_runners import FailureCounts, Runner, start_runner
 from megadapo.rewards.verifier import Verifier
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceCl
 
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import FunctionScore
+from megadapo.rewards.function_runners import FunctionScore, start_runner
 from tests.support.processes.vllm_server import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]

@@ -8,8 +8,7 @@ import pytest
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import FunctionScore
+from megadapo.rewards.function_runners import FunctionScore, start_runner
 from megadapo.rewards.scorer import Scorer
 from tests.support.processes.fake_server import FakeServer, Reply
 

@@ -12,8 +12,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode, decoder_of
 from megadapo.rewards.builtin import arithmetic_steps_reward
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import Runner
+from megadapo.rewards.function_runners import Runner, start_runner
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.steps import split_steps, step_ends
 

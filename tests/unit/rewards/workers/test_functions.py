@@ -15,8 +15,7 @@ from megadapo.config.run_config import from_dict
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import check_functions, start_runner
-from megadapo.rewards.runner import Runner
+from megadapo.rewards.function_runners import Runner, check_functions, start_runner
 from megadapo.rewards.scorer import Scorer
 from tests.support.processes.running import is_running, wait_until
 

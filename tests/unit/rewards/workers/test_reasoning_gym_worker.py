@@ -9,8 +9,7 @@ import pytest
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import FunctionScore, Runner
+from megadapo.rewards.function_runners import FunctionScore, Runner, start_runner
 from tests.support.rollout import gym_stand_in
 
 FUNCTION = RewardFunction(function="reasoning_gym", timeout_s=2.0, options={"partial": True})

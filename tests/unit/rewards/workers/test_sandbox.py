@@ -19,8 +19,7 @@ import pytest
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
 from megadapo.rewards.config import RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.runner import FunctionScore, Runner
+from megadapo.rewards.function_runners import FunctionScore, Runner, start_runner
 from tests.support.processes.running import wait_until
 
 ADDS = json.dumps({"inputs": ["1 2", "30 4"], "outputs": ["3\n", "34"]})
