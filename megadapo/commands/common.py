@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megadapo.config import RunConfig
-    from megadapo.config.data_checks import ColumnReader
+    from megadapo.config.preflight import ColumnReader
 
 OVERRIDES = (
     "--section.key=value sets any key of the configuration (a TOML value, or bare text); "

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, warnings = load_checked(arguments)
     if arguments.dry_run:
         from megadapo.cluster.this_node import has_gpu
-        from megadapo.config.prompt_sample import first_prompt
+        from megadapo.config.preflight import first_prompt
 
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay

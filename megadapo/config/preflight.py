@@ -1,30 +1,45 @@
-"""Checks of a run before any process starts: its files and the model's sizes.
+"""Checks of a run before any process starts: its files, the first rows of its data, model sizes.
 
 Nothing is downloaded. A model on the Hub is checked if it is cached. Messages report everything
-that is not checked.
+that is not checked. A dry run also shows the first prompt as the model reads it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
 
 from megadapo.cluster.machine import cuda_problems, inspect_machine
 from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
-from megadapo.config.data_checks import ColumnReader, check_answers, check_prompts
 from megadapo.config.recipe import RESUME_TARGET_FILE
+from megadapo.data.config import DataColumns
+from megadapo.data.prompts import Prompt, render
+from megadapo.data.rows import Row
+from megadapo.data.sources import (
+    EXAMPLES_KEY,
+    TEXT_SUFFIXES,
+    is_built_in,
+    read_rows,
+    read_text_rows,
+)
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
+from megadapo.tokens.chat import control_name
+from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model.model_layout import (
@@ -34,9 +49,21 @@ from megadapo.trainer.model.model_layout import (
 )
 from megadapo.weights.disk.files import unreadable
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
 """Reasons of the system that another start does not change."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+NUM_CHECKED = 64
+"""Number of rows of each source that are read."""
+Reader = Callable[[str], Iterator[Row]]
+"""A reader of the rows of a source."""
+ColumnReader = Callable[[str, DataColumns], Iterator[Row]]
+"""A reader of the rows of a source with these columns."""
+MAX_IDS = 512
+"""Number of token ids that are shown."""
 
 
 def check_run(
@@ -330,3 +357,115 @@ def _check_on_event(config: RunConfig) -> list[str]:
     if not words or shutil.which(words[0]) is not None:
         return []
     return [f"run.on_event: this machine has no command {words[0]}"]
+
+
+def check_prompts(config: RunConfig) -> list[str]:
+    """Check prompts and gold answers, and texts for pretraining."""
+    pretraining = config.algorithm.pretraining.data
+    others = (
+        {} if pretraining is None else {"algorithm.pretraining.data": (pretraining, read_text_rows)}
+    )
+    return _check_data(config, partial(_checked_prompts, config), others)
+
+
+def _checked_prompts(config: RunConfig, source: str) -> Iterator[Row]:
+    """Yield the rows of prompts; a prompt or gold answer that cannot be used is an error."""
+    with_extra_info = config.reads_extra_info
+    for row in read_rows(source, config.data.columns, with_extra_info=with_extra_info):
+        _, gold, data_source = row.messages, row.ground_truth, row.data_source
+        try:
+            config.reward.check_gold(gold, data_source)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        yield row
+
+
+def check_answers(rows: ColumnReader, are_pairs: bool, config: RunConfig) -> list[str]:
+    """Check the rows of a run without rollouts, and the conversations in them."""
+
+    def read(source: str) -> Iterator[Row]:
+        for row in rows(source, config.data.columns):
+            pair = (row.preference("chosen"), row.preference("rejected")) if are_pairs else ()
+            for messages in pair or (row.conversation,):
+                row.names.check_texts(messages, row.place)
+            yield row
+
+    return _check_data(config, read)
+
+
+def _check_data(
+    config: RunConfig, reader: Reader, others: Mapping[str, tuple[str, Reader]] | None = None
+) -> list[str]:
+    """Check that sources have rows; `others`: further keys with their sources and readers."""
+    data = config.data
+    sources = {key: one.source for key, one in data.train_sources.items()} | data.held_out_sources
+    readers = {key: (source, reader) for key, source in sources.items()} | dict(others or {})
+    problems, notes = [], []
+    for key, (source, read) in readers.items():
+        if not is_built_in(source) and is_hub_dataset(source):
+            notes.append(f"{key} = {source}: no such file here; on the Hub it is not checked")
+            continue
+        try:
+            if not sum(1 for _ in islice(read(source), NUM_CHECKED)):
+                problems.append(f"{key} = {source} holds no rows")
+        except DataError as error:
+            # the examples are read with each source, and their errors name their own key
+            of_examples = str(error).startswith(EXAMPLES_KEY)
+            problems.append(str(error) if of_examples else f"{key}: {error}")
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    return notes
+
+
+def is_hub_dataset(source: str) -> bool:
+    """Return whether a source is the name of a dataset on the Hub."""
+    path = Path(source).expanduser()
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
+        return False
+    name = "/".join(source.split("@")[0].split("/")[:2])
+    return is_hub_name(name) and not name.endswith(TEXT_SUFFIXES)
+
+
+def first_prompt(config: RunConfig) -> list[str]:
+    """Return lines about the first prompt: columns, text, tokens, gold answer and stop tokens."""
+    key, one = next(iter(config.data.train_sources.items()))
+    if not is_built_in(one.source) and is_hub_dataset(one.source):
+        return [f"no prompt is shown: {key} = {one.source} is on the Hub"]
+    folder = model_folder(config.model)
+    if folder is None or not _has_tokenizer(folder):
+        return [f"no prompt is shown: model.path = {config.model.path} has no tokenizer here"]
+    row = next(read_rows(one.source, config.data.columns))
+    gold = config.reward.check_gold(row.ground_truth, row.data_source)
+    prompt = Prompt(row.place, row.messages, gold, row.data_source)
+    tokenizer = read_tokenizer(str(folder), chat_template_kwargs=config.data.chat_template_kwargs)
+    return list(_lines(prompt, row, tokenizer))
+
+
+def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    ids = render(prompt, tokenizer)
+    names = row.names
+    pattern = f" by the pattern {names.pattern}" if names.pattern else ""
+    yield f"{row.place}: the prompt is column {names.prompt}"
+    yield f"the gold answer is column {names.ground_truth}{pattern}: {prompt.ground_truth!r:.200}"
+    yield f"the data_source is {prompt.data_source!r}"
+    text = cast(str, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    template = "by the chat template" if tokenizer.chat_template else "without a chat template"
+    yield f"the prompt has {len(ids)} tokens, {template}:"
+    yield text
+    more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+    yield f"token ids: {' '.join(map(str, ids[:MAX_IDS]))}{more}"
+    if name := control_name(prompt.messages, tokenizer):
+        yield f"{name} in the prompt is plain text; only a chat template writes control tokens"
+    ends = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in stop_ids(tokenizer)]
+    yield f"a response ends at {', '.join(ends) or 'rollout.max_response_tokens alone'}"
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder's tokenizer has a vocabulary; the check imports nothing heavy."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return True
+    try:
+        return "model" in json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from error

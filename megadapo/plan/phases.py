@@ -16,22 +16,20 @@ from megadapo.config import RunConfig
 from megadapo.data.group_codec import expert_dtype
 from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.plan.cards import GIB, MIB, Card
-from megadapo.plan.overhead import (
+from megadapo.plan.ranks import (
     COMMUNICATOR_BYTES,
     FRAGMENTATION,
     GRAPH_BYTES,
-    engine_process_bytes,
-    sleeping_bytes,
-    table_bytes,
-    trainer_process_bytes,
-)
-from megadapo.plan.ranks import (
     EngineBytes,
     RankKind,
     StateBytes,
     engine_bytes,
+    engine_process_bytes,
     rank_kinds,
+    sleeping_bytes,
     state_bytes,
+    table_bytes,
+    trainer_process_bytes,
 )
 from megadapo.plan.training import UpdateLoad, update_bytes
 from megadapo.trainer.config import StateKind, TrainerConfig

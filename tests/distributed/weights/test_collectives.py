@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import pack
-from megadapo.weights.sync.delta.state import combine
+from megadapo.weights.sync.delta import combine
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.sender import WeightSender

@@ -7,7 +7,7 @@ from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import pack
-from megadapo.weights.sync.delta.state import combine
+from megadapo.weights.sync.delta import combine
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender

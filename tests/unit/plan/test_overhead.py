@@ -8,9 +8,8 @@ import pytest
 from megadapo.cli import main
 from megadapo.config import RunConfig, load_config
 from megadapo.plan.cards import GIB, H100
-from megadapo.plan.overhead import CHANNEL_BYTES, NUM_TABLES, message_bytes
 from megadapo.plan.phases import GpuKind, gpu_kinds, host_items, models_of
-from megadapo.plan.ranks import engine_bytes
+from megadapo.plan.ranks import CHANNEL_BYTES, NUM_TABLES, engine_bytes, message_bytes
 from megadapo.plan.refit import plan_for
 from megadapo.run.processes import sends_while_training
 from megadapo.weights.layout.layout import ModelLayout
