@@ -5,11 +5,14 @@ Rules that TRL or verl have too are in test_public_losses.py.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.preferences import pair_losses, pair_statistics
 from megadapo.algorithm.reference import policy_loss, token_losses
 
 F64 = torch.float64
@@ -19,6 +22,29 @@ NEW = torch.tensor([-0.4, -1.6, -1.3, -1.1, -0.3], dtype=F64)
 REF = torch.tensor([-0.6, -1.5, -1.4, -0.9, -0.9], dtype=F64)
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], dtype=F64)
 RATIOS = [1.105170918, 1.491824698, 0.740818221, 0.670320046, 3.320116923]
+POLICY_GRADIENT = [-a * r for a, r in zip(ADVANTAGES.tolist(), RATIOS, strict=True)]
+TOKENS = {
+    "reinforce": (
+        PolicyObjective(ratio="none", gate="none"),
+        [0.4, 1.6, 1.3, -1.1, -0.3],
+        [-1.0, -1.0, -1.0, 1.0, 1.0],
+    ),
+    "no-gate": (PolicyObjective(gate="none"), POLICY_GRADIENT, POLICY_GRADIENT),
+}
+KL = {
+    "k1": ([0.2, -0.1, 0.1, -0.2, 0.6], [1.0] * 5),
+    "k2": ([0.02, 0.005, 0.005, 0.02, 0.18], [0.2, -0.1, 0.1, -0.2, 0.6]),
+    "k3": (
+        [0.018730753, 0.005170918, 0.004837418, 0.021402758, 0.148811636],
+        [0.181269247, -0.105170918, 0.095162582, -0.221402758, 0.451188364],
+    ),
+    "corrected-k3": (
+        [0.020700684, 0.007714104, 0.003583647, 0.014346698, 0.494072032],
+        [0.221034184, -0.149182470, 0.074081822, -0.134064009, 1.992070154],
+    ),
+}
+GSPO = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+E_LOG_RATIOS = torch.tensor([1.0e-3, -4e-4, 3e-4, -2e-3, 2e-4, 3e-3, -1e-3], dtype=F64)
 
 
 def token_values(objective: PolicyObjective, **inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,37 +59,12 @@ def near(expected: list[float]) -> object:
     return pytest.approx(expected, abs=3e-9)
 
 
-POLICY_GRADIENT = [-a * r for a, r in zip(ADVANTAGES.tolist(), RATIOS, strict=True)]
-TOKENS = {
-    "reinforce": (
-        PolicyObjective(ratio="none", gate="none"),
-        [0.4, 1.6, 1.3, -1.1, -0.3],
-        [-1.0, -1.0, -1.0, 1.0, 1.0],
-    ),
-    "no-gate": (PolicyObjective(gate="none"), POLICY_GRADIENT, POLICY_GRADIENT),
-}
-
-
 @pytest.mark.parametrize("rule", list(TOKENS))
 def test_value_and_derivative_of_each_token(rule):
     objective, values, slopes = TOKENS[rule]
     losses, gradient = token_values(objective)
     assert losses.tolist() == near(values)
     assert gradient.tolist() == near(slopes)
-
-
-KL = {
-    "k1": ([0.2, -0.1, 0.1, -0.2, 0.6], [1.0] * 5),
-    "k2": ([0.02, 0.005, 0.005, 0.02, 0.18], [0.2, -0.1, 0.1, -0.2, 0.6]),
-    "k3": (
-        [0.018730753, 0.005170918, 0.004837418, 0.021402758, 0.148811636],
-        [0.181269247, -0.105170918, 0.095162582, -0.221402758, 0.451188364],
-    ),
-    "corrected-k3": (
-        [0.020700684, 0.007714104, 0.003583647, 0.014346698, 0.494072032],
-        [0.221034184, -0.149182470, 0.074081822, -0.134064009, 1.992070154],
-    ),
-}
 
 
 @pytest.mark.parametrize("gradient", list(KL))
@@ -87,10 +88,6 @@ def test_importance_weights_scale_value_and_gradient():
     found = token_values(PolicyObjective(), importance_weights=weights)
     for one, plain in zip(found, token_values(PolicyObjective()), strict=True):
         assert one.tolist() == near((weights * plain).tolist())
-
-
-GSPO = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
-E_LOG_RATIOS = torch.tensor([1.0e-3, -4e-4, 3e-4, -2e-3, 2e-4, 3e-3, -1e-3], dtype=F64)
 
 
 def sequence_loss(
@@ -138,3 +135,21 @@ def test_tokens_without_weight_do_not_enter_sequence_ratio():
 def test_masked_and_empty_sequences():
     loss, gradient = sequence_loss([1.0] * 7, [0.0] * 3 + [0.1] * 4, [0, 0, 3, 7, 7])
     assert math.isfinite(loss) and not any(gradient[:3]) and all(gradient[3:])
+
+
+def test_losses_and_slopes_equal_torch_in_fp64():
+    differences = np.array([-1000.0, -40.0, -3.7, -1e-9, 0.0, 0.25, 5.0, 40.0, 1000.0])
+    rejected = np.linspace(-2.0, 2.0, len(differences))
+    losses, slopes = pair_losses(rejected + differences, rejected)
+    difference = torch.tensor(rejected + differences - rejected).requires_grad_()
+    expected = -functional.logsigmoid(difference)
+    expected.sum().backward()
+    np.testing.assert_allclose(losses, expected.detach().numpy(), rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(slopes, difference.grad.numpy(), rtol=1e-12, atol=1e-300)
+
+
+def test_ties_are_half_in_order():
+    """A reward model that gives every response one score knows nothing."""
+    assert pair_statistics(np.zeros(8))["accuracy"] == 0.5
+    found = pair_statistics(np.array([1.0, 0.0, 2.0, 3.0]))
+    assert (found["accuracy"], found["margin"]) == (0.5, 0.0)

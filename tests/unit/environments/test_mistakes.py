@@ -1,18 +1,22 @@
 """Mistakes in a user's environment: each has a message that names it, before a run if possible."""
 
 import asyncio
+import linecache
 import os
+import re
 import venv
+from pathlib import Path
 
 import pytest
 
 from megadapo.data.prompts import Prompt
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.errors import ConfigError
-from megadapo.rollout.episodes.host import check_environments
+from megadapo.rollout.episodes.host import EpisodeHost, check_environments
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.episodes.types import EnvironmentDescription
-from tests.support.rollout.hosts import task_of, turn_of, with_host
+from tests.support.rollout import hostile_environments
+from tests.support.rollout.hosts import config_of, task_of, turn_of, with_host
 from tests.support.rollout.scripted_engines import PlainTokenizer
 
 HEAD = """
@@ -22,21 +26,6 @@ class Game(Environment):
     def step(self, action):
         return Observation(done=True)
 """
-
-
-@pytest.fixture
-def game(tmp_path, monkeypatch):
-    """Return a function that makes the config of a game whose source is given."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(source: str, name: str = "Game", **fields) -> EnvironmentConfig:
-        module = f"games_{len(list(tmp_path.glob('games_*.py')))}"
-        (tmp_path / f"{module}.py").write_text(HEAD + source)
-        return EnvironmentConfig(environment=f"{module}:{name}", **fields)
-
-    return make
-
-
 BEFORE_A_RUN = {
     "module": ("import absent_module", {}, "ModuleNotFoundError: No module named 'absent_module'"),
     "syntax": ("def", {}, "cannot be imported: SyntaxError"),
@@ -62,6 +51,64 @@ BEFORE_A_RUN = {
     "python": ("", {"python": "/absent/python"}, "/absent/python: No such file or directory"),
     "crash": ("import os; os._exit(4)", {}, "could not be started 3 times in a row: exit code 4"),
 }  # fmt: skip
+IN_A_STEP = {
+    "None": "step returned None; an environment returns an Observation",
+    "'text'": "step returned 'text'; an environment returns an Observation",
+    "Observation()": "step returned no messages, no text, no token_ids and done = False",
+    "Observation(done='no')": "step returned done = 'no', not True or False",
+    "Observation(done=True, reward=None)": "step returned reward = None, not a number",
+    "Observation(done=True, reward=float('nan'))": "step returned reward = nan",
+    "Observation(done=True, reward=10**400)": "step returned reward = inf",
+    "Observation(done=True, metrics={'x': '1'})": "step returned x = '1', not a number",
+    "Observation(messages='hello')": "step returned 'hello' as messages, not a list",
+    "Observation(messages=['hello'])": "step returned 'hello' as a message, not a dict",
+    "Observation(messages=[{'role': 'user'}])": 'step returned a message without "content"',
+    "Observation(messages=[{'role': 'system', 'content': 'x'}])": (
+        'step returned a message with role = \'system\', not "user" or "tool"'
+    ),
+    "Observation(messages=[{'role': 'user', 'content': 7}])": (
+        "step returned a message with content = 7, not a text"
+    ),
+    "Observation(messages=[{'role': 'tool', 'content': 'x', 'name': 'add'}])": (
+        "step returned a message with 'name'; a message has only role and content"
+    ),
+    "Observation(text=b'x')": "step returned text = a bytes, not a text",
+    "Observation(text='\\ud800')": "step returned text that is not valid Unicode",
+    "Observation(text='x', messages=[{'role': 'user', 'content': 'x'}])": (
+        "step returned more than one of messages, text and token_ids"
+    ),
+    "Observation(text='x', token_ids=[])": (
+        "step returned more than one of messages, text and token_ids"
+    ),
+    "Observation(token_ids='12')": "step returned token_ids = '12', not a list of ids",
+    "Observation(token_ids=[1, True])": "step returned token_ids = a list, not a list of ids",
+    "Observation(token_ids=[1.0])": "step returned token_ids = a list, not a list of ids",
+    "Observation(token_ids=[-1])": "step returned a negative token id",
+}
+IN_OPEN = {
+    "def reset(self, task): return 'begin'": (
+        "reset returned 'begin'; an environment returns an Observation or None"
+    ),
+    "def reset(self, task): return Observation(done=True)": "reset returned done = True",
+    "def state(self): return {1, 2}": "has state() that is not JSON: Object of type set",
+    "def state(self): return float('nan')": "has state() that is not JSON",
+    "def state(self): return {1: 'one'}": "has state() that JSON changes",
+    "def state(self): return [(1, 2)]": "has state() that JSON changes",
+}
+SOURCE = hostile_environments.__file__
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """Return a function that makes the config of a game whose source is given."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(source: str, name: str = "Game", **fields) -> EnvironmentConfig:
+        module = f"games_{len(list(tmp_path.glob('games_*.py')))}"
+        (tmp_path / f"{module}.py").write_text(HEAD + source)
+        return EnvironmentConfig(environment=f"{module}:{name}", **fields)
+
+    return make
 
 
 def test_all_mistakes_are_listed_before_a_run(game):
@@ -135,42 +182,6 @@ def test_one_wrong_data_source_of_several_is_a_warning(caplog):
     assert 'no prompt has "cod"; prompts have "maths", "code"' in message
 
 
-IN_A_STEP = {
-    "None": "step returned None; an environment returns an Observation",
-    "'text'": "step returned 'text'; an environment returns an Observation",
-    "Observation()": "step returned no messages, no text, no token_ids and done = False",
-    "Observation(done='no')": "step returned done = 'no', not True or False",
-    "Observation(done=True, reward=None)": "step returned reward = None, not a number",
-    "Observation(done=True, reward=float('nan'))": "step returned reward = nan",
-    "Observation(done=True, reward=10**400)": "step returned reward = inf",
-    "Observation(done=True, metrics={'x': '1'})": "step returned x = '1', not a number",
-    "Observation(messages='hello')": "step returned 'hello' as messages, not a list",
-    "Observation(messages=['hello'])": "step returned 'hello' as a message, not a dict",
-    "Observation(messages=[{'role': 'user'}])": 'step returned a message without "content"',
-    "Observation(messages=[{'role': 'system', 'content': 'x'}])": (
-        'step returned a message with role = \'system\', not "user" or "tool"'
-    ),
-    "Observation(messages=[{'role': 'user', 'content': 7}])": (
-        "step returned a message with content = 7, not a text"
-    ),
-    "Observation(messages=[{'role': 'tool', 'content': 'x', 'name': 'add'}])": (
-        "step returned a message with 'name'; a message has only role and content"
-    ),
-    "Observation(text=b'x')": "step returned text = a bytes, not a text",
-    "Observation(text='\\ud800')": "step returned text that is not valid Unicode",
-    "Observation(text='x', messages=[{'role': 'user', 'content': 'x'}])": (
-        "step returned more than one of messages, text and token_ids"
-    ),
-    "Observation(text='x', token_ids=[])": (
-        "step returned more than one of messages, text and token_ids"
-    ),
-    "Observation(token_ids='12')": "step returned token_ids = '12', not a list of ids",
-    "Observation(token_ids=[1, True])": "step returned token_ids = a list, not a list of ids",
-    "Observation(token_ids=[1.0])": "step returned token_ids = a list, not a list of ids",
-    "Observation(token_ids=[-1])": "step returned a negative token id",
-}
-
-
 def test_wrong_observations_fail_the_response_with_their_reason(game):
     source = "\nclass Game(Game):\n def step(self, action): return eval(action.text)"
 
@@ -183,18 +194,6 @@ def test_wrong_observations_fail_the_response_with_their_reason(game):
     failures = with_host([game(source)], play)
     for failure, expected in zip(failures, IN_A_STEP.values(), strict=True):
         assert failure.startswith(f"wrong result: {expected}")
-
-
-IN_OPEN = {
-    "def reset(self, task): return 'begin'": (
-        "reset returned 'begin'; an environment returns an Observation or None"
-    ),
-    "def reset(self, task): return Observation(done=True)": "reset returned done = True",
-    "def state(self): return {1, 2}": "has state() that is not JSON: Object of type set",
-    "def state(self): return float('nan')": "has state() that is not JSON",
-    "def state(self): return {1: 'one'}": "has state() that JSON changes",
-    "def state(self): return [(1, 2)]": "has state() that JSON changes",
-}
 
 
 def test_wrong_reset_and_state_fail_the_response(game):
@@ -249,3 +248,40 @@ class Game(Game):
 
     text = with_host([game(source, python=str(python))], play)
     assert text == f"own (None, None) {os.path.dirname(os.path.dirname(python))}"
+
+
+def failures(log_folder: Path, *texts: str) -> list[str | None]:
+    """Return the failure of one step of each text, each in an episode of its own."""
+
+    async def play() -> list[str | None]:
+        host = EpisodeHost([config_of("Obedient")], None, log_folder)
+        try:
+            await host.start()
+            host.begin(0, "")
+            found = []
+            for number, text in enumerate(texts):
+                await host.open(f"{number}", 0, task_of("a"))
+                found.append((await host.step(f"{number}", 0, turn_of(text))).failure)
+            return found
+        finally:
+            await host.stop()
+
+    return asyncio.run(play())
+
+
+def test_exception_names_the_users_line_that_it_passed_last(tmp_path):
+    """Catches the line of a library, and one of megadapo's own files."""
+    texts = ["raise no table", "parse {", "socket", "fail full"]
+    raised, parsed, forbidden, failed = failures(tmp_path, *texts)
+    sources = {raised: "raise ValueError(text)", parsed: "json.loads(text)", forbidden: "socket("}
+    for failure, source in sources.items():
+        name, line = re.search(r" \((\S+), line (\d+)\)$", failure).groups()
+        assert name == Path(SOURCE).name
+        assert source in linecache.getline(SOURCE, int(line))
+    assert parsed.startswith("exception: JSONDecodeError: Expecting property name")
+    assert failed == "failure: full"
+
+
+def test_prints_of_an_environment_are_in_its_log(tmp_path):
+    failures(tmp_path, "print many words", "say hello")
+    assert "many words" in (tmp_path / "environment-Obedient.log").read_text()

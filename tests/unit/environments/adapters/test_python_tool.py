@@ -1,27 +1,60 @@
-"""Code of a model runs, keeps its variables, and reaches nothing outside of its interpreter."""
+"""Python as a tool: calls, variables that last, limits, and ways out of the interpreter."""
 
 import asyncio
+import json
 import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megadapo.environments.adapters.python_tool import NO_OUTPUT, PythonTool
-from megadapo.environments.environment import EnvironmentFailure
+from megadapo.environments.adapters.python_tool import (
+    MAX_CODE_BYTES,
+    NO_OUTPUT,
+    NO_TIME,
+    PythonTool,
+)
+from megadapo.environments.adapters.toolbox import Toolbox
+from megadapo.environments.environment import Environment, EnvironmentFailure, ToolCall
 from megadapo.rewards.workers import seccomp
 from tests.support.processes.running import is_running, wait_until
 from tests.unit.environments.adapters.playing import Player, playing, task
+from tests.unit.rewards.workers.test_escapes import DENIED, FILES, NAMESPACES, Setting
 
 SETRLIMIT, TIMER = (
     seccomp._CAN_KILL_CALLER[name][platform.machine() == "aarch64"]
     for name in ("setrlimit", "timer_create")
 )
 LOST = "The interpreter was restarted, and all variables and imports are lost: "
+LAUNCHER = """
+import asyncio, ctypes, json, resource, sys
+from megadapo.environments.adapters.python_tool import PythonTool
+from megadapo.environments.environment import EnvironmentFailure
+from megadapo.rewards.workers import landlock, seccomp
+
+request = json.load(sys.stdin)
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # other users install filters with PR_SET_NO_NEW_PRIVS
+seccomp.install(seccomp.program(request["denied"]))
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+
+async def main():
+    tool = PythonTool(**request["options"])
+    try:
+        print(json.dumps([await tool.python(code) for code in request["codes"]]))
+    except EnvironmentFailure as error:
+        print(json.dumps(str(error)))
+    await tool.close()
+
+asyncio.run(main())
+"""
+ORDINARY = "import decimal, json, random, sqlite3, ssl, os\nos.urandom(4)\njson.dumps([1])"
+CALLS = seccomp._SYSTEM_CALLS | seccomp._DENIED_ALONE
+KINDS = [(True, True), (True, False), (False, True), (False, False)]
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +306,203 @@ def test_a_sandbox_killed_from_outside_is_no_fault_of_the_model() -> None:
         player.environment._interpreter._process.kill()
         with pytest.raises(EnvironmentFailure, match="killed from outside"):
             player.call("python", code="1")
+
+
+def test_calls_by_text_are_answered_by_text() -> None:
+    with playing(PythonTool(start="<python>", stop="</python>"), task()) as player:
+        assert player.environment.tools == () and player.environment.stop == ("</python>",)
+        found = player.turn("I compute. <python>\nx = 6 * 7\nx\n</python>")
+        assert (found.text, found.done, found.metrics) == (
+            "<result>42</result>",
+            False,
+            {"calls": 1},
+        )
+        assert player.turn("<python>x").done, "the turn ended within a call"
+        assert player.turn("x</python>").text == ""
+        assert player.turn("<python></python>").text == f"<result>{NO_OUTPUT}</result>"
+        assert player.turn("<python>3</python>\n\n").text == "<result>3</result>"
+        assert player.turn("<python>3</python>!").text == "", "the text behind it may be a name"
+        assert player.turn("<python>1<python>2</python>").text == "<result>2</result>"
+        assert player.turn("The answer is 42.").done
+
+
+def test_fenced_code_is_a_call() -> None:
+    """The stop text must not be the beginning of the next fence."""
+    tool = PythonTool(start="```python\n", stop="```\n", output="```output\n{}\n```\n")
+    with playing(tool, task()) as player:
+        assert player.turn("So:\n```python\n3 * 3\n```\n").text == "```output\n9\n```\n"
+        assert player.turn("```python\n4\n```\n\n").text == "```output\n4\n```\n"
+        assert player.turn("So:\n```text\n3 * 3\n```\n").text == ""
+
+
+def test_mistakes_in_calls_are_told() -> None:
+    with playing(PythonTool(), task()) as player:
+        assert (
+            player.call("bash", code="ls") == 'Error: there is no tool "bash"; the tool is python'
+        )
+        assert player.call("python") == 'Error: python: argument "code" is missing'
+        assert 'there is no argument "lang"' in player.call("python", code="1", lang="js")
+        assert 'argument "code" must be {"type": "string"}' in player.call("python", code=["1"])
+        assert 'argument "code" must be {"type": "string"}' in player.call("python", code=None)
+        assert "was not run" in player.call("python", code="#" * (MAX_CODE_BYTES + 1))
+        assert player.call("python", code="#" * (MAX_CODE_BYTES - 2) + "\n1") == "1"
+        found = player.turn("", [ToolCall(name="python", arguments={"code": c}) for c in "12"])
+        assert [message["content"] for message in found.messages] == ["1", "2"]
+        assert found.metrics == {"calls": 2.0} and player.turn("42").done
+        (message,) = player.turn("", problem="no JSON").messages
+        assert message["content"] == "Error: no JSON"
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [PythonTool(seconds=0.3), Toolbox(python={"seconds": 0.3})],
+    ids=["alone", "with others"],
+)
+def test_endless_calls_of_a_turn_share_their_time(tool: Environment) -> None:
+    """Together they would exceed the time limit of the step: a failure in place of an answer."""
+    calls = [ToolCall(name="python", arguments={"code": "while True: pass"})] * 3
+    with playing(tool, task()) as player:
+        first, *others = [message["content"] for message in player.turn("", calls).messages]
+        assert "the code took longer than 0.3 s" in first and others == [NO_TIME] * 2
+        assert player.call("python", code="6 * 7") == "42"
+
+
+def test_a_call_has_the_time_that_others_left() -> None:
+    code = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+    calls = [ToolCall(name="python", arguments={"code": code})] * 2
+    with playing(PythonTool(seconds=0.6), task()) as player:
+        _, second = player.turn("", calls).messages
+        assert second["content"] != NO_OUTPUT
+
+
+def test_schema_is_that_of_the_method() -> None:
+    (schema,) = PythonTool().tools
+    function = schema["function"]
+    assert (function["name"], function["parameters"]["required"]) == ("python", ["code"])
+    assert function["parameters"]["properties"]["code"]["type"] == "string"
+    assert "kept between calls" in function["description"]
+
+
+@pytest.mark.parametrize("options", [{"start": "<p>"}, {"stop": "</p>"}, {"output": "{} "}])
+def test_options_of_calls_by_text_belong_together(options: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="options? .*(together|leave it out)"):
+        PythonTool(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ({"isolation": "required"}, '"auto" or "require"'),
+        ({"seconds": 0}, "a number above 0"),
+        ({"seconds": float("nan")}, "a number above 0"),
+        ({"seconds": "10"}, "a number above 0"),
+        ({"memory_mib": -1}, "a whole number above 0"),
+        ({"max_chars": 1.5}, "a whole number above 0"),
+    ],
+)
+def test_wrong_options_are_named(option: dict[str, object], allowed: str) -> None:
+    """A misspelled "require" would run code with less isolation than asked for."""
+    (name,) = option
+    with pytest.raises(ValueError, match=f"option {name} = .* must be {allowed}"):
+        PythonTool(**option)
+
+
+@pytest.fixture(params=[True, False], ids=["root", "user"])
+def as_root(request) -> bool:
+    return request.param
+
+
+def call(setting: Setting, *codes: str, **options: object) -> object:
+    """Return the results of calls in one interpreter, or the reason why it does not start."""
+    request = {"codes": codes, "options": {"seconds": 30.0, "max_chars": 20_000, **options}}
+    request["denied"] = setting._denied
+    done = subprocess.run(
+        [*setting._prefix, _python_of(tuple(setting._prefix)), "-c", LAUNCHER],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(seccomp.__file__).parents[3])},
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@cache
+def _python_of(prefix: tuple[str, ...]) -> str:
+    """Return a Python that a user can start, and that finds itself to start another."""
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''])"
+    check = f"import asyncio; asyncio.timeout; {start}"
+    for python in (sys.executable, "/usr/bin/python3"):
+        if subprocess.run([*prefix, python, "-c", check], capture_output=True).returncode == 0:
+            return python
+    pytest.skip("the other user has no such Python")
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=[f"root {a}, namespaces {b}" for a, b in KINDS])
+def outputs(request, tmp_path_factory) -> dict[str, str]:
+    """Outputs of several codes in one interpreter, whose user may read and write a folder."""
+    as_root, namespaces = request.param
+    folder = tmp_path_factory.mktemp("files")
+    for name in ("secret", "open"):
+        (folder / name).write_text("secret")
+        (folder / name).chmod(0o666)
+    for parent in (folder, *folder.parents[:3]):
+        if parent != Path("/tmp"):
+            parent.chmod(0o777)
+    index = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    values = {
+        "CLONE": {"x86_64": 56, "aarch64": 220}[platform.machine()],
+        "PORT": 9,
+        "NUMBERS": {name: both[index] for name, both in CALLS.items() if both[index] is not None},
+        "FOLDER": str(folder),
+        "DRIVER": os.getpid(),
+    }
+    constants = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    codes = {"namespaces": NAMESPACES, "denied": DENIED, "files": FILES, "ordinary": ORDINARY}
+    setting = Setting(as_root=as_root, namespaces=namespaces)
+    results = call(setting, *(constants + code for code in codes.values()))
+    found = dict(zip(codes, results, strict=True))
+    left = ",".join(path.read_text() for path in sorted(folder.iterdir()))
+    return found | {"left": left}
+
+
+def check_escapes(output: str, num_ways: int) -> None:
+    """All ways must have been tried, and all must have failed."""
+    lines = output.splitlines()
+    assert len(lines) == num_ways, output
+    assert [line for line in lines if line.endswith("done")] == []
+
+
+@pytest.mark.fault
+def test_no_namespace_mount_or_socket(outputs) -> None:
+    check_escapes(outputs["namespaces"], 17)
+
+
+@pytest.mark.fault
+def test_denied_system_calls_fail(outputs) -> None:
+    index = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    check_escapes(outputs["denied"], sum(both[index] is not None for both in CALLS.values()) + 2)
+
+
+@pytest.mark.fault
+def test_files_and_processes_of_the_user_are_out_of_reach(outputs) -> None:
+    check_escapes(outputs["files"], 19)
+    assert outputs["left"] == "secret,secret"
+
+
+def test_ordinary_code_works(outputs) -> None:
+    assert outputs["ordinary"] == "'[1]'"
+
+
+def test_a_sandbox_that_the_system_or_the_options_refuse_does_not_start(as_root) -> None:
+    """No code may run unisolated, or beside a limit that is not the option's."""
+    without = Setting(as_root=as_root, namespaces=False)
+    assert 'isolation = "require", and the' in call(without, "1", isolation="require")
+    above = "memory_mib = 4096 is above the memory_mib of the environment's own"
+    assert above in call(without, "1", memory_mib=4096)
+
+
+def test_namespaces_are_enough_if_they_are_required() -> None:
+    setting = Setting(as_root=os.geteuid() == 0, namespaces=True)
+    assert call(setting, "1", isolation="require", memory_mib=64) == ["1"]

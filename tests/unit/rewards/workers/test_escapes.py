@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,46 @@ done.append(ends[1].recv())
 open("/dev/null", "w").write("x"); os.urandom(4)
 import sqlite3, ssl, xml.dom.minidom  # shared libraries, read in the sandbox
 print(done, input())
+"""
+UNCONFINED = """
+import json, sys
+from megadapo.rewards.workers import landlock, sandbox_worker, seccomp, symbolic_worker
+from megadapo.rewards.workers.worker import CannotStart
+
+seccomp.install(seccomp.program(["unshare"]))
+if sys.argv[1] == "none":
+    landlock.version = lambda: 0
+try:
+    sandbox_worker._prepare({"isolation": "auto", "output_bytes": 1 << 16})
+    print("ready")
+except CannotStart as error:
+    print(error)
+print(symbolic_worker.isolate())
+print(symbolic_worker.compare("1/2", "0.5"))
+try:
+    print(open("/etc/passwd").read(4))
+except OSError as error:
+    print(error.strerror)
+"""
+IN_CONTAINER = """
+from megadapo.errors import ConfigError
+from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.verifier import Verifier
+from megadapo.rewards.workers import seccomp
+
+seccomp.install(seccomp.program(["unshare"]))
+for isolation in ("auto", "require"):
+    try:
+        with Verifier(RewardConfig(isolation=isolation)) as verifier:
+            print(verifier.drain_warnings())
+    except ConfigError as error:
+        print(error)
+    try:
+        start_runner(RewardFunction(function="python_tests"), isolation=isolation).close()
+        print("started")
+    except ConfigError as error:
+        print(error)
 """
 
 
@@ -259,28 +300,6 @@ def test_isolation_can_be_required(as_root) -> None:
     assert without.start("print(1)")[0] == {"ready": True}
 
 
-UNCONFINED = """
-import json, sys
-from megadapo.rewards.workers import landlock, sandbox_worker, seccomp, symbolic_worker
-from megadapo.rewards.workers.worker import CannotStart
-
-seccomp.install(seccomp.program(["unshare"]))
-if sys.argv[1] == "none":
-    landlock.version = lambda: 0
-try:
-    sandbox_worker._prepare({"isolation": "auto", "output_bytes": 1 << 16})
-    print("ready")
-except CannotStart as error:
-    print(error)
-print(symbolic_worker.isolate())
-print(symbolic_worker.compare("1/2", "0.5"))
-try:
-    print(open("/etc/passwd").read(4))
-except OSError as error:
-    print(error.strerror)
-"""
-
-
 @pytest.mark.parametrize("kernel", ["landlock", "none"])
 def test_worker_says_how_it_is_isolated(kernel: str) -> None:
     """Generated code never runs unisolated; comparisons do, and say so."""
@@ -293,28 +312,6 @@ def test_worker_says_how_it_is_isolated(kernel: str) -> None:
         assert "Landlock needs Linux 6.2" in exposed and read == "root"
     else:
         assert (sandbox, exposed, read) == ("ready", "", "Permission denied")
-
-
-IN_CONTAINER = """
-from megadapo.errors import ConfigError
-from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import start_runner
-from megadapo.rewards.verifier import Verifier
-from megadapo.rewards.workers import seccomp
-
-seccomp.install(seccomp.program(["unshare"]))
-for isolation in ("auto", "require"):
-    try:
-        with Verifier(RewardConfig(isolation=isolation)) as verifier:
-            print(verifier.drain_warnings())
-    except ConfigError as error:
-        print(error)
-    try:
-        start_runner(RewardFunction(function="python_tests"), isolation=isolation).close()
-        print("started")
-    except ConfigError as error:
-        print(error)
-"""
 
 
 def test_run_in_a_container_starts_unless_namespaces_are_required() -> None:
@@ -336,3 +333,30 @@ def test_file_system_in_memory_has_few_files(as_root) -> None:
     )
     run = Setting(as_root=as_root, namespaces=True).run(code)
     assert 1000 < int(run["output"]) < 4096
+
+
+def test_numbers_of_system_calls_are_those_of_the_kernel() -> None:
+    """A wrong number would leave a call open and deny another one."""
+    headers = {
+        0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+        1: Path("/usr/include/asm-generic/unistd.h"),
+    }
+    known = seccomp._SYSTEM_CALLS | seccomp._DENIED_ALONE | seccomp._CHECKED | seccomp._SELF_ONLY
+    for index, header in headers.items():
+        if not header.exists():
+            pytest.skip("needs the kernel's headers")
+        defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
+        numbers = {name: int(number) for name, number in defined}
+        assert {name: numbers.get(name) for name in known} == {
+            name: both[index] for name, both in known.items()
+        }
+        later = [name for name, number in numbers.items() if number >= seccomp._FIRST_UNKNOWN]
+        assert not set(later) & set(known)
+
+
+def test_landlock_handles_all_that_a_kernel_can() -> None:
+    """Accesses that a ruleset does not handle stay allowed; unknown bits are refused."""
+    assert landlock.ruleset(3) == b"\xff\x7f" + bytes(6)
+    assert landlock.ruleset(4) == b"\xff\x7f" + bytes(6) + b"\x03" + bytes(7)
+    assert landlock.ruleset(5) == b"\xff\xff" + bytes(6) + b"\x03" + bytes(7)
+    assert landlock.ruleset(7) == b"\xff\xff" + bytes(6) + (b"\x03" + bytes(7)) * 2

@@ -1,17 +1,358 @@
-"""Responses of episodes that are stopped, lost, repeated or branched, with a real host.
+"""Responses with an environment: tokens, limits, calls and observations, with a real host.
 
-Each failure caught here would train on tokens that were not sampled, or act twice.
+Each failure caught here would train on tokens that were not sampled.
 """
 
 import asyncio
+import copy
+import json
+import math
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from megadapo.algorithm.groups import Branch
+from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.environment import Action, Observation, Task
+from megadapo.rollout.engine.episode import EpisodeClient
 from megadapo.rollout.engine.in_flight import response_prefix
+from megadapo.rollout.episodes.host import identity_of
+from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
+from megadapo.rollout.episodes.types import Outcome
 from megadapo.rollout.types import OpenGroup, SamplingSettings
-from tests.support.environments.played_responses import Play, Policy, user_turn
+from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
+
+
+def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
+    """An error of the engine would end the run without a word on the environment."""
+
+    async def run():
+        plain = copy.deepcopy(tokenizer)
+        plain.chat_template = None
+        async with Play(tmp_path, plain) as play:
+            found = await play.finish(Policy(plain, "one"))
+            assert found.finish_reason == "failed" and "several turns" in found.failure.reason
+
+    asyncio.run(run())
+
+
+def test_episode_out_of_turns_is_complete(tmp_path, tokenizer):
+    """Catches a lost game that is masked as truncated, or is longer by what no turn reads."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, max_turns=2) as play:
+            found = await play.finish(Policy(tokenizer, "one", "two"))
+            assert found.finish_reason == "max_turns" and not found.truncated
+            text = f"one<|im_end|>{user_turn('turn 1')}two<|im_end|>"
+            assert tokenizer.decode(found.token_ids) == text
+            assert len(found.actions) == 2 and found.episode_return == 3.0
+            whole = len(found.token_ids)
+            again = await play.finish(Policy(tokenizer, "one", "two"), seed=6, max_tokens=whole)
+            assert again.finish_reason == "max_turns"
+            cut = await play.finish(Policy(tokenizer, "one", "two"), seed=7, max_tokens=whole - 1)
+            assert cut.finish_reason == "length" and cut.truncated
+
+    asyncio.run(run())
+
+
+def test_no_response_exceeds_its_tokens(tmp_path, tokenizer):
+    """The limit may be in a turn, behind it, or anywhere in an observation."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2) as play:
+            for limit in range(3, 40):
+                policy, before = Policy(tokenizer, "one", "two"), len(play.actions)
+                found = await play.finish(policy, seed=limit, max_tokens=limit)
+                assert len(found.token_ids) <= limit
+                is_whole = found.finish_reason == "stop"
+                assert is_whole or (found.finish_reason, len(found.token_ids)) == ("length", limit)
+                assert is_whole == (len(play.actions) == before + 2)
+
+    asyncio.run(run())
+
+
+def test_observation_of_reset_follows_an_empty_turn(tmp_path, tokenizer):
+    async def run():
+        async with Play(tmp_path, tokenizer, length=1, hello="begin") as play:
+            found = await play.finish(Policy(tokenizer, "one"))
+            first = f"<|im_end|>{user_turn('begin')}"
+            assert tokenizer.decode(found.token_ids) == f"{first}one<|im_end|>"
+            assert len(found.actions) == 1 and len(found.turns) == 2
+
+    asyncio.run(run())
+
+
+def test_text_continues_the_same_turn(tmp_path, tokenizer):
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
+            found = await play.finish(Policy(tokenizer, "a stop", "b stop", end=""))
+            assert tokenizer.decode(found.token_ids) == "a stop[1]b stop"
+            assert found.finish_reason == "stop" and play.actions == ["a stop", "b stop"]
+
+    asyncio.run(run())
+
+
+def test_next_request_reads_the_answer(tmp_path, tokenizer):
+    """Missing or doubled experts of a token would shift those of all later tokens."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2) as play:
+            found = await play.finish(Policy(tokenizer, "one", "two"))
+            positions, readers = found.experts[:, 0].T.tolist()
+            assert positions == list(range(2 + len(found.token_ids) - 1))
+            first = 2 + found.actions[0].stop - 1
+            assert readers == [0] * first + [1] * (len(positions) - first)
+
+    asyncio.run(run())
+
+
+def test_turn_is_bounded_from_the_last_answer_on(tmp_path, tokenizer):
+    """ARPO's limit for each interaction; answers are in no turn."""
+
+    async def run():
+        options = {"in_turn": "stop", "reply": "[{}]", "max_turn_tokens": 12}
+        async with Play(tmp_path, tokenizer, length=9, **options) as play:
+            policy = Policy(tokenizer, "a stop", "b stop", "longer than that", end="")
+            found = await play.finish(policy)
+            assert policy.limits == [12, 12, 12] and found.finish_reason == "length"
+            assert len(found.token_ids) == found.turns[-1].end + 12
+            assert play.actions == ["a stop", "b stop"]
+
+    asyncio.run(run())
+
+
+def test_turn_continues_without_calls_behind_the_last_one(tmp_path, tokenizer):
+    async def run():
+        async with Play(tmp_path, tokenizer, max_turns=1, in_turn="stop", reply="[]") as play:
+            policy = Policy(tokenizer, "a stop", "b stop, the end", end="")
+            found = await play.finish(policy)
+            assert tokenizer.decode(found.token_ids) == "a stop[]b stop, the end"
+            assert found.finish_reason == "stop" and play.actions == ["a stop"]
+
+    asyncio.run(run())
+
+
+def test_stop_text_that_ends_no_call_is_not_counted(tmp_path, tokenizer):
+    async def run():
+        options = {"in_turn": "stop", "reply": "", "is_call": False}
+        async with Play(tmp_path, tokenizer, length=4, max_turns=1, **options) as play:
+            found = await play.finish(Policy(tokenizer, *(f"{n} stop" for n in range(4)), end=""))
+            assert found.finish_reason == "stop" and len(play.actions) == 4
+            assert not any(turn.is_call for turn in found.turns)
+
+    asyncio.run(run())
+
+
+def test_frame_may_have_tokens_and_the_result_may_not(tmp_path, tokenizer):
+    async def run():
+        names = ["<tool_response>", "</tool_response>", "</think>"]
+        frame = "<tool_response>{}</tool_response>"
+        reply = f"<tool_response>{''.join(names)}</tool_response>"
+        options = {"in_turn": "stop", "reply": reply, "frame": frame}
+        async with Play(tmp_path, tokenizer, length=2, **options) as play:
+            found = await play.finish(Policy(tokenizer, "a stop", "b", end=""))
+            given = found.token_ids[~found.is_sampled].tolist()
+            ids = tokenizer.convert_tokens_to_ids(names)
+            assert [given.count(one) for one in ids] == [1, 1, 0]
+            assert tokenizer.decode(given) == reply
+
+    asyncio.run(run())
+
+
+def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
+    async def run():
+        reply = "<|im_end|>\n<|im_start|>assistant\n</think>{}"
+        async with Play(tmp_path, tokenizer, length=2, reply=reply) as play:
+            found = await play.finish(Policy(tokenizer, "one", "two"))
+            given = found.token_ids[~found.is_sampled].tolist()
+            ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "</think>"])
+            # those of the user's turn and the assistant's header alone
+            assert [given.count(one) for one in ids] == [2, 1, 0]
+
+    asyncio.run(run())
+
+
+def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
+    """Names of control tokens become several tokens, and all messages share the limit."""
+    play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
+    turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
+
+    def num_appended(*contents):
+        messages = [{"role": "user", "content": content} for content in contents]
+        return len(client.observation_ids(Observation(messages=messages), turn, play.request))
+
+    assert num_appended("<|im_end|>" * 50) == num_appended("") + 50
+    assert num_appended("b" * 30, "c" * 30, "d") == num_appended("", "", "") + 50
+
+
+def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):
+    """The model would continue behind its end token, and learn to."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
+            play.request = replace(play.request, stop=())
+            found = await play.finish(Policy(tokenizer, "a stop", "b"))
+            assert "the model has ended its turn" in found.failure.reason
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "hermes"])
+def test_parser_knows_the_types_of_arguments(tmp_path, tokenizer, parser):
+    """Without the schema, parsers of XML return texts, which functions refuse."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+    tools = ({"type": "function", "function": {"name": "f", "parameters": schema}}, {"odd": 1})
+    texts = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
+        "<parameter=s>\n4\n</parameter>\n</function>\n</tool_call>",
+        "hermes": call_of('{"n": 3, "s": "4"}'),
+    }
+    play = Play(tmp_path, tokenizer, parser=parser)
+    client = EpisodeClient(tokenizer, None)
+    ids = tokenizer.encode(texts[parser], add_special_tokens=False)
+    (call,) = client.action(ids, replace(play.request, tools=tools)).tool_calls
+    assert call.arguments == {"n": 3, "s": "4"}
+    # another environment has other tools
+    other = replace(play.request, environment=1)
+    assert len(client.action(ids, other).tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "bad"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', 1, 0),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}', 0, 1),
+        ("<tool_call>not JSON</tool_call>", 0, 1),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', 0, 1),
+        (call_of('{"x": ' + "[" * 900 + "]" * 900 + "}"), 0, 1),
+        (call_of('{"x": ' + "[" * 60 + "]" * 60 + "}"), 1, 0),
+        (call_of('{"x": ' + "[" * 20_000), 0, 1),
+        (call_of('{"\\ud83d": 1}'), 0, 1),
+        (call_of("{}", name="\\ud83d"), 0, 1),
+        ("no call", 0, 0),
+    ],
+)
+def test_calls_are_read_by_vllms_parser(tmp_path, tokenizer, text, calls, bad):
+    """A call that cannot be read is the model's mistake, which its environment hears of.
+
+    Deep arguments, and half of a surrogate pair, would end the engine or fail the environment.
+    """
+
+    async def run():
+        async with Play(tmp_path, tokenizer, length=1, parser="hermes") as play:
+            found = await play.finish(Policy(tokenizer, text), max_tokens=10**6)
+            assert dict(found.metrics) == {"calls": calls, "bad": bad}
+
+    asyncio.run(run())
+
+
+def ids_of(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def lines(play):
+    return [json.loads(line) for line in play.log.read_text().splitlines()]
+
+
+def test_token_ids_are_appended_as_they_are(tmp_path, tokenizer):
+    """Control tokens among them stay, and the sampled ids arrive with the one that ends a turn."""
+    hello, answer = (ids_of(tokenizer, text) for text in ("<think>", "\n<|im_start|>tool\n"))
+
+    async def run():
+        async with Play(tmp_path, tokenizer, game="Tokens", answers=[answer], hello=hello) as play:
+            policy = Policy(tokenizer, "one", "two")
+            found = await play.finish(policy)
+            one, two = (ids_of(tokenizer, f"{text}<|im_end|>") for text in ("one", "two"))
+            assert found.token_ids.tolist() == [*hello, *one, *answer, *two]
+            assert policy.prompts == [[1, 2, *hello], [1, 2, *hello, *one, *answer]]
+            kept = [*[False] * len(hello), *[True] * len(one), *[False] * len(answer)]
+            assert found.is_sampled.tolist() == kept + [True] * len(two)
+            assert np.isnan(found.logprobs[~found.is_sampled]).all()
+            assert found.finish_reason == "stop" and found.episode_return == 1.0
+            prompt, *turns = lines(play)
+            assert prompt == [[1, 2]]
+            assert [[ids, text] for ids, _, text in turns] == [[one, "one"], [two, "two"]]
+            # the policy of this test gives none
+            assert all(math.isnan(x) and len(turns[0][1]) == len(one) for x in turns[0][1])
+
+    asyncio.run(run())
+
+
+def test_another_engine_and_a_restart_continue_with_recorded_token_ids(tmp_path, tokenizer):
+    answers = [ids_of(tokenizer, text) for text in ("first", "second")]
+    given = {"game": "Tokens", "answers": answers, "recovery": "replay"}
+
+    async def lose():
+        async with Play(tmp_path, tokenizer, **given) as play:
+            await play.finish(Policy(tokenizer, "one", "two", "lost", abort=2))
+
+    async def resume():
+        async with Play(tmp_path, tokenizer, **given) as play:
+            policy = Policy(tokenizer, "three")
+            return await play.finish(policy), policy.prompts, lines(play)
+
+    asyncio.run(lose())
+    found, [prompt], received = asyncio.run(resume())
+    turns = [ids_of(tokenizer, f"{text}<|im_end|>") for text in ("one", "two", "three")]
+    known = [*turns[0], *answers[0], *turns[1], *answers[1]]
+    assert prompt == [1, 2, *known] and found.token_ids.tolist() == known + turns[2]
+    # both turns are replayed with the same ids, and no turn is sampled again
+    assert [one[0] for one in received] == [[1, 2], *turns[:2], [1, 2], *turns]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([3] * 51, "51 token ids, which cannot be cut off: raise rollout.environments.max_obs"),
+        ([10_000], "the token id 10000, and the model's tokenizer has"),
+    ],
+)
+def test_token_ids_that_cannot_be_used_fail_the_response(tmp_path, tokenizer, answer, reason):
+    """A cut would change the conversation, and an unknown id would end the engine."""
+
+    async def run():
+        async with Play(tmp_path, tokenizer, game="Tokens", answers=[answer]) as play:
+            found = await play.finish(Policy(tokenizer, "one"))
+            assert found.finish_reason == "failed" and reason in found.failure.reason
+
+    asyncio.run(run())
+
+
+def test_a_response_is_cut_at_its_length(tmp_path, tokenizer):
+    one, answer = ids_of(tokenizer, "one<|im_end|>"), ids_of(tokenizer, "a long answer")
+
+    async def run():
+        async with Play(tmp_path, tokenizer, game="Tokens", answers=[answer]) as play:
+            found = await play.finish(Policy(tokenizer, "one"), max_tokens=len(one) + 2)
+            assert found.token_ids.tolist() == one + answer[:2]
+            assert found.finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_journals_of_earlier_versions_are_read():
+    """They have no token ids in observations, actions and tasks."""
+    turn = TurnRecord("digest", b"ids", Action(text="one"), "weights")
+    turn.outcome = Outcome(Observation(text="1"), None, 0.5)
+    record = EpisodeRecord("identity", True, Observation(text="0"), turns=[turn])
+    entry = json.loads(json.dumps(record.to_json()))
+    for observation in (entry["observation"], entry["turns"][0]["observation"]):
+        del observation["token_ids"]
+    for name in ("token_ids", "logprobs"):
+        del entry["turns"][0]["action"][name]
+    found = EpisodeRecord.from_json(entry, 1)
+    assert found.observation.text == "0" and found.observation.token_ids is None
+    assert found.turns[0].action.token_ids == () and found.turns[0].outcome.observation.text == "1"
+
+
+def test_episodes_without_token_ids_are_known_by_their_earlier_identity():
+    """Catches a restart after an update of megadapo that takes open episodes for others."""
+    config = EnvironmentConfig(environment="calculator")
+    task = Task(id="7", messages=[{"role": "user", "content": "play"}], seed=3)
+    digest = "31dc7fbd2f7184e49ece9f1dc3196985671e382bc112894ce173d2a56971de2f"
+    assert identity_of(config, task) == digest
+    assert identity_of(config, Task(**asdict(task) | {"prompt_ids": [1]})) != digest
 
 
 def test_turns_are_sampled_tokens_and_the_templates_glue(tmp_path, tokenizer):

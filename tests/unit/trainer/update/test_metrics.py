@@ -1,15 +1,33 @@
-"""From sums of mini-batches to the numbers of a step."""
+"""From sums of mini-batches to the numbers of a step, gradient shares and clip bounds."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from megadapo.algorithm.bapo import BapoBounds
+from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums
 from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.reference import token_losses
+from megadapo.kernels.policy_head.tiles import PolicyInputs
+from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, trained_tokens
 from megadapo.trainer.critic.critic import CriticSums, summarize_critic
-from megadapo.trainer.update.metrics import MiniBatchSums, summarize
+from megadapo.trainer.update.metrics import MiniBatchSums, gradient_sizes, summarize
+from megadapo.trainer.update.step import sums_of
 from tests.support.runs.step_results import UPDATE, area
+from tests.support.trainer.batches import random_batch
+
+OBJECTIVES = {
+    "dapo": PolicyObjective(),
+    "dual clip": PolicyObjective(dual_clip=1.5),
+    "soft": PolicyObjective(gate="soft"),
+    "weight": PolicyObjective(gate="weight", weight_max=1.2),
+    "reinforce": PolicyObjective(ratio="none", gate="none"),
+    "with more terms": PolicyObjective(kl_coef=0.5, entropy_coef=0.1),
+}
+CONFIG = BapoConfig()
 
 
 def sums(**changes: float) -> MiniBatchSums:
@@ -115,3 +133,106 @@ def test_every_metric_of_the_trainer_is_given():
     others = ("experts/", "parity/probe_")
     expected = {name for name in UPDATE.metrics if not name.startswith(others)}
     assert found.keys() == expected
+
+
+def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSums:
+    sums = CriticSums(**others)
+    sums.add(torch.from_numpy(values), torch.from_numpy(returns))
+    return sums
+
+
+def test_statistics_of_parts_equal_the_whole():
+    rng = np.random.default_rng(0)
+    returns = rng.normal(0.4, 1.0, 60)
+    values = 0.5 * returns + rng.normal(0.0, 0.3, 60)
+    cuts = [slice(0, 1), slice(1, 45), slice(45, 60)]
+    parts = [_sums(values[cut], returns[cut], loss=0.3, clipped=2.0) for cut in cuts]
+    result = summarize_critic(parts, grad_norms=[1.0, 2.0], lr=0.1)
+    assert result["critic/explained_variance"] == pytest.approx(
+        1 - np.var(returns - values) / np.var(returns), rel=1e-12
+    )
+    assert result["critic/value_mean"] == pytest.approx(values.mean())
+    assert result["critic/return_mean"] == pytest.approx(returns.mean())
+    assert result["critic/loss"] == pytest.approx(0.3)
+    assert result["critic/clip_fraction"] == pytest.approx(0.1)
+    assert (result["critic/grad_norm"], result["critic/skipped_updates"]) == (1.5, 1)
+
+
+def test_equal_returns_have_no_explained_variance():
+    """Rounding over rounding would be a share of any size."""
+    parts = [_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
+    assert summarize_critic(parts, grad_norms=[], lr=0.1)["critic/explained_variance"] is None
+    assert summarize_critic([CriticSums()], grad_norms=[], lr=0.1) == {"critic/lr": 0.1}
+
+
+def inputs(**changes: torch.Tensor | None) -> tuple[torch.Tensor, PolicyInputs]:
+    old = torch.tensor([-1.0, -2.0, -0.5, -0.7, -1.5, -3.0])
+    ratios = torch.tensor([1.0, 1.5, 1.1, 0.5, 0.9, 2.0])
+    given = {
+        "logprobs_old": old,
+        "advantages": torch.tensor([1.0, 0.5, 2.0, -1.0, -0.5, -2.0]),
+        "loss_weights": torch.tensor([0.1, 0.2, 0.3, 0.1, 0.2, 0.1]),
+        "logprobs_ref": None,
+        "importance_weights": torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0, 0.0]),
+    }
+    return old + ratios.log(), PolicyInputs(**(given | changes))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_sizes_are_those_of_autograd(name):
+    """It is the policy term's: the definition is computed without KL divergence and entropy."""
+    logprobs, given = inputs(logprobs_ref=torch.full((6,), -1.0))
+    objective = OBJECTIVES[name]
+    asked = logprobs.clone().requires_grad_()
+    losses = token_losses(
+        asked,
+        given.logprobs_old,
+        given.advantages,
+        objective=objective.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0}),
+        importance_weights=given.importance_weights,
+    )
+    (given.loss_weights * losses).sum().backward()
+    assert asked.grad is not None
+    sizes = asked.grad.abs()
+    positive, total = gradient_sizes(logprobs, given, objective)
+    assert total == pytest.approx(sizes.sum().item(), rel=1e-5)
+    assert positive == pytest.approx(sizes[given.advantages > 0].sum().item(), rel=1e-5)
+
+
+def test_clipped_and_dropped_tokens_have_no_gradient():
+    logprobs, given = inputs(importance_weights=None)
+    positive, total = gradient_sizes(logprobs, given, PolicyObjective())
+    # the second is clipped above, the fourth below
+    assert positive == pytest.approx(0.1 * 1.0 + 0.3 * 1.1 * 2.0, rel=1e-5)
+    assert total - positive == pytest.approx(0.2 * 0.9 * 0.5 + 0.1 * 2.0 * 2.0, rel=1e-5)
+    lost = torch.full((6,), float("nan"))
+    assert gradient_sizes(logprobs, inputs(logprobs_old=lost)[1], PolicyObjective()) == (0.0, 0.0)
+    nothing = inputs()[1].map(lambda values: values[:0])
+    assert gradient_sizes(logprobs[:0], nothing, PolicyObjective()) == (0.0, 0.0)
+
+
+def _micro_batch() -> MicroBatch:
+    batch = random_batch([9, 4, 12])
+    predicted, _ = trained_tokens(batch)
+    builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
+    return builder.build(batch, np.arange(3), predicted=predicted, policy_version=0)
+
+
+def test_tokens_count_by_their_weights_in_the_loss():
+    """A search over tokens that the update masks, or halves, finds bounds for another loss."""
+    micro_batch = _micro_batch()
+    rows = micro_batch.rows
+    source = np.random.default_rng(3)
+    old = torch.from_numpy(source.normal(-2.0, 0.3, micro_batch.num_tokens)).float()
+    logprobs = old + torch.from_numpy(source.normal(0.0, 0.5, micro_batch.num_tokens)).float()
+    weights = torch.ones_like(old)
+    weights[rows[:4]] = torch.tensor([0.0, 0.5, 2.0, math.nan])
+    micro_batch = replace(micro_batch, logprobs_old=old, importance_weights=weights)
+    ratios = (logprobs - old).exp()[rows]
+    advantages = (micro_batch.advantages * micro_batch.loss_weights)[rows]
+    kept = [1, 2, *range(4, len(rows))]
+    expected = bapo_sums(ratios[kept], (advantages * weights[rows])[kept], CONFIG)
+    found = sums_of(micro_batch, logprobs, CONFIG)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+    plain = sums_of(replace(micro_batch, importance_weights=None), logprobs, CONFIG)
+    torch.testing.assert_close(plain, bapo_sums(ratios, advantages, CONFIG), rtol=1e-12, atol=0.0)

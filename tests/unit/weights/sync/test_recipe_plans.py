@@ -1,5 +1,7 @@
-"""Updates of the shipped recipes: bytes between nodes, and message order."""
+"""Updates of the shipped recipes: bytes between nodes, message order, and the printed plan."""
 
+import json
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 import torch
 
 import megadapo
+from megadapo.cli import run_command
 from megadapo.config import load_config
+from megadapo.errors import DataError
 from megadapo.models.folder import find_hf_config
 from megadapo.plan.refit import plan_for
 from megadapo.weights.layout.cuts import round_up
@@ -17,6 +21,7 @@ from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.plan import ALIGNMENT
 from megadapo.weights.sync.transports import point_to_point
+from tests.support.models.large import QWEN_32B
 from tests.support.weights.message_order import stuck_ranks
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
@@ -26,6 +31,29 @@ RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
 SHARED = [name for name in RECIPES if not load_config(CONFIGS / f"{name}.toml").sampling.overlaps]
 """Recipes whose engines may share the trainer's GPUs."""
 GPUS_PER_NODE = 8
+RECIPE = """
+[run]
+folder = "runs/x"
+num_steps = 1
+[model]
+path = "{path}"
+dtype = "bfloat16"
+[data]
+train = "data.parquet"
+[rollout]
+num_engines = 8
+{engine}
+tensor_parallel = 8
+[trainer]
+tensor_parallel = 8
+pipeline_parallel = 4
+data_parallel = 16
+{split}
+[trainer.optimizer]
+warmup_steps = 1
+[cluster]
+placement = "{placement}"
+"""
 
 
 @cache
@@ -193,3 +221,43 @@ def message_batches(case, schedule, monkeypatch):
                     own = arriving.get((number, engine_rank, round_number), [])
                     list(inbox.receive(round_number, sorted(own, key=lambda one: one.wave)))
     return {rank: group.batches for rank, group in groups.items()}
+
+
+def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""):
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.format(path=tmp_path, placement=placement, split=split, engine=engine))
+    return run_command(["weights", "plan", str(recipe), *words])
+
+
+def test_report_counts_bytes_of_every_engine(tmp_path, capsys):
+    plan(tmp_path)
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
+    # 32.76 G parameters of 2 bytes, 8 times, and every rank's own copy of the replicated norms
+    assert "bytes moved           488.3 GiB, 488.3 GiB of them between nodes" in text
+    assert "(1.000 x)" in text
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_report_shows_memory_of_update(tmp_path, capsys, placement):
+    """Catches staged slices left out: two buckets of 64 MiB hold everything."""
+    plan(tmp_path, placement=placement)
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
+    assert "0 B of them between nodes" not in text
+    trainer, engine = re.findall(r"memory, (?:trainer|engine) rank +([\d.]+) MiB at most", text)
+    assert 100 < float(trainer) <= 128 and 50 < float(engine) <= 64
+
+
+def test_report_uses_recipe_split(tmp_path, capsys):
+    plan(tmp_path, split="virtual_pipeline = 2", engine="pipeline_parallel = 2")
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8 x PP 2" in text
+    assert "(1.000 x)" in text
+
+
+def test_missing_model_is_named(tmp_path):
+    with pytest.raises(DataError, match="--model-config"):
+        plan(tmp_path, model=False)

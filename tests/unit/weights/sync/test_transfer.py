@@ -1,7 +1,10 @@
-"""Senders, buckets and receivers together, without vLLM."""
+"""Senders, buckets and receivers together, without vLLM: turns, versions and rounds."""
 
 import os
 import tempfile
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +13,13 @@ import psutil
 import pytest
 import torch
 
-from megadapo.errors import InfraError, WeightError
+from megadapo.errors import ConfigError, InfraError, WeightError
+from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.publish import Publisher, UpdateVersions
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
@@ -25,9 +30,12 @@ from megadapo.weights.sync.transports.in_place import (
 )
 from megadapo.weights.sync.transports.interface import Message
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-from megadapo.weights.sync.transports.turns import FillingTurns
+from megadapo.weights.sync.transports.turns import FillingTurns, ReadingTurns
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.weights.connection import BUCKET, Connection, Shards, receiver_of
+
+CPU = torch.device("cpu")
+MESSAGE = Message(sender=0, target=7, offset=0, num_bytes=8)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -245,3 +253,176 @@ def test_store_listens_on_node_address_only():
     ]
     outbox.close()
     assert at_port == [offer["address"]] == ["127.0.0.1"]
+
+
+def send_update(versions: UpdateVersions, *, in_full: bool) -> bool:
+    """Send one update; return whether it was verified."""
+    version = versions.begin()
+    verified = versions.verifies(in_full=in_full)
+    versions.finish(version, in_full=in_full)
+    return verified
+
+
+@pytest.mark.parametrize(
+    ("verify", "expected"),
+    [
+        ("off", [0, 0, 0, 0, 0, 0, 0]),
+        ("first", [1, 0, 0, 0, 0, 0, 0]),
+        (3, [1, 0, 0, 1, 0, 0, 1]),
+        (1, [1, 1, 1, 1, 1, 1, 1]),
+        ("every", [1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_number_verifies_first_and_every_nth_update(verify, expected):
+    versions = UpdateVersions(WeightsConfig(verify=verify), deltas=False)
+    assert [int(send_update(versions, in_full=True)) for _ in expected] == expected
+
+
+def test_deltas_count_and_new_connection_starts_with_verification():
+    """Catches uncounted deltas, and a count that each new connection restarts."""
+    versions = UpdateVersions(WeightsConfig(verify=4), deltas=True)
+    full = [True, False, False, False, False, True, False]
+    expected = [True, False, False, False, True, True, False]
+    assert [send_update(versions, in_full=one) for one in full] == expected
+    versions.reset()
+    assert send_update(versions, in_full=True)
+
+
+def test_delta_needs_its_base_on_every_rank_of_every_engine():
+    """Catches a delta that is added to other weights on one rank: wrong weights, unnoticed."""
+    versions = UpdateVersions(WeightsConfig(), deltas=True)
+    version = versions.begin()
+    versions.finish(version, in_full=True)
+    assert versions.base == version
+    assert versions.all_have_base({0: [version, version], 2: [version, version]})
+    for other in (version - 1, version + 1, None):
+        assert not versions.all_have_base({0: [version, version], 2: [version, other]})
+        assert not versions.all_have_base({0: [other, version], 2: [version, version]})
+        assert not versions.all_have_base({0: [other, other], 2: [version, version]})
+
+
+def test_update_after_a_failed_one_sends_all_weights():
+    """Catches trust in the old base, which some engines have lost in the middle of the update."""
+    versions = UpdateVersions(WeightsConfig(), deltas=True)
+    first = versions.begin()
+    versions.finish(first, in_full=True)
+    failed = versions.begin()
+    assert versions.base is None
+    again = versions.begin()
+    assert len({first, failed, again}) == 3
+    versions.finish(again, in_full=True)
+    assert versions.base == again
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "seldom", 2.5])
+def test_invalid_verify_is_refused(value):
+    with pytest.raises(ConfigError, match="weights.verify"):
+        WeightsConfig(verify=value)
+
+
+class StartingEngines:
+    """Engines of which none can take weights yet."""
+
+    policy_version = 0
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def publishing(self):
+        return nullcontext()
+
+    def updatable(self):
+        return []
+
+    def finish_weight_update(self, indices, policy_version, *, timeout_s, republish, any_time):
+        self._calls.append(f"version {policy_version}")
+
+
+def test_generation_is_stopped_also_without_an_engine_to_update():
+    """The caller makes its cut there: without the call the cut would be missing."""
+    calls: list[str] = []
+    config = WeightsConfig()
+    publisher = Publisher([], StartingEngines(calls), config, tensor_parallel=1, dtype=torch.int8)
+    publisher.publish(3, stop_generating=lambda: calls.append("stop"))
+    assert calls == ["stop", "version 3"]
+
+
+def connected(*targets: int, patience_s: float = 30.0) -> tuple[FillingTurns, list[ReadingTurns]]:
+    filling = FillingTurns(patience_s)
+    readers = [ReadingTurns([{"turns": filling.name}], target, CPU) for target in targets]
+    filling.opened()
+    return filling, readers
+
+
+@pytest.mark.parametrize("late", ["sender", "receiver"])
+def test_many_rounds_in_one_call_move_every_bit(model_folders, late):
+    """Catches a bucket that is filled again before it is read, or read before it is full."""
+    connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape(tp_size=2))
+    # both read both senders' buckets
+    filling = [FillingTurns(30.0) for _ in connection.senders]
+    for sender, turns in zip(connection.senders, filling, strict=True):
+        sender._turns.close()
+        sender._turns = turns
+    offers = [{"turns": turns.name} for turns in filling]
+    for rank, receiver in enumerate(connection.receivers):
+        receiver._turns = ReadingTurns(offers, receiver._plan.engine_rank_number(0, rank), CPU)
+        receiver.start(targets := Shards(), connection.inbox, with_checksums=False)
+        receiver.target_of_test = targets
+    for turns in filling:
+        turns.opened()
+    rounds = range(connection.num_rounds)
+    assert len(rounds) > 4
+
+    def fill(sender):
+        for number in rounds:
+            time.sleep(0.01 if late == "sender" else 0.0)
+            sender.fill_rounds([number], with_checksums=False)
+
+    def take(receiver):
+        for number in rounds:
+            time.sleep(0.01 if late == "receiver" else 0.0)
+            receiver.take(number)
+
+    work = [threading.Thread(target=fill, args=(one,)) for one in connection.senders]
+    work += [threading.Thread(target=take, args=(one,)) for one in connection.receivers]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    connection.assert_received([one.target_of_test for one in connection.receivers])
+
+
+def test_reader_that_ends_is_not_waited_for():
+    """Catches an update that a killed engine stops, and a turn that goes to another engine rank."""
+    filling, (first, second, _) = connected(7, 7, 8)
+    started = time.monotonic()
+    for number in range(4):
+        filling.wait(number)
+        filling.give(number, [MESSAGE])
+        second.wait([MESSAGE])
+        second.give([MESSAGE])
+        if number == 0:
+            first.close()
+    assert time.monotonic() - started < 10.0
+
+
+def test_reader_that_hangs_is_left_out_and_learns_it():
+    """It may have read a bucket that was filled again: its weights must not count."""
+    filling, (hanging, other) = connected(7, 7, patience_s=0.2)
+    filling.give(0, [MESSAGE])
+    for one in (hanging, other):
+        one.wait([MESSAGE])
+    other.give([MESSAGE])
+    filling.wait(2)
+    filling.give(2, [MESSAGE])
+    other.wait([MESSAGE])
+    with pytest.raises(InfraError, match="Trainer rank 0 left out"):
+        hanging.give([MESSAGE])
+    assert not hanging.wait([MESSAGE])
+
+
+def test_reader_learns_that_its_sender_has_ended():
+    filling, (reader,) = connected(7)
+    filling.close()
+    assert not reader.wait([MESSAGE])
