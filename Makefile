@@ -38,7 +38,7 @@ NEWEST_MEGATRON := megatron-core==0.19.2
 # Their versions in the lock fit a newer torch, transformers or Python.
 NOT_OLDEST := torch|triton|transformers|huggingface-hub|megatron-core|setuptools
 # The oldest torch has no vLLM that megadapo was tried with.
-NEED_VLLM := tests/unit/weights/sync/test_quantised_engine.py tests/unit/weights/sync/test_vllm_internals.py
+NEED_VLLM := tests/unit/weights/sync/test_vllm_internals.py
 VERIFIERS := build/verifiers-0.4.0
 
 .PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-oldest test-verifiers mutants lint format lock install clean

@@ -1,5 +1,7 @@
-"""Every loss aggregation as weights: against its definition, written out with loops."""
+"""Loss aggregations as weights, against loops, and the mini-batches that they are computed for."""
 
+import itertools
+import random
 import typing
 
 import numpy as np
@@ -7,6 +9,12 @@ import pytest
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import Aggregation, loss_weights, sequence_weights
+from megadapo.algorithm.mini_batches import (
+    mini_batch_sizes,
+    mini_batches,
+    spread_stale,
+    update_order,
+)
 from tests.support.trainer.batches import scored_group
 
 LENGTHS = np.array([3, 1, 7, 2, 5])
@@ -92,3 +100,81 @@ def test_loss_length_reaches_weights():
 def test_unknown_aggregation_is_rejected():
     with pytest.raises(ValueError, match="token-mode"):
         sequence_weights(LENGTHS, GROUPS, "token-mode")
+
+
+def test_full_step_has_planned_sizes():
+    assert mini_batch_sizes(12, 4) == [4, 4, 4]
+    assert [m.tolist() for m in mini_batches([2] * 4, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 32])
+@pytest.mark.parametrize("num_groups", [0, 1, 2, 5, 9, 13, 33, 97])
+def test_sizes_differ_by_at_most_one_group(num_groups, limit):
+    """An update of one group would change the weights as much as one of thirty-two."""
+    sizes = mini_batch_sizes(num_groups, limit)
+    assert sum(sizes) == num_groups and len(sizes) == -(-num_groups // limit)
+    assert not sizes or limit >= max(sizes) >= min(sizes) >= max(max(sizes) - 1, 1)
+
+
+def test_no_group_is_cut():
+    assert [m.tolist() for m in mini_batches([3] * 3, 6)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    # a group that is larger than an update is one
+    assert [m.tolist() for m in mini_batches([4, 4], 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mini_batches([], 4) == ()
+
+
+def test_groups_are_planned_by_their_full_size():
+    """Failures in every group would make larger updates, and fewer of them."""
+    assert [len(members) for members in mini_batches([2] * 8, 8, planned=4)] == [4] * 4
+    assert [len(members) for members in mini_batches([4, 4], 4, planned=2)] == [4, 4]
+
+
+def test_indices_of_uneven_groups():
+    found = mini_batches([1, 3, 2], 6)
+    assert np.concatenate(found).tolist() == list(range(6))
+    assert [len(m) for m in found] == [4, 2]
+
+
+@pytest.mark.parametrize("is_stale", [[False] * 10, [True] * 10, []])
+def test_spread_stale_keeps_order_of_uniform_groups(is_stale):
+    """On-policy runs must keep their bits."""
+    assert spread_stale(is_stale, 4) == list(range(len(is_stale)))
+
+
+def test_stale_groups_are_spread_evenly():
+    """At the front they would all be in the first update, where no clip acts."""
+    source = random.Random(0)
+    for num_groups, limit in itertools.product([1, 2, 5, 8, 13, 64], [1, 3, 4, 16]):
+        for num_stale in {0, 1, num_groups // 3, num_groups // 2, num_groups}:
+            is_stale = [True] * num_stale + [False] * (num_groups - num_stale)
+            source.shuffle(is_stale)
+            order = spread_stale(is_stale, limit)
+            assert sorted(order) == list(range(num_groups))
+            start = 0
+            for size in mini_batch_sizes(num_groups, limit):
+                members = order[start : start + size]
+                share = sum(is_stale[index] for index in members)
+                assert abs(share - size * num_stale / num_groups) <= 1.0
+                start += size
+            for kind in (True, False):
+                of_kind = [index for index in order if is_stale[index] == kind]
+                assert of_kind == sorted(of_kind)
+
+
+def test_leading_stale_groups_are_spread():
+    assert spread_stale([True, True, False, False, False, False], 3) == [0, 2, 3, 1, 4, 5]
+
+
+def test_later_passes_have_orders_of_their_own():
+    """The same order in each pass, step or run would correlate the updates; a lost one biases."""
+    orders = {}
+    for seed, step in itertools.product((0, 1), (1, 2)):
+        order = update_order(8, 3, seed=seed, step=step)
+        assert order == update_order(8, 3, seed=seed, step=step)
+        assert order[:8] == update_order(8, 1, seed=seed, step=step) == list(range(8))
+        assert sorted(order[8:16]) == sorted(order[16:]) == list(range(8))
+        orders |= {tuple(order[8:16]): 1, tuple(order[16:]): 2}
+    assert len(orders) == 8 and tuple(range(8)) not in orders
+    assert (
+        update_order(1, 4, seed=0, step=1) == [0] * 4 and update_order(0, 2, seed=0, step=1) == []
+    )
