@@ -19,7 +19,7 @@ from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import resolve_model_folder
-from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
+from megadapo.observe.metrics.records import read_evaluations
 from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.tokens.stops import stop_ids
@@ -145,14 +145,7 @@ def export_checkpoint(
     base_name = model or _trained_model(source.checkpoint.path, config, kind)
     base = _base_folder(base_name)
     weights = _open_weights(source, base, kind)
-    card = model_card(
-        base_model=base_name,
-        step=source.checkpoint.step,
-        config=config,
-        run_folder=source.run_folder,
-        quantized=quantize,
-        kind=kind,
-    )
+    card = _model_card(source, config, base_name, kind=kind, quantized=quantize)
     with new_folder(destination) as partial:
         write_hf(weights, partial, base, quantize=quantize)
         if kind == "policy":
@@ -232,38 +225,34 @@ def _complete_generation_config(folder: Path, base: Path) -> None:
         path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
 
 
-def model_card(
-    *,
-    base_model: str,
-    step: int,
+def _model_card(
+    source: ExportSource,
     config: Mapping[str, Any],
-    run_folder: Path | None,
+    base_model: str,
+    *,
+    kind: Kind,
     quantized: str | None,
-    kind: Kind = "policy",
 ) -> str:
-    """Return the card of one export.
+    """Return the card of an export.
 
     Args:
-        base_model: folder or Hub name of the trained model.
-        step: number of rollout steps of training.
         config: the run's resolved configuration as plain values; may be empty.
-        run_folder: folder with the run's evaluations, None if there is no run.
-        quantized: quantisation of the weights, if any.
-        kind: of the exported model; a critic and a reward model cannot answer.
+        base_model: folder or Hub name of the trained model.
     """
-    evaluations = [] if run_folder is None else read_evaluations(run_folder)
+    step = source.checkpoint.step
     recipe = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
     parts = [
         f"---\n{_front_matter(base_model, kind)}\n---",
         f"# {Path(base_model).name}, {_TITLES[kind].format(step=step)}",
-        _what_it_is(base_model, step, config, quantized)
-        if kind == "policy"
-        else _VALUE_MODELS[kind].format(step=step, base=_code(base_model)),
-        _accuracy_table(evaluations, step, config) if kind == "policy" else "",
-        "\n".join(["## Recipe", "", "```toml", *recipe, "```"]) if recipe else "",
+        *(
+            [_what_it_is(base_model, step, config, quantized), _accuracy_table(source, config)]
+            if kind == "policy"
+            else [_VALUE_MODELS[kind].format(step=step, base=_code(base_model))]
+        ),
+        *(["\n".join(["## Recipe", "", "```toml", *recipe, "```"])] if recipe else []),
         f"Written by megadapo {__version__}.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _front_matter(base_model: str, kind: Kind) -> str:
@@ -291,10 +280,10 @@ def _what_it_is(
     )
 
 
-def _accuracy_table(
-    evaluations: list[EvaluationRecord], step: int, config: Mapping[str, Any]
-) -> str:
+def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:
     """Return a table of the held-out accuracy at this step and before training."""
+    step = source.checkpoint.step
+    evaluations = [] if source.run_folder is None else read_evaluations(source.run_folder)
     by_step = {record.step: record for record in evaluations}
     if step not in by_step:
         return "Not evaluated on held-out problems at this step."
