@@ -349,38 +349,49 @@ def _program(config: RewardFunction) -> Program:
     )
 
 
-def _sandbox(module: str, config: RewardFunction, isolation: Isolation, *, fresh: bool) -> Program:
-    return Program(
-        module=f"megadapo.rewards.workers.{module}",
-        what=f'reward.functions.function = "{config.function}"',
-        memory_bytes=config.memory_mib << 20,
-        output_bytes=config.output_kib << 10,
-        fresh=fresh,
-        group=cgroup.find_parent(),
-        arguments={"isolation": isolation},
-    )
-
-
-class PythonTestsRunner(Runner):
-    """Unit tests of the programs that responses contain, each program in its own sandbox.
-
-    Expected outputs never enter a sandbox. A response is right if it passes all tests. Code that
-    misbehaves, or even ends its sandbox, fails its tests; that is no failure of the function. A
-    sandbox that is killed from outside is one.
+class SandboxRunner(Runner):
+    """The base of functions that run generated code, in processes of a module of `workers`.
 
     Raises:
         InfraError: this system does not isolate processes.
     """
 
+    module: str
+    is_fresh: bool
+    """Whether a process is for one request only."""
+
     def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
         super().__init__(config)
-        program = _sandbox("sandbox_worker", config, isolation, fresh=True)
+        program = Program(
+            module=f"megadapo.rewards.workers.{self.module}",
+            what=f'reward.functions.function = "{config.function}"',
+            memory_bytes=config.memory_mib << 20,
+            output_bytes=config.output_kib << 10,
+            fresh=self.is_fresh,
+            group=cgroup.find_parent(),
+            arguments={"isolation": isolation},
+        )
         self._pool = ProcessPool(program, config.num_workers)
-        self._partial: bool = config.options.get("partial", False)
-        self._seconds_per_test = config.options.get("seconds_per_test", SECONDS_PER_TEST)
 
     def close(self) -> None:
         self._pool.close()
+
+    def _scored(self, share: float, parts: dict[str, float]) -> Reply:
+        """Return a result; a response is right with a share of 1, and earns less only if asked."""
+        correct = share >= 1.0
+        score = share if self.config.options.get("partial", False) else float(correct)
+        return {"score": score, "correct": correct, "parts": parts}
+
+
+class PythonTestsRunner(SandboxRunner):
+    """Unit tests of the programs that responses contain, each program in its own sandbox.
+
+    Expected outputs never enter a sandbox. A response is right if it passes all tests. Code that
+    misbehaves, or even ends its sandbox, fails its tests; that is no failure of the function. A
+    sandbox that is killed from outside is one.
+    """
+
+    module, is_fresh = "sandbox_worker", True
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -399,9 +410,9 @@ class PythonTestsRunner(Runner):
             "code": program,
             "tests": tests.assertions,
             "inputs": list(tests.inputs),
-            "seconds_per_run": self._seconds_per_test,
+            "seconds_per_run": self.config.options.get("seconds_per_test", SECONDS_PER_TEST),
             "seconds": self.config.timeout_s,
-            "stops_early": not self._partial,
+            "stops_early": not self.config.options.get("partial", False),
         }
 
     def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply:
@@ -421,15 +432,10 @@ class PythonTestsRunner(Runner):
             "timeouts": float(any(run["ending"] == "timeout" for run in runs)),
             "lost_sandboxes": float(is_lost),
         }
-        correct = share == 1.0
-        return {
-            "score": share if self._partial else float(correct),
-            "correct": correct,
-            "parts": parts,
-        }
+        return self._scored(share, parts)
 
 
-class ReasoningGymRunner(Runner):
+class ReasoningGymRunner(SandboxRunner):
     """The scorers of reasoning-gym in sandboxes, because some evaluate the answer.
 
     A response is right if its score is 1. An answer on which the scorer raises, or takes too long,
@@ -439,14 +445,7 @@ class ReasoningGymRunner(Runner):
         InfraError: reasoning-gym is not installed, or this system does not isolate processes.
     """
 
-    def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
-        super().__init__(config)
-        program = _sandbox("reasoning_gym_worker", config, isolation, fresh=False)
-        self._pool = ProcessPool(program, config.num_workers)
-        self._partial: bool = config.options.get("partial", False)
-
-    def close(self) -> None:
-        self._pool.close()
+    module, is_fresh = "reasoning_gym_worker", False
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -470,15 +469,10 @@ class ReasoningGymRunner(Runner):
         if reply is not None and "error" in reply:
             return reply
         ending, score = ("no_answer", 0.0) if reply is None else (reply["ending"], reply["score"])
-        correct = score >= 1.0
         parts = {
             "partial": score,
             "no_answer": float(ending == "no_answer"),
             "errors": float(ending == "error"),
             "timeouts": float(ending == "timeout"),
         }
-        return {
-            "score": score if self._partial else float(correct),
-            "correct": correct,
-            "parts": parts,
-        }
+        return self._scored(score, parts)

@@ -341,11 +341,6 @@ class Verifier:
         symbolic = SymbolicCounts() if self._pool is None else self._pool.counts
         return VerifierCounts(**self._counts, symbolic=symbolic)
 
-    @property
-    def num_disagreements(self) -> int:
-        """Number of responses so far on which the two comparisons differ."""
-        return self.counts.num_disagreements
-
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         """Score each response against its gold answer.
 

@@ -78,7 +78,7 @@ def _sample(
     config: RunConfig, folder: Path, sampler: Sampler, inputs: SamplingInputs, step: int
 ) -> RolloutStep:
     verifier = inputs.verifier
-    before = verifier.num_disagreements
+    before = verifier.counts.num_disagreements
     sampled = sampler.next_batch()
     inputs.start_cross_check(sampled)
     # without an update there is no idle time for the cross-check
@@ -97,7 +97,7 @@ def _sample(
             inputs.cross_checks,
         )
         write_rollouts(rollouts_path(folder, step), saved)
-    num_disagreements = verifier.num_disagreements - before
+    num_disagreements = verifier.counts.num_disagreements - before
     return RolloutStep(step=step, sampled=sampled, num_disagreements=num_disagreements)
 
 
