@@ -16,8 +16,8 @@ from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import GIB, GPUS_PER_NODE, MIB, Card
 from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.model_layout import chunks_of_stages, rank_positions
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.placement import replica_positions, stage_chunks
 from megadapo.weights.layout.shards import EnginePosition, Shard
 
 CONTEXT_BYTES = 800 * MIB
@@ -195,23 +195,8 @@ class EngineBytes:
 
 def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
     """Return one kind per pipeline stage: its ranks have equal shares of the matrices."""
-    chunks = stage_chunks(
-        layout.shape.num_layers,
-        pp_size=trainer.pipeline_parallel,
-        vpp_size=trainer.virtual_pipeline,
-        first=trainer.first_stage_layers,
-        last=trainer.last_stage_layers,
-    )
-    positions = replica_positions(
-        layout,
-        tp_size=trainer.tensor_parallel,
-        pp_size=trainer.pipeline_parallel,
-        ep_size=trainer.expert_parallel,
-        etp_size=trainer.expert_tensor_parallel,
-        num_dp=trainer.num_replicas,
-        stages=[tuple(layer for chunk in stage for layer in chunk) for stage in chunks],
-    )
-    firsts = positions[:: trainer.tensor_parallel * trainer.num_replicas]
+    chunks = chunks_of_stages(layout.shape.num_layers, trainer)
+    firsts = rank_positions(layout, trainer)[:: trainer.tensor_parallel * trainer.num_replicas]
     kinds = []
     for position in firsts:
         num_layers = len(position.layer_indices)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from megadapo.config import RunConfig
 from megadapo.plan.cards import MIB, Card
+from megadapo.trainer.model.model_layout import rank_positions
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import Hosts, Topology, find_topology, make_plan
 
@@ -165,21 +165,7 @@ def plan_for(
     from megadapo.weights.sync.buckets import max_bundle_bytes
 
     trainer, rollout = config.trainer, config.rollout
-    positions = replica_positions(
-        layout,
-        tp_size=trainer.tensor_parallel,
-        pp_size=trainer.pipeline_parallel,
-        stages=stage_layers(
-            layout.shape.num_layers,
-            pp_size=trainer.pipeline_parallel,
-            vpp_size=trainer.virtual_pipeline,
-            first=trainer.first_stage_layers,
-            last=trainer.last_stage_layers,
-        ),
-        ep_size=trainer.expert_parallel,
-        etp_size=trainer.expert_tensor_parallel,
-        num_dp=trainer.num_replicas,
-    )
+    positions = rank_positions(layout, trainer)
     topology = _topology(config, len(positions), gpus_per_node)
     plan = make_plan(
         layout,

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription, Routing
 from megadapo.trainer.config import TrainerConfig
-from megadapo.weights.layout.placement import stage_layers
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
+from megadapo.weights.layout.shards import ShardPosition
 
 ROPE_KINDS = ("default", "linear", "llama3")
 """Supported rotary scalings."""
@@ -163,15 +165,33 @@ def _validate_routing(routing: Routing, num_experts: int) -> None:
         )
 
 
-def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
-    """Return the ascending layers of each stage; the split must have no `stage_problems`."""
-    assert not stage_problems(num_layers, trainer), "the split is checked before"
-    return stage_layers(
+def chunks_of_stages(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
+    """Return [stage][chunk] -> layers of the whole model."""
+    return stage_chunks(
         num_layers,
         pp_size=trainer.pipeline_parallel,
         vpp_size=trainer.virtual_pipeline,
         first=trainer.first_stage_layers,
         last=trainer.last_stage_layers,
+    )
+
+
+def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
+    """Return the ascending layers of each stage; the split must have no `stage_problems`."""
+    assert not stage_problems(num_layers, trainer), "the split is checked before"
+    return joined_chunks(chunks_of_stages(num_layers, trainer))
+
+
+def rank_positions(layout: ModelLayout, trainer: TrainerConfig) -> list[ShardPosition]:
+    """Return the position of every rank, in Megatron's rank order."""
+    return replica_positions(
+        layout,
+        tp_size=trainer.tensor_parallel,
+        pp_size=trainer.pipeline_parallel,
+        stages=joined_chunks(chunks_of_stages(layout.shape.num_layers, trainer)),
+        ep_size=trainer.expert_parallel,
+        etp_size=trainer.expert_tensor_parallel,
+        num_dp=trainer.num_replicas,
     )
 
 

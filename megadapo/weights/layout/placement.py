@@ -44,6 +44,11 @@ def stage_layers(
 ) -> list[tuple[int, ...]]:
     """Return [stage] -> its layers, ascending; arguments as for `stage_chunks`."""
     chunks = stage_chunks(num_layers, pp_size=pp_size, vpp_size=vpp_size, first=first, last=last)
+    return joined_chunks(chunks)
+
+
+def joined_chunks(chunks: list[list[range]]) -> list[tuple[int, ...]]:
+    """Return [stage] -> its layers, ascending, of [stage][chunk] -> layers."""
     return [tuple(layer for chunk in stage for layer in chunk) for stage in chunks]
 
 

@@ -14,11 +14,11 @@ from megadapo.models.description import ModelDescription, describe_model
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import transformer_config
 from megadapo.trainer.model.model_layout import (
+    chunks_of_stages,
     layers_of_stages,
     stage_problems,
     validate_model_layout,
 )
-from megadapo.weights.layout.placement import stage_chunks
 from tests.support.models.large import QWEN_7B
 
 PP2 = {"pipeline_parallel": 2}
@@ -28,21 +28,11 @@ def model_of(num_layers: int) -> ModelDescription:
     return describe_model(QWEN_7B | {"num_hidden_layers": num_layers})
 
 
-def chunks_of(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
-    return stage_chunks(
-        num_layers,
-        pp_size=trainer.pipeline_parallel,
-        vpp_size=trainer.virtual_pipeline,
-        first=trainer.first_stage_layers,
-        last=trainer.last_stage_layers,
-    )
-
-
 def test_chunks_go_round_the_stages():
     """Stage 0 of an interleaved pipeline does not hold the first half of the layers."""
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
     assert layers_of_stages(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert chunks_of(8, trainer)[1] == [range(2, 4), range(6, 8)]
+    assert chunks_of_stages(8, trainer)[1] == [range(2, 4), range(6, 8)]
     uneven = TrainerConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=1)
     assert [len(stage) for stage in layers_of_stages(9, uneven)] == [2, 3, 3, 1]
 
@@ -65,7 +55,7 @@ def test_every_accepted_split_holds_every_layer_once(num_layers):
     splits = list(accepted_splits(num_layers))
     assert splits
     for trainer in splits:
-        chunks = chunks_of(num_layers, trainer)
+        chunks = chunks_of_stages(num_layers, trainer)
         in_order = [stage[chunk] for chunk in range(trainer.virtual_pipeline) for stage in chunks]
         assert all(in_order), "a chunk without layers"
         assert [n for chunk in in_order for n in chunk] == list(range(num_layers))
@@ -76,7 +66,7 @@ def test_megatron_builds_every_accepted_split_alike(num_layers):
     """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
     for trainer in accepted_splits(num_layers):
         config = transformer_config(model_of(num_layers), trainer, dtype=torch.bfloat16)
-        for stage, chunks in enumerate(chunks_of(num_layers, trainer)):
+        for stage, chunks in enumerate(chunks_of_stages(num_layers, trainer)):
             for number, layers in enumerate(chunks):
                 chunk = number if trainer.virtual_pipeline > 1 else None
                 assert get_num_layers_to_build(config, chunk, stage) == len(layers)
