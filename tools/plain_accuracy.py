@@ -25,9 +25,8 @@ from megadapo.config import RunConfig, load_config
 from megadapo.data.group import Response
 from megadapo.errors import MegadapoError
 from megadapo.observe.rollouts.token_pieces import decoder_of
-from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
-from megadapo.rollout.types import OpenGroup, StopReport
+from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
 from megadapo.run.inputs import SamplingInputs
 from megadapo.tokens.tokenizer import read_tokenizer
 

@@ -13,9 +13,8 @@ import numpy as np
 from megadapo.data.group import Response
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.plan.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
-from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
-from megadapo.rollout.types import OpenGroup, StopReport
+from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
 
 Dispatch = Literal["least_loaded", "in_turn"]
 """Choice of a group's engine: the one with the fewest responses, or each engine in turn."""

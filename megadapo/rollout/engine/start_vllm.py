@@ -45,8 +45,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from megadapo.kernels.torch_internals import settle_vector_functions
-from megadapo.rollout.engine.activity import ActivityCounter
 from megadapo.rollout.engine.spec import EngineSpec
+from megadapo.rollout.types import ActivityCounter
 from megadapo.weights.sync.vllm_plugin import UpdateExtension
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from megadapo.cluster.process_log import engine_log
 from megadapo.cluster.watch.diagnostics import HungProcesses, ProcessLocation, save_stacks
 from megadapo.cluster.watch.guard import kill_marked
 from megadapo.errors import ProcessDiedError
-from megadapo.rollout.engine.engine import RolloutEngine
-from megadapo.rollout.engine.failure import describe_failure
+from megadapo.rollout.engine.engine import RolloutEngine, describe_failure
 from megadapo.rollout.engine.spec import EngineSpec
 from megadapo.rollout.types import EngineCounts, OpenGroup, ScoreRequest
 

@@ -17,9 +17,9 @@ from megadapo.cluster.places import Place
 from megadapo.cluster.process_log import engine_log
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.engine.spec import EngineSpec, WeightDtype, WeightsFrom
 from megadapo.rollout.pool.handle import EngineHandle, EngineIncarnation
+from megadapo.rollout.types import EngineActivity
 
 if TYPE_CHECKING:
     from ray import ObjectRef

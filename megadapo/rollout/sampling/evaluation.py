@@ -18,11 +18,11 @@ from megadapo.data.group import NO_ANSWER, Group
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.types import (
+    EngineActivity,
     OpenGroup,
     SamplingSettings,
     StopReport,

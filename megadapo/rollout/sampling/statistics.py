@@ -16,7 +16,7 @@ from megadapo.data.group import Group, RewardParts
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.types import EngineActivity
 
 _TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),

@@ -9,9 +9,8 @@ import pytest
 
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import start_vllm
-from megadapo.rollout.engine.activity import ActivityCounter
 from megadapo.rollout.engine.generation import Generation
-from megadapo.rollout.types import SamplingSettings
+from megadapo.rollout.types import ActivityCounter, SamplingSettings
 from tests.support.rollout.async_cpu import make_asynchronous
 from tests.support.rollout.engine_checks import bits, make_requests
 from tests.support.rollout.engine_specs import engine_spec

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import OpenGroup, StopReport, continued_seed
+from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport, continued_seed
 
 END_SHARE = 8
 """A response ends after each token with a probability of 1 / END_SHARE."""

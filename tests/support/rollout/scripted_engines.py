@@ -11,8 +11,7 @@ import numpy as np
 from megadapo.data.group import Failure, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
-from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport
+from megadapo.rollout.types import EngineActivity, OpenGroup, SamplingSettings, StopReport
 
 POLICY_VERSION = 3
 

@@ -11,9 +11,9 @@ from megadapo.errors import ConfigError
 from megadapo.models.shape import model_shape
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import activity
-from megadapo.rollout.engine.activity import ActivityCounter
-from megadapo.rollout.engine.failure import describe_failure, root_cause
+from megadapo.rollout.engine.engine import describe_failure, root_cause
 from megadapo.rollout.engine.spec import validate_engine_layout
+from megadapo.rollout.types import ActivityCounter
 from tests.support.rollout.engine_specs import engine_spec
 
 DENSE = {

@@ -9,8 +9,8 @@ from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.verifier import SymbolicCounts, VerifierCounts
-from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.statistics import SampledBatch
+from megadapo.rollout.types import EngineActivity
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import UpdateResult
 from tests.support.rollout.saved_groups import saved_group
