@@ -188,23 +188,6 @@ def test_mistake_in_a_table_is_the_only_problem(recipe: Path, override: str, pro
     assert str(caught.value) == f"{recipe} with its overrides: {problem}"
 
 
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("checkpoint.export_every", "a command of run.on_event exports"),
-        ("algorithm.reference.decay", "algorithm.reference.refresh_every"),
-        ("algorithm.reference.server", "algorithm.reference.path"),
-        ("checkpoint.every_minutes", "checkpoint.every "),
-        ("checkpoint.keep_every", "checkpoint.keep,"),
-        ("evaluation.max_problems", "data.held_out"),
-        ("run.save_before", "Slurm's --signal"),
-    ],
-)
-def test_deleted_key_names_what_replaces_it(recipe: Path, key: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=f": {key}: unknown key; .*{instead}"):
-        load_config(recipe, [f"{key}=1"])
-
-
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"run": 3}', "[" * 100000])
 def test_damaged_resolved_configuration_is_one_message(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -1,17 +1,22 @@
-"""The layers of each pipeline stage, and impossible splits."""
+"""The layers of each pipeline stage, impossible splits, and the head's options by device."""
 
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model import transformer_config
 from megadapo.trainer.model.model_layout import (
     chunks_of_stages,
@@ -112,3 +117,22 @@ def test_problem_names_keys_and_sizes_that_fit():
         "3 other stages of trainer.pipeline_parallel = 4; each of them must get as many, and at "
         "least one"
     ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_both_passes_get_the_options_of_the_device(monkeypatch, device):
+    """Sums over micro-batches that start in the forward pass would have other bits on a CPU."""
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_group", lambda: None)
+    head = PolicyHead(
+        objective=PolicyObjective(),
+        temperature=1.0,
+        vocab_size=64,
+        wait_for_weight=lambda _: None,
+        tp_invariant=device == "cpu",
+    )
+    with FakeTensorMode():
+        hidden, weight = torch.empty(4, 1, 8, device=device), torch.empty(64, 8, device=device)
+        layer = SimpleNamespace(weight=weight, sequence_parallel=False)
+        _, _, options = head._operands(hidden, layer, None, SimpleNamespace(rows=None))
+    assert options["accumulate_in_forward"] == (device == "cuda")
+    assert options["tp_invariant"] == (device == "cpu")
