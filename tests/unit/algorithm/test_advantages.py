@@ -113,13 +113,6 @@ def test_overlong_penalty_at_the_papers_lengths(length, penalty):
     assert overlong_penalty(length, max_length=10, buffer=0) == 0.0
 
 
-def test_penalty_is_added_to_reward():
-    group = scored_group([10, 20, 15], rewards=[1.0, -1.0, 1.0])
-    config = AlgorithmConfig(overlong_buffer=10, overlong_factor=0.5)
-    shaped = shaped_rewards(group, config, max_response_tokens=20)
-    np.testing.assert_allclose(shaped, [1.0, -1.5, 0.75])
-
-
 @pytest.mark.parametrize(
     ("correct", "kept"),
     [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],

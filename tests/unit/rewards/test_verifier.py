@@ -221,22 +221,15 @@ def test_slow_answers_are_limited_per_minute() -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSEGV])
-def test_killed_worker_costs_one_result_and_is_replaced(kill: signal.Signals) -> None:
-    pool = start_pool()
-    os.kill(pool.process_ids[0], kill)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_lost_worker_costs_one_result_and_is_replaced(number: signal.Signals) -> None:
+    is_stopped = number == signal.SIGSTOP
+    pool = start_pool(timeout_s=3.0 if is_stopped else 30.0)
+    os.kill(pool.process_ids[0], number)
     results = pool.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
     assert results == [None, True, True]
-    assert pool.counts == SymbolicCounts(num_checked=2, num_crashes=1)
-    pool.close()
-
-
-@pytest.mark.fault
-def test_stopped_worker_is_replaced() -> None:
-    pool = start_pool(timeout_s=1.0)
-    os.kill(pool.process_ids[0], signal.SIGSTOP)
-    assert pool.check_batch([("1", "1"), ("2", "2")]) == [None, True]
-    assert pool.counts.num_timeouts == 1
+    lost = {"num_timeouts": 1} if is_stopped else {"num_crashes": 1}
+    assert pool.counts == SymbolicCounts(num_checked=2, **lost)
     pool.close()
 
 
