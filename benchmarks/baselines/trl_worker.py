@@ -22,7 +22,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
-from megadapo.algorithm.shaping import overlong_penalty
+from megadapo.algorithm.advantages import overlong_penalty
 from megadapo.data.group import Score
 from megadapo.rewards.rules import score
 

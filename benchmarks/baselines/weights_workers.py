@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
-from megadapo.weights.disk.load import collect_runs, import_weights
-from megadapo.weights.disk.sources import open_layout
+from megadapo.weights.disk.sources import collect_runs, import_weights, open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megadapo.algorithm.advantages import overlong_penalties
 from megadapo.algorithm.mini_batches import mini_batch_sizes
-from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.cluster.processes import MIB
 from megadapo.config import RunConfig
 from megadapo.observe.metrics.reflection import reflection_shares

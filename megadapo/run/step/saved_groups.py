@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megadapo.algorithm.advantages import Advantages
-from megadapo.algorithm.shaping import overlong_penalties
+from megadapo.algorithm.advantages import Advantages, overlong_penalties
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse

@@ -19,8 +19,7 @@ from torch import Tensor
 from megadapo.errors import WeightError
 from megadapo.weights.disk.export import progress_bar
 from megadapo.weights.disk.files import hashed_file
-from megadapo.weights.disk.load import collect_runs, fill_shard
-from megadapo.weights.disk.sources import TensorSource
+from megadapo.weights.disk.sources import TensorSource, collect_runs, fill_shard
 from megadapo.weights.disk.torch_checkpoint import (
     StoredTensors,
     Window,

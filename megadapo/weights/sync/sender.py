@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megadapo.cluster.this_node import node_address
-from megadapo.weights.disk.load import match_params
+from megadapo.weights.disk.sources import match_params
 from megadapo.weights.host_memory import HostMemory
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition

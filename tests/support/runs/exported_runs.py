@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.checkpoint_store import CheckpointStore
-from megadapo.weights.disk.load import fill_shard
-from megadapo.weights.disk.sources import SafetensorsFolder, open_layout
+from megadapo.weights.disk.sources import SafetensorsFolder, fill_shard, open_layout
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.recorded_runs import evaluation_record

@@ -31,7 +31,7 @@ from megadapo.trainer.model.parallel import (
 )
 from megadapo.trainer.types import Rendezvous
 from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
-from megadapo.weights.disk.load import import_weights, match_params
+from megadapo.weights.disk.sources import import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support.trainer.batches import VOCAB_SIZE
 

@@ -16,8 +16,7 @@ from megadapo.rollout.engine.spec import EngineSpec, WeightsFrom
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.types import OpenGroup, SamplingSettings
-from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.sources import open_layout
+from megadapo.weights.disk.sources import import_weights, open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender

@@ -3,8 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.sources import open_layout
+from megadapo.weights.disk.sources import import_weights, open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta import combine

@@ -10,15 +10,16 @@ from megadapo.algorithm.advantages import (
     group_advantages,
     has_mixed_steps,
     is_mixed,
+    overlong_penalty,
     process_advantages,
     response_advantages,
+    shaped_rewards,
     whitened,
 )
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.algorithm.reference import generalized_advantages as definition
-from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 from tests.support.trainer.batches import scored_group
 
 CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)

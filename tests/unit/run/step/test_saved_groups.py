@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages, group_advantages
+from megadapo.algorithm.advantages import advantages, group_advantages, overlong_penalty
 from megadapo.algorithm.groups import Steps
-from megadapo.algorithm.shaping import overlong_penalty
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import Group
 from megadapo.data.group_codec import encode_group

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.load import collect_runs, import_weights, match_params
-from megadapo.weights.disk.sources import open_layout
+from megadapo.weights.disk.sources import collect_runs, import_weights, match_params, open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
