@@ -1,4 +1,4 @@
-"""The driver's handle on all trainer ranks: their processes, calls to them, and their end."""
+"""The driver's handle on all trainer ranks: their processes, calls, saves, and their end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from megadapo.cluster.watch.diagnostics import (
 )
 from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive, heartbeat_file
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import InfraError, MegadapoError, ProcessHungError
-from megadapo.trainer.checkpoint.save import LONGEST_WORK_S, wait_for_save
+from megadapo.errors import CheckpointError, InfraError, MegadapoError, ProcessHungError
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.types import TrainerSettings, UpdateRequest, UpdateResult
+from megadapo.trainer.types import RankReport, TrainerSettings, UpdateRequest, UpdateResult
 from megadapo.trainer.worker import TrainerWorker
 from megadapo.weights.disk.files import Files
 from megadapo.weights.sync.peers import PUBLISHED_GROUP
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
+
 
 CUDA_VARIABLES = {
     # sums inside the switch, and products whose workspace depends on the stream, would give
@@ -50,6 +50,10 @@ SLOWEST_STORAGE = 50e6
 """Lowest bandwidth of a rank's storage in bytes per second; a slower one counts as failed."""
 LEAVE_TIMEOUT_S = 10.0
 """Seconds that a rank has to leave its groups before it is killed."""
+POLL_S = 0.1
+"""Seconds between two questions whether a save is written."""
+LONGEST_WORK_S = 7 * 24 * 3600.0
+"""Time limit of calls that a heartbeat watches."""
 
 
 class Trainer:
@@ -338,3 +342,70 @@ def _shared(value: UpdateRequest | PackedBatch) -> Any:
     import ray
 
     return ray.put(value)
+
+
+def wait_for_save(
+    ranks: Sequence[ActorHandle[Any]],
+    names: Sequence[str],
+    logs: Sequence[Path],
+    folder: Path,
+    *,
+    deadline: float,
+    watch: Callable[[], None],
+) -> Files:
+    """Ask the ranks until all have written; return all files of the checkpoint.
+
+    Args:
+        ranks: writing ranks, which may have ended meanwhile.
+        deadline: on the monotonic clock, when every rank must have written.
+        watch: raises if a rank hangs.
+
+    Raises:
+        CheckpointError: a rank could not write; no rank is writing any more.
+        InfraError: a rank is gone, or still writing at the deadline.
+    """
+    reports: dict[int, RankReport] = {}
+    while True:
+        missing = [number for number in range(len(ranks)) if number not in reports]
+        answers: list[RankReport | None] = gather(
+            [ranks[number].save_report.remote() for number in missing],
+            names=[names[number] for number in missing],
+            doing="save",
+            logs=[logs[number] for number in missing],
+            # a rank answers between other work
+            timeout_s=LONGEST_WORK_S,
+            watch=watch,
+        )
+        reports |= {n: report for n, report in zip(missing, answers, strict=True) if report}
+        if len(reports) == len(ranks):
+            return complete_save(folder, list(reports.values()))
+        if time.monotonic() > deadline:
+            late = ", ".join(str(number) for number in missing if number not in reports)
+            raise InfraError(
+                f"trainer ranks {late} are still writing to {folder}: is it reachable?"
+            )
+        time.sleep(POLL_S)
+
+
+def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
+    """Write the metadata of all pieces into `folder`; return all files of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank could not write, or a piece was written twice or not at all.
+        OSError: the metadata could not be written.
+    """
+    # it imports torch, which the driver does not need before a save
+    from megadapo.weights.disk.torch_checkpoint import write_metadata
+
+    if errors := [report.error for report in reports if report.error]:
+        raise CheckpointError("; ".join(errors))
+    files: Files = {}
+    for report in reports:
+        if twice := files.keys() & report.files.keys():
+            raise CheckpointError(f"{folder / min(twice)} was written by two ranks")
+        files |= report.files
+    for name in reports[0].pieces:
+        pieces = (piece for report in reports for piece in report.pieces[name])
+        written = write_metadata(folder / name, pieces)
+        files |= {str(Path(name) / file): entry for file, entry in written.items()}
+    return files

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
+from megadapo.weights.disk.files import Files
+
+if TYPE_CHECKING:
+    from megadapo.weights.disk.torch_checkpoint import StoredPiece
 
 CRITIC_FOLDER = "critic"
 """Name of the critic's folder in a checkpoint of the trainer."""
@@ -127,3 +131,13 @@ class UpdateResult:
             rank_bytes=sum((result.rank_bytes for result in results), ()),
             recorded=recorded[0].merged(recorded[1:]) if recorded else None,
         )
+
+
+@dataclass
+class RankReport:
+    """Outcome of a save on one rank."""
+
+    files: Files = field(default_factory=dict)
+    pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)
+    """Folder relative to the trainer's -> pieces written there."""
+    error: str = ""

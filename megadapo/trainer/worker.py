@@ -31,9 +31,9 @@ from megadapo.errors import InfraError, MegadapoError
 from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:
-    from megadapo.trainer.checkpoint.save import RankReport
     from megadapo.trainer.critic.reward_model import RewardModelRank
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.types import RankReport
     from megadapo.weights.disk.files import FileEntry
 
 P = ParamSpec("P")

@@ -28,8 +28,8 @@ from megadapo.plan.cards import MIB, card_of
 from megadapo.plan.step_time import update_flops
 from megadapo.run.processes import trainer_settings
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
-from megadapo.trainer.checkpoint.save import POLL_S, RankReport, complete_save
-from megadapo.trainer.types import Rendezvous, UpdateRequest
+from megadapo.trainer.trainer import POLL_S, complete_save
+from megadapo.trainer.types import RankReport, Rendezvous, UpdateRequest
 from megadapo.trainer.worker import TrainerWorker
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from megadapo.trainer.checkpoint.pieces import (
     Piece,
     put_masters_into_weights,
 )
-from megadapo.trainer.checkpoint.save import RankReport
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
+from megadapo.trainer.types import RankReport
 from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable
 from megadapo.weights.disk.torch_checkpoint import (
     StoredPiece,

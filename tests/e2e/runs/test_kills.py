@@ -25,7 +25,7 @@ POINTS = {
     "save": (
         "megadapo.trainer.checkpoint.checkpoint:write_snapshot",
         "megadapo.trainer.checkpoint.checkpoint:_check_live",
-        "megadapo.trainer.checkpoint.save:complete_save",
+        "megadapo.trainer.trainer:complete_save",
         "megadapo.run.state.checkpoint:_check_present",
         "megadapo.run.state.checkpoint:_digest",
         "megadapo.run.state.checkpoint:sync_path",

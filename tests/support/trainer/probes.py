@@ -258,7 +258,8 @@ def save_at(
     """Save as the driver does; `meanwhile` is called while files are written, or before."""
     import torch
 
-    from megadapo.trainer.checkpoint.save import RankReport, complete_save
+    from megadapo.trainer.trainer import complete_save
+    from megadapo.trainer.types import RankReport
 
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)

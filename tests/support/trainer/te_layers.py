@@ -19,7 +19,6 @@ from megadapo.models.folder import read_hf_config
 from megadapo.trainer.batch.packing import pack_sequences
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, take_snapshot, write_snapshot
 from megadapo.trainer.checkpoint.pieces import owned_runs
-from megadapo.trainer.checkpoint.save import RankReport, complete_save
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
 from megadapo.trainer.model.parallel import (
@@ -29,7 +28,8 @@ from megadapo.trainer.model.parallel import (
     parameters_by_global_name,
     shard_position,
 )
-from megadapo.trainer.types import Rendezvous
+from megadapo.trainer.trainer import complete_save
+from megadapo.trainer.types import RankReport, Rendezvous
 from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
 from megadapo.weights.disk.sources import import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout

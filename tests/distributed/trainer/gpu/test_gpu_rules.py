@@ -36,7 +36,7 @@ def test_every_rank_enters_a_group_before_messages(ranks):
 
 
 def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]:
-    from megadapo.trainer.checkpoint.save import complete_save
+    from megadapo.trainer.trainer import complete_save
     from megadapo.trainer.types import UpdateRequest
     from megadapo.trainer.worker import TrainerWorker
 

@@ -1,6 +1,7 @@
 """Settings of one engine, its load and its error messages, all without vLLM."""
 
 import importlib
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,6 @@ from megadapo.cluster.processes import cpu_environment
 from megadapo.errors import ConfigError
 from megadapo.models.shape import model_shape
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import activity
 from megadapo.rollout.engine.engine import describe_failure, root_cause
 from megadapo.rollout.engine.spec import validate_engine_layout
 from megadapo.rollout.types import ActivityCounter
@@ -108,7 +108,7 @@ def test_all_layout_problems_are_reported_together():
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = [100.0]
-    monkeypatch.setattr(activity.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
