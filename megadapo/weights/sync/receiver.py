@@ -13,10 +13,9 @@ from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta import Changes, Delta, Stamp, bundle_number, decode
 from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
-from megadapo.weights.sync.transports.in_place import CudaIpcInbox, SharedMemoryInbox
+from megadapo.weights.sync.transports.in_place import CudaIpcInbox, ReadingTurns, SharedMemoryInbox
 from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointInbox
-from megadapo.weights.sync.transports.turns import ReadingTurns
 
 SliceKey = tuple[int, int, int]
 """Trainer rank, round, and number of the slice in the rank's bucket."""

@@ -16,10 +16,13 @@ from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta import DeltaState, Encoded
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
-from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports.in_place import (
+    CudaIpcOutbox,
+    FillingTurns,
+    SharedMemoryOutbox,
+)
 from megadapo.weights.sync.transports.interface import Offer, Outbox, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-from megadapo.weights.sync.transports.turns import FillingTurns
 
 IN_PLACE = ("shared_memory", "cuda_ipc")
 """Transports whose buckets are read in place."""

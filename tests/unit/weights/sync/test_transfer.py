@@ -25,12 +25,13 @@ from megadapo.weights.sync.transports.in_place import (
     MEMORY_FOLDER,
     CudaIpcInbox,
     CudaIpcOutbox,
+    FillingTurns,
+    ReadingTurns,
     SharedMemoryInbox,
     SharedMemoryOutbox,
 )
 from megadapo.weights.sync.transports.interface import Message
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-from megadapo.weights.sync.transports.turns import FillingTurns, ReadingTurns
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.weights.connection import BUCKET, Connection, Shards, receiver_of
 
