@@ -120,7 +120,8 @@ class TrainerRank(TrainedModel):
 
     def _reference_policy(self) -> ReferencePolicy | None:
         """Return the policy of the KL divergence, if the run has one."""
-        algorithm, teacher = self.settings.algorithm, None
+        algorithm = self.settings.algorithm
+        teacher: Teacher | None = None
         if algorithm.objective.kl_coef == 0.0:
             return None
         if algorithm.reference.path is not None:
