@@ -42,7 +42,7 @@ IN_WORKERS = {
     "hierarchical": "megadapo.rewards.builtin:hierarchical_reward",
     "judge": "megadapo.rewards.served:judge_reward",
     "reward_model": "megadapo.rewards.served:reward_model_reward",
-    LOCAL_MODEL: "megadapo.rewards.local_model:local_reward_model_reward",
+    LOCAL_MODEL: "megadapo.rewards.served:local_reward_model_reward",
     "arithmetic_steps": "megadapo.rewards.builtin:arithmetic_steps_reward",
 }
 """MODULE:FUNCTION of built-in functions that run like a user's, by their name in a config."""

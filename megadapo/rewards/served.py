@@ -1,7 +1,8 @@
-"""Rewards from a server: a judge with an OpenAI-compatible API, or a reward model.
+"""Rewards from models: a judge with an OpenAI-compatible API, or a reward model, served or not.
 
 The client retries if a server is busy, starting or unreachable, and counts the retries. A request
-without an answer is a failure of that response only.
+without an answer is a failure of that response only. Without a server, the worker process loads the
+reward model itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 from megadapo.rewards.config import REQUEST_TIMEOUT_S, SCORE_PATTERN
@@ -39,6 +41,7 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which a request is repeated."""
 FIRST_PAUSE_S = 0.2
 MAX_REPLY_BYTES = 4 << 20
+Conversation = Sequence[Mapping[str, str]]
 
 
 class NoAnswer(Exception):
@@ -230,3 +233,48 @@ def _item_at(value: Any, *path: str | int) -> Any:
         except (IndexError, KeyError, TypeError):
             raise NoAnswer(f"the server's answer has no {'.'.join(map(str, path))}") from None
     return value
+
+
+def local_reward_model_reward(
+    messages: Sequence[Conversation],
+    responses: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    ground_truths: Sequence[str],
+    extra_infos: Sequence[Mapping[str, Any]],
+    *,
+    path: str,
+) -> list[float]:
+    """Return the score of each response by a sequence classifier, on one CPU thread in fp32.
+
+    Args:
+        path: folder of the classifier, such as a reward model that `megadapo export` wrote.
+    """
+    import torch
+
+    from megadapo.data.pairs import conversation_tokens
+
+    model, tokenizer = _load(path)
+    scores = []
+    for conversation, response in zip(messages, responses, strict=True):
+        prompt = tuple((message["role"], message["content"]) for message in conversation)
+        ids = conversation_tokens((*prompt, ("assistant", response)), tokenizer)
+        with torch.inference_mode():
+            # the classifier itself would skip a last token that is also its padding
+            hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+            scores.append(float(model.score(hidden)[0]))
+    return scores
+
+
+@lru_cache(maxsize=1)
+def _load(path: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from megadapo.tokens.tokenizer import read_tokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = read_tokenizer(path, key="local_reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False
+    )
+    return model.eval(), tokenizer

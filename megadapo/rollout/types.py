@@ -1,4 +1,7 @@
-"""Data that the driver and the engines exchange, one object per group, and the engines' load."""
+"""Data that the driver, the engines and the host of environments exchange; it can be pickled.
+
+Driver and engines exchange one object per group, and the engines' load.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.environments.environment import Task
+from megadapo.environments.environment import Action, Observation, Task
 from megadapo.rollout.config import BranchingConfig
 
 SEED_BITS = 63
@@ -20,6 +23,24 @@ SEED_BITS = 63
 MAX_ONE_PASS = 1024
 """Longest sequence that is scored in one pass: vLLM's older runner holds the logits of all its
 tokens at once, 0.6 GB with a vocabulary of 150,000."""
+CAUSES = {
+    "failure": "failure",
+    "exception": "exception",
+    "wrong result": "exception",
+    "timeout": "timeout",
+    "lost process": "lost_process",
+    "cannot start": "lost_process",
+    "no capacity": "no_capacity",
+    "not repeatable": "not_continued",
+    "interrupted": "not_continued",
+    "lost records": "not_continued",
+    "journal": "not_continued",
+    "wrong call": "not_continued",
+}
+"""Beginnings of failures, each with its kind in metrics. exception: any but EnvironmentFailure,
+which is a "failure". not repeatable: a repeated action was answered differently. interrupted:
+`recovery = "once"` does not continue. lost records: the journal lacks turns of the response.
+journal: it cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,3 +323,50 @@ class ActivityCounter:
             self._busy_s += now - self._last
             self._running_s += self._running * (now - self._last)
         self._last = now
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the model that an environment answers."""
+
+    digest: str
+    """Digest of the turn's sampled token ids; equal for equal ids only."""
+    sampled: bytes
+    """Token ids, log-probs and policy versions as the engine encodes them, opaque to the host."""
+    action: Action
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to a turn: either an observation or a failure."""
+
+    observation: Observation | None
+    failure: str | None
+    """Reason without an observation: "CAUSE: details", with a cause of `CAUSES`."""
+    seconds: float
+    """Time that the environment took for it."""
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A turn that was sampled and answered already."""
+
+    sampled: bytes
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An episode that is ready for its next turn, or has failed."""
+
+    observation: Observation | None
+    """Observation of `reset`; None if it returned none, or failed."""
+    recorded: tuple[RecordedTurn, ...]
+    """Turns after those of the response, which continues after the last of them."""
+    failure: str | None
+    """Reason why the episode cannot continue: "CAUSE: details", with a cause of `CAUSES`."""
+
+
+def cause_of(failure: str) -> str:
+    """Return the cause with which a failure begins."""
+    return failure.partition(":")[0]

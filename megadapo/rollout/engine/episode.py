@@ -27,8 +27,7 @@ from megadapo.data.group import Response
 from megadapo.data.group_codec import decode_response, encode_response
 from megadapo.environments.environment import Action, Observation, ToolCall
 from megadapo.errors import ConfigError, DataError
-from megadapo.rollout.episodes.types import Opened, Outcome, SampledTurn
-from megadapo.rollout.types import EpisodeRequest
+from megadapo.rollout.types import EpisodeRequest, Opened, Outcome, SampledTurn
 from megadapo.tokens.chat import output_ids
 from megadapo.tokens.turns import Turns
 

@@ -27,8 +27,7 @@ from megadapo.errors import ConfigError, DataError
 from megadapo.rollout.engine.episode import EpisodeClient, RemoteEpisode, sampled_of
 from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse, Segment
 from megadapo.rollout.episodes.actor import HOST_NAME
-from megadapo.rollout.episodes.types import Outcome
-from megadapo.rollout.types import EngineCounts, EpisodeRequest, OpenGroup, StopReport
+from megadapo.rollout.types import EngineCounts, EpisodeRequest, OpenGroup, Outcome, StopReport
 from megadapo.tokens.stops import without_end
 
 T = TypeVar("T")

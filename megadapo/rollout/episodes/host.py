@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
-from megadapo.environments.processes import LOST, CallError, EnvironmentProcesses, EnvironmentSlot
+from megadapo.environments.processes import (
+    LOST,
+    CallError,
+    EnvironmentDescription,
+    EnvironmentProcesses,
+    EnvironmentSlot,
+)
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
-from megadapo.rollout.episodes.types import (
-    EnvironmentDescription,
-    Opened,
-    Outcome,
-    RecordedTurn,
-    SampledTurn,
-)
+from megadapo.rollout.types import Opened, Outcome, RecordedTurn, SampledTurn
 
 MAX_ATTEMPTS = 3
 """Number of attempts to reset, and to repeat what a lost process has not answered."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megadapo.environments.environment import Action, Observation, ToolCall
-from megadapo.rollout.episodes.types import Outcome
 from megadapo.rollout.journal.record_log import RecordLog
+from megadapo.rollout.types import Outcome
 
 FORMAT = 1
 """Version of the records; others are ignored."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megadapo.data.prompts import Prompt, render
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import ConfigError, DataError
-from megadapo.rollout.episodes.types import EnvironmentDescription
 from megadapo.rollout.types import EpisodeRequest
 from megadapo.tokens.turns import Turns
 

@@ -18,8 +18,14 @@ import numpy as np
 from megadapo.data.group import FAILED, FAILURES, MIN_RESPONSES, Failure, Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
-from megadapo.rollout.episodes.types import CAUSES, cause_of
-from megadapo.rollout.types import EngineActivity, EpisodeRequest, OpenGroup, StopReport
+from megadapo.rollout.types import (
+    CAUSES,
+    EngineActivity,
+    EpisodeRequest,
+    OpenGroup,
+    StopReport,
+    cause_of,
+)
 
 SCORING_POLL_S = 0.005
 """Longest single wait for the engines while groups are being scored."""

@@ -8,7 +8,7 @@ from typing import Any
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Task
 from megadapo.rollout.episodes.host import EpisodeHost
-from megadapo.rollout.episodes.types import SampledTurn
+from megadapo.rollout.types import SampledTurn
 
 MODULE = "tests.support.rollout.hostile_environments"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, ToolCall
-from megadapo.rollout.episodes.types import SampledTurn
+from megadapo.rollout.types import SampledTurn
 from tests.support import REPOSITORY
 from tests.support.rollout.hosts import content_of, task_of, turn_of, with_host
 

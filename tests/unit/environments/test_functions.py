@@ -9,7 +9,7 @@ from megadapo.environments.environment import Action, ToolCall
 from megadapo.environments.functions import ToolError, load_tools, make_tool
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.host import check_environments
-from megadapo.rollout.episodes.types import SampledTurn
+from megadapo.rollout.types import SampledTurn
 from tests.support.rollout import tool_functions
 from tests.support.rollout.hosts import task_of, with_host
 

@@ -11,10 +11,10 @@ import pytest
 
 from megadapo.data.prompts import Prompt
 from megadapo.environments.config import EnvironmentConfig
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.host import EpisodeHost, check_environments
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.episodes.types import EnvironmentDescription
 from tests.support.rollout import hostile_environments
 from tests.support.rollout.hosts import config_of, task_of, turn_of, with_host
 from tests.support.rollout.scripted_engines import PlainTokenizer

@@ -16,7 +16,7 @@ from megadapo.environments.adapters import BUILT_IN
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, ToolCall
 from megadapo.errors import ConfigError
-from megadapo.rollout.episodes.types import SampledTurn
+from megadapo.rollout.types import SampledTurn
 from tests.support.rollout.hosts import content_of, task_of, with_host
 from tests.unit.environments.adapters.test_openenv import EchoServer
 

@@ -20,7 +20,7 @@ from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Task
 from megadapo.errors import ConfigError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
-from megadapo.rollout.episodes.types import SampledTurn
+from megadapo.rollout.types import SampledTurn
 from megadapo.tokens.chat import chat_ids
 from tests.support import REPOSITORY
 from tests.support.rollout.hosts import with_host

@@ -19,8 +19,7 @@ from megadapo.rollout.engine.episode import EpisodeClient
 from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.host import identity_of
 from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
-from megadapo.rollout.episodes.types import Outcome
-from megadapo.rollout.types import OpenGroup, SamplingSettings
+from megadapo.rollout.types import OpenGroup, Outcome, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from megadapo.rollout.episodes.journal import MAX_COPIES
-from megadapo.rollout.episodes.types import cause_of
 from megadapo.rollout.journal import record_log
+from megadapo.rollout.types import cause_of
 from tests.support.rollout.hosts import (
     ANSWERS,
     RECOVERIES,

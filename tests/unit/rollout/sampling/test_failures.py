@@ -21,14 +21,13 @@ from megadapo.data.batch import pack
 from megadapo.data.group import INTERRUPTED, Failure, Group, Score
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.environments.config import EnvironmentConfig
-from megadapo.environments.processes import LOST
+from megadapo.environments.processes import LOST, EnvironmentDescription
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.scorer import Scorer
 from megadapo.rollout import episodes
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.episodes.types import CAUSES, EnvironmentDescription
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.sampling import scoring
 from megadapo.rollout.sampling.evaluation import (
@@ -38,6 +37,7 @@ from megadapo.rollout.sampling.evaluation import (
 )
 from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import MAX_REPEATS
+from megadapo.rollout.types import CAUSES
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, contents, make_sampler
 from tests.support.rollout.scripted_engines import (
