@@ -113,7 +113,7 @@ def make(folder: Path) -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     # imported here: a call that has nothing to do ends in a second
-    from megadapo.weights.disk.gguf import gguf_to_hf
+    from megadapo.weights.disk.conversion import gguf_to_hf
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}-") as temporary:

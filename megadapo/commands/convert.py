@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         conversion.write_hf(weights, arguments.destination, model, quantize=arguments.quantize)
         print(f"{arguments.destination}: written")
     elif arguments.conversion == "gguf-to-hf":
-        from megadapo.weights.disk.gguf import gguf_to_hf
+        from megadapo.weights.disk.conversion import gguf_to_hf
 
         gguf_to_hf(arguments.source, arguments.destination)
         print(conversion.inspect(arguments.destination))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
-from megadapo.weights.disk import gguf
+from megadapo.weights.disk.conversion import gguf_to_hf
 from tests.support import REPOSITORY
 from tests.support.models.tiny_models import FAMILY_NAMES, TEXT, TRAINED, copy_model, make_model
 from tests.support.runs.commands import convert
@@ -293,7 +293,7 @@ def test_unknown_rule_of_a_tokenizer_is_refused(model, tmp_path):
     pytest.importorskip("accelerate")
     write_gguf(tmp_path / "m.gguf", model, rule="refact-9")
     with pytest.raises(DataError, match="'refact-9'"):
-        gguf.gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
+        gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -305,7 +305,7 @@ def test_truncated_file_is_named(model, tmp_path, share):
     content = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(content[: int(share * len(content))])
     with pytest.raises(DataError, match=r"m\.gguf"):
-        gguf.gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
+        gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -315,14 +315,15 @@ def test_damaged_file_is_named(tmp_path, content):
     pytest.importorskip("accelerate")
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(DataError, match=r"m\.gguf"):
-        gguf.gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
+        gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf, "EXTRA", ("gguf_that_is_not_installed",))
+    name = "megadapo.weights.disk.conversion.GGUF_EXTRA"
+    monkeypatch.setattr(name, ("gguf_that_is_not_installed",))
     with pytest.raises(ConfigError, match=r"megadapo\[gguf\]"):
-        gguf.gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
+        gguf_to_hf(tmp_path / "m.gguf", tmp_path / "hf")
 
 
 def test_tool_keeps_to_folders_of_its_own(tmp_path, monkeypatch):
