@@ -32,10 +32,7 @@ from megadapo.trainer.critic.critic import Critic, CriticStep
 from megadapo.trainer.model.experts import ExpertBalance, check_choices
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model_layout import validate_model_layout
-from megadapo.trainer.model.parallel import (
-    has_results,
-    join_groups,
-)
+from megadapo.trainer.model.parallel import has_results, join_groups
 from megadapo.trainer.offload import BETWEEN_UPDATES, Offload
 from megadapo.trainer.reference import ReferencePolicy, Teacher
 from megadapo.trainer.trained_model import TrainedModel
@@ -49,11 +46,7 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from megadapo.trainer.update.metrics import MiniBatchSums, UpdateRecorder, summarize
-from megadapo.trainer.update.optimizer import (
-    gather_weights_now,
-    step_if_finite,
-    wait_for_weight,
-)
+from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite, wait_for_weight
 from megadapo.trainer.update.step import BoundSearch, compute_gradients, compute_logprobs
 from megadapo.weights.sync.sender import WeightSender
 

@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.process_log import START_LINE, read_tail, redirect_output
 from megadapo.cluster.processes import collecting_rarely, descendants, private_bytes
-from megadapo.cluster.this_node import (
-    ClockReading,
-    node_address,
-    read_clock,
-    use_interface_towards,
-)
+from megadapo.cluster.this_node import ClockReading, node_address, read_clock, use_interface_towards
 from megadapo.cluster.watch.diagnostics import ProcessLocation
 from megadapo.cluster.watch.guard import kill_marked, mark_and_guard
 from megadapo.errors import InfraError, ProcessDiedError

@@ -27,11 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError, MegadapoError
-from megadapo.trainer.checkpoint.pieces import (
-    OwnedRun,
-    Piece,
-    put_masters_into_weights,
-)
+from megadapo.trainer.checkpoint.pieces import OwnedRun, Piece, put_masters_into_weights
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
 from megadapo.trainer.types import RankReport
 from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file, unreadable

@@ -24,10 +24,7 @@ from megadapo.models.description import describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
-from megadapo.trainer.checkpoint.checkpoint import (
-    CheckpointWriter,
-    num_bytes_written,
-)
+from megadapo.trainer.checkpoint.checkpoint import CheckpointWriter, num_bytes_written
 from megadapo.trainer.critic.critic import Critic, ValueHead, ValueLoss
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups

@@ -188,9 +188,7 @@ def inverse_frequencies(model: ModelDescription) -> Tensor:
 
 
 def _te_layer_spec(config: TransformerConfig) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,

@@ -17,13 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
-from megadapo.algorithm.bapo import (
-    BapoBounds,
-    BapoConfig,
-    bapo_sums,
-    num_bapo_sums,
-    search_bounds,
-)
+from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums, num_bapo_sums, search_bounds
 from megadapo.algorithm.objective import LIKELIHOOD, MAX_LOG_RATIO, PolicyObjective
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
