@@ -25,7 +25,8 @@ from megadapo.cluster.processes import descendants
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError, InfraError, MegadapoError
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
-from megadapo.observe.summary import costs, read_steps
+from megadapo.observe.run_records import RunRecords
+from megadapo.observe.summary import costs
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.evaluation import Evaluation
 
@@ -152,7 +153,7 @@ def table(
         if k > 1:
             best = (first["best_of_all"], last["best_of_all"], of_export.pass_at[k])
             rows.append((f"{label}: pass@{k}", *(f"{value:.3f}" for value in best)))
-    time_row, *_, ratio, gap = costs(read_steps(config.run.folder))
+    time_row, *_, ratio, gap = costs(RunRecords(config.run.folder).need_steps())
     spent = ("with starts and evaluations", f"{minutes:.1f} minutes")
     used = ("peak memory of all processes", f"{peak / GIB:.1f} GiB")
     rows += [(name, "", value, "") for name, value in (time_row, spent, used, ratio, gap)]

@@ -85,8 +85,8 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
         DataError: a file is damaged.
         ConfigError: the engines share the trainer's GPUs.
     """
-    from megadapo.config.recipe import RESOLVED_FILE
     from megadapo.errors import ConfigError, DataError
+    from megadapo.observe.run_records import RESOLVED_FILE
     from megadapo.rollout.pool.request import EngineRequest, read_request
 
     path = folder / RESOLVED_FILE

@@ -166,7 +166,7 @@ def _current_ranks(folder: Path) -> Iterator[str]:
     """Yield the slowest rank of the running call, and silent ranks, by their heartbeats."""
     from megadapo.cluster.process_log import LOGS_FOLDER, trainer_log
     from megadapo.cluster.watch.heartbeat import heartbeat_file, read_heartbeat
-    from megadapo.config.recipe import RESOLVED_FILE
+    from megadapo.observe.run_records import RESOLVED_FILE
 
     times, beats = {}, {}
     resolved = folder / RESOLVED_FILE

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.errors import ConfigError
+from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.section import NONE_TEXT, Section
 
-RESOLVED_FILE = "config.json"
-"""The resolved configuration in a run's folder."""
 RESUME_TARGET_FILE = "resumed.json"
 """File in a run's folder with the checkpoint that a user named to resume from."""
 

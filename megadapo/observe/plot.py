@@ -5,20 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.errors import DataError, InfraError
-from megadapo.observe.metrics.records import (
-    METRICS_FILE,
-    EvaluationRecord,
-    MetricRecord,
-    read_evaluations,
-    read_metrics,
-)
+from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.panels.panel import HELD_OUT, Panel
 from megadapo.observe.panels.sections import sections_with_values
+from megadapo.observe.run_records import RunRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,18 +54,29 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
     """
     import matplotlib
 
-    runs = [PlottedRun.read(folder) for folder in folders]
+    runs = [RunRecords(folder) for folder in folders]
+    for run in runs:
+        if not run.steps:
+            raise DataError(
+                f"{run.folder}: no steps are recorded in {METRICS_FILE}, so there is nothing to "
+                "plot"
+            )
     with matplotlib.rc_context(STYLE):
         save(draw_runs(runs), output)
     return output
 
 
-def draw_runs(runs: Sequence[PlottedRun]) -> Figure:
+def draw_runs(runs: Sequence[RunRecords]) -> Figure:
     """Return a figure of the panels in which any of the runs has values."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    names = dict.fromkeys(name for run in runs for name in run.measured())
+    steps = (record for run in runs for record in run.steps)
+    names = dict.fromkeys(
+        name for record in steps for name, value in record.items() if value is not None
+    )
+    if any(run.evaluations for run in runs):
+        names[HELD_OUT] = None
     sections = sections_with_values(names)
     panels = [panel for _, shown in sections for panel in shown if panel.in_plot]
     num_rows = math.ceil(len(panels) / NUM_COLUMNS) or 1
@@ -82,12 +87,14 @@ def draw_runs(runs: Sequence[PlottedRun]) -> Figure:
         finish(axes)
     for axes in places[len(panels) :]:
         axes.remove()
-    last = runs[0].records[-1]["step"]
-    title = f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
+    last = runs[0].steps[-1]["step"]
+    title = f"{runs[0].folder.resolve().name}: {last} step{'s' if last != 1 else ''}"
     if len(runs) > 1:
         title = f"{len(runs)} runs"
         colours = itertools.cycle(COLOURS)
-        handles = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
+        handles = [
+            Line2D([], [], color=next(colours), label=run.folder.resolve().name) for run in runs
+        ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 5))
     figure.suptitle(title, fontsize=13)
     return figure
@@ -131,45 +138,7 @@ def save(figure: Figure, output: Path) -> None:
         raise InfraError(f"{output}: cannot be written: {error.strerror}") from error
 
 
-@dataclass(frozen=True)
-class PlottedRun:
-    """The recorded numbers of one run that its plot shows."""
-
-    name: str
-    records: list[MetricRecord]
-    evaluations: list[EvaluationRecord]
-
-    @classmethod
-    def read(cls, folder: Path) -> PlottedRun:
-        """Read a run folder.
-
-        Raises:
-            DataError: it has no recorded steps.
-        """
-        records = read_metrics(folder)
-        if not records:
-            raise DataError(
-                f"{folder}: no steps are recorded in {METRICS_FILE}, so there is nothing to plot"
-            )
-        return cls(folder.resolve().name, records, read_evaluations(folder))
-
-    def measured(self) -> list[str]:
-        """Return the metrics that have values, and `HELD_OUT` if there are evaluations."""
-        names = [
-            name for record in self.records for name, value in record.items() if value is not None
-        ]
-        return [*dict.fromkeys(names), *([HELD_OUT] if self.evaluations else [])]
-
-    def series(self, name: str) -> dict[float, float]:
-        """Return the values of a metric by the steps at which it was measured."""
-        return {
-            float(record["step"] or 0): float(value)
-            for record in self.records
-            if (value := record.get(name)) is not None
-        }
-
-
-def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[PlottedRun]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
     """Draw a panel: a colour is a run; if there is only one run, a colour is a metric."""
     axes.set_title(panel.title, loc="left")
     axes.set_title(panel.unit, loc="right", fontsize=8, fontweight="normal", color=_GREY)
@@ -201,7 +170,7 @@ def _look(colour: str, line: int, num_runs: int) -> dict[str, Any]:
     return {"color": colour, "linestyle": _LINE_STYLES[line % len(_LINE_STYLES)]}
 
 
-def _fill_band(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:
+def _fill_band(axes: Axes, panel: Panel, run: RunRecords, colour: str) -> None:
     """Fill between the two metrics of a panel's band over the steps that have both."""
     if not panel.band:
         return
@@ -214,7 +183,7 @@ def _fill_band(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:
     )
 
 
-def _draw_held_out(axes: Axes, run: PlottedRun, look: dict[str, Any]) -> None:
+def _draw_held_out(axes: Axes, run: RunRecords, look: dict[str, Any]) -> None:
     """Draw the accuracy of evaluations in a band of its standard error."""
     steps = [e.step for e in run.evaluations]
     mean = [e.accuracy for e in run.evaluations]
@@ -242,7 +211,7 @@ def _draw_held_out(axes: Axes, run: PlottedRun, look: dict[str, Any]) -> None:
         )
 
 
-def _draw_against(axes: Axes, panel: Panel, run: PlottedRun, colour: str) -> None:
+def _draw_against(axes: Axes, panel: Panel, run: RunRecords, colour: str) -> None:
     """Draw a metric against another, one point a step, the last one marked."""
     [name] = panel.lines
     axes.set_xlabel(panel.unit.rpartition("against ")[2])

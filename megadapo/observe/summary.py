@@ -11,18 +11,16 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megadapo.errors import DataError
 from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     EvaluationRecord,
     MetricRecord,
     has_rollouts,
-    read_evaluations,
-    read_metrics,
 )
 from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
 from megadapo.observe.progress import LOG_FILE
+from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
 
 _ROWS = (
     ("training accuracy", "accuracy/mean", "{:.3f}"),
@@ -42,7 +40,7 @@ _ROWS_WITHOUT_ROLLOUTS = (
     ("held-out loss", "eval/loss", "{:.4f}"),
 )
 _ARTEFACTS = (
-    ("config.json", "resolved configuration"),
+    (RESOLVED_FILE, "resolved configuration"),
     (METRICS_FILE, "every metric, one object a step"),
     (EVALUATIONS_FILE, "every held-out evaluation"),
     (TENSORBOARD_FOLDER, "tensorboard --logdir"),
@@ -57,7 +55,8 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
 
     `command`: the command of the run.
     """
-    records, evaluations = read_steps(folder), read_evaluations(folder)
+    run = RunRecords(folder)
+    records, evaluations = run.need_steps(), run.evaluations
     table = Table(title=f"{folder}: before and after")
     table.add_column("")
     table.add_column(f"step {records[0]['step']}", justify="right")
@@ -82,18 +81,6 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
         highlight=False,
         soft_wrap=True,
     )
-
-
-def read_steps(folder: Path) -> list[MetricRecord]:
-    """Return the recorded steps of a run.
-
-    Raises:
-        DataError: no step is recorded yet.
-    """
-    records = read_metrics(folder)
-    if not records:
-        raise DataError(f"{folder}: no steps are recorded in {METRICS_FILE}; is this a run folder?")
-    return records
 
 
 def before_after(

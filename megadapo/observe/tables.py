@@ -23,6 +23,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, "1-3, 7" for 1, 2, 3, 7."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)
+
+
 def print_error(text: str) -> None:
     """Print a message on stderr; a lost console ends no run and changes no exit code."""
     try:

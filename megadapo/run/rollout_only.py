@@ -11,12 +11,12 @@ from typing import Literal
 
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
-from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.data.answered import AnswerEncoder, CorrectRows
 from megadapo.data.pairs import PairRows
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
+from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.sampler import Sampler

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
-from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, CorruptCheckpointError, InfraError
 from megadapo.observe.files import replace_text
 from megadapo.observe.plot import plot_run
+from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megadapo.observe.metrics.records import (
-    EvaluationRecord,
-    MetricRecord,
-    read_evaluations,
-    read_metrics,
-)
+from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.run_records import RunRecords
 
 END_STEPS = 5
 """Number of last steps in an average at the end of a run; a single one is too noisy."""
@@ -24,21 +20,10 @@ END_STEPS = 5
 _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecords:
-    """Metrics and evaluations of a run."""
-
-    steps: list[MetricRecord]
-    evaluations: list[EvaluationRecord]
-
-    @classmethod
-    def read(cls, folder: Path) -> RunRecords:
-        return cls(steps=read_metrics(folder), evaluations=read_evaluations(folder))
-
-    def values(self, name: str, last: int = 0) -> list[float]:
-        """Return a metric's finite values in the last steps, or in all for 0."""
-        found = (record.get(name) for record in self.steps[-last:])
-        return [float(value) for value in found if value is not None and math.isfinite(value)]
+def _values(run: RunRecords, name: str, last: int = 0) -> list[float]:
+    """Return a metric's finite values in the last steps, or in all for 0."""
+    found = (record.get(name) for record in run.steps[-last:])
+    return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
 class Measure(NamedTuple):
@@ -53,16 +38,16 @@ class Measure(NamedTuple):
 
 
 def _at_end(name: str) -> Callable[[RunRecords, float], float | None]:
-    return lambda run, _: _mean(run.values(name, END_STEPS))
+    return lambda run, _: _mean(_values(run, name, END_STEPS))
 
 
 def _over_run(name: str) -> Callable[[RunRecords, float], float | None]:
-    return lambda run, _: _mean(run.values(name))
+    return lambda run, _: _mean(_values(run, name))
 
 
 def _total(*names: str) -> Callable[[RunRecords, float], float | None]:
     def total(run: RunRecords, _: float) -> float | None:
-        values = [value for name in names for value in run.values(name)]
+        values = [value for name in names for value in _values(run, name)]
         return sum(values) if values else None
 
     return total
@@ -159,8 +144,8 @@ Measured = Mapping[str, float | None]
 
 def measure(folder: Path, accuracy: float) -> dict[str, float | None]:
     """Return every measure of a run; None if missing."""
-    records = RunRecords.read(folder)
-    return {measure.name: measure.of(records, accuracy) for measure in MEASURES}
+    run = RunRecords(folder)
+    return {measure.name: measure.of(run, accuracy) for measure in MEASURES}
 
 
 @dataclass(frozen=True, kw_only=True)

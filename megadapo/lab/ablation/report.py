@@ -12,7 +12,6 @@ from megadapo.lab.ablation.measures import (
     END_STEPS,
     MEASURES,
     Measure,
-    RunRecords,
     Spread,
     not_mixed_share,
     trained_not_mixed_share,
@@ -22,6 +21,7 @@ from megadapo.lab.record import write_record, write_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.report import REPORT_FILE, write_report
+from megadapo.observe.run_records import RunRecords
 from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Pa
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    read = [(name, [RunRecords.read(folder) for folder in runs]) for name, runs in rows if runs]
+    read = [(name, [RunRecords(folder) for folder in runs]) for name, runs in rows if runs]
     styled = [
         # rows that share a colour differ in their dashes
         (name, runs, COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)])

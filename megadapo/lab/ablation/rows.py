@@ -15,16 +15,11 @@ from pydantic import Field
 
 from megadapo.config import RunConfig, load_config, to_dict
 from megadapo.config.preflight import check_run
-from megadapo.config.recipe import (
-    RESOLVED_FILE,
-    merge_tables,
-    parse_override,
-    read_toml,
-    toml_value,
-)
+from megadapo.config.recipe import merge_tables, parse_override, read_toml, toml_value
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.observe.metrics.records import read_metrics
+from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.section import Section
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megadapo.errors import DataError
-from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, ranges, row
+from megadapo.errors import ConfigError, DataError
+from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row
 from megadapo.lab.diff.groups import StepGroups
-from megadapo.lab.diff.record import RunRecord
 from megadapo.observe.metrics.names import is_repeated
-from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.metrics.records import (
+    METRICS_FILE,
+    EvaluationRecord,
+    MetricRecord,
+    has_rollouts,
+)
 from megadapo.observe.oracles import FIRST_RATIO
+from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.observe.run_records import RunRecords
+from megadapo.observe.tables import ranges
 from megadapo.rollout.journal.record_log import read_records
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
+from megadapo.run.state.checkpoint_store import CHECKPOINTS, step_folders, step_of
 from megadapo.run.state.config_diff import changed_keys, decides_learning
 
 
@@ -197,9 +206,55 @@ class RunComparison:
         }
 
 
+@dataclass(frozen=True)
+class ComparedRun(RunRecords):
+    """The records of one of the two runs, by step."""
+
+    name: str
+    """"A" or "B" in texts."""
+
+    @cached_property
+    def metrics(self) -> dict[int, MetricRecord]:
+        return {int(record["step"] or 0): record for record in self.steps}
+
+    @cached_property
+    def evaluation_of(self) -> dict[int, EvaluationRecord]:
+        return {evaluation.step: evaluation for evaluation in self.evaluations}
+
+    @cached_property
+    def checkpoints(self) -> dict[int, Path]:
+        """The folders of complete checkpoints by step."""
+        return {step_of(path): path for path in step_folders(self.folder / CHECKPOINTS)}
+
+    def groups_of(self, step: int) -> dict[int, SavedGroup] | None:
+        """Return the saved groups of a step by prompt index; None if none were saved."""
+        if step not in self.saved_steps:
+            return None
+        return {group.prompt_index: group for group in self.groups(step)}
+
+    @property
+    def saved_groups(self) -> object:
+        """The value of observe.saved_groups; None if it is not known."""
+        return self.config.get("observe", {}).get("saved_groups")
+
+    def has_all_groups(self, step: int, groups: dict[int, SavedGroup]) -> bool:
+        """Return whether every group that the step generated or trained on is among `groups`."""
+        kept = self.metrics[step].get("groups/kept")
+        num_trained = sum(group.disposition == "trained" for group in groups.values())
+        return self.saved_groups == "all" and kept == num_trained
+
+    @property
+    def groups_per_mini_batch(self) -> int | None:
+        """Planned number of groups of an update, if each group is in one update of a step."""
+        algorithm, sampling = self.config.get("algorithm", {}), self.config.get("sampling", {})
+        if algorithm.get("passes") != 1 or "responses_per_prompt" not in sampling:
+            return None
+        return int(algorithm["responses_per_mini_batch"]) // int(sampling["responses_per_prompt"])
+
+
 def compare_runs(folder_a: Path, folder_b: Path) -> RunComparison:
     """Compare two runs up to the first step in which they differ."""
-    return _Comparer(RunRecord(folder_a, "A"), RunRecord(folder_b, "B")).compare()
+    return _Comparer(ComparedRun(folder_a, "A"), ComparedRun(folder_b, "B")).compare()
 
 
 def _about_update(also: Sequence[Difference]) -> tuple[str, ...]:
@@ -211,7 +266,7 @@ def _about_update(also: Sequence[Difference]) -> tuple[str, ...]:
 class _Comparer:
     """The comparison in progress."""
 
-    def __init__(self, a: RunRecord, b: RunRecord) -> None:
+    def __init__(self, a: ComparedRun, b: ComparedRun) -> None:
         self._a, self._b = a, b
         self._result = RunComparison(a.folder, b.folder)
 
@@ -219,7 +274,11 @@ class _Comparer:
         """Compare step by step; stop at the first difference."""
         result = self._result
         for run in (self._a, self._b):
-            run.check()
+            if not run.steps:
+                raise ConfigError(
+                    f"{run.folder} is not the folder of a run with a finished step: {METRICS_FILE} "
+                    "is missing or empty"
+                )
         changed = changed_keys(self._a.config, self._b.config)
         for key, values in changed.items():
             keys = result.learning_keys if decides_learning(key) else result.other_keys
@@ -298,9 +357,9 @@ class _Comparer:
 
     def _groups(self, step: int) -> StepGroups | None:
         """Return the saved groups of both runs, and note the ones that are missing."""
-        pairs = [(run, run.groups(step)) for run in (self._a, self._b)]
+        pairs = [(run, run.groups_of(step)) for run in (self._a, self._b)]
         for run, groups in pairs:
-            if not run.samples(step):
+            if not has_rollouts(run.metrics[step]):
                 return None
             key = f'observe.saved_groups = {run.saved_groups}; "all" saves every group'
             if groups is None:
@@ -317,7 +376,8 @@ class _Comparer:
 
     def _about_groups(self, step: int, groups: StepGroups | None) -> str:
         if groups is None:
-            return "" if not self._a.samples(step) else "No groups of both runs are saved."
+            samples = has_rollouts(self._a.metrics[step])
+            return "No groups of both runs are saved." if samples else ""
         common = len(groups.a.keys() & groups.b.keys())
         if groups.is_complete:
             return f"Prompts, tokens and scores of all {common} groups were compared one by one."
@@ -339,7 +399,7 @@ class _Comparer:
         yield from compare_checkpoints(step, (a, b), (before[0], before[1]))
 
     def _evaluation(self, step: int) -> Iterator[Difference]:
-        one, two = (run.evaluations.get(step) for run in (self._a, self._b))
+        one, two = (run.evaluation_of.get(step) for run in (self._a, self._b))
         if (one is None) != (two is None):
             self._gap(f"the evaluation: only {'A' if two is None else 'B'} has one", step)
         return compare_evaluations(step, one, two)

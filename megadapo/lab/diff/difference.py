@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -101,14 +101,3 @@ def share(number: int, total: int, noun: str, place: str) -> str:
     """Return a sentence such as "1 of 8 responses differs here."."""
     verb = "differs" if number == 1 else "differ"
     return f"{number} of {count(total, noun)} {verb} {place}."
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, "1-3, 7" for 1, 2, 3, 7."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megadapo.lab.diff.compare import RunComparison
-from megadapo.lab.diff.difference import Row, count, ranges
-from megadapo.observe.tables import TextTable, printable
+from megadapo.lab.diff.difference import Row, count
+from megadapo.observe.tables import TextTable, printable, ranges
 
 WIDTH = 100
 

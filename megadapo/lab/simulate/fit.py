@@ -14,7 +14,8 @@ from megadapo.errors import DataError
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.policies import OurSampler
 from megadapo.lab.simulate.task import Task, TaskSettings, run_lengths, step_lengths
-from megadapo.observe.metrics.records import MetricRecord, read_metrics
+from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.run_records import RunRecords
 from megadapo.plan.engine import EngineSpeed
 from megadapo.rollout.config import SamplingConfig
 
@@ -51,7 +52,7 @@ def fit_run(folder: Path) -> RunFit:
     # a resumed step may have all of its groups from the journal, and then engines had no work
     records = [
         record
-        for record in read_metrics(folder)
+        for record in RunRecords(folder).steps
         if record["tokens/generated"] and record.get("rollout/engine_tokens_max")
     ]
     if len(records) < MIN_STEPS:

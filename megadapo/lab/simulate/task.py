@@ -13,8 +13,8 @@ import numpy as np
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
-from megadapo.observe.metrics.records import MetricRecord, read_metrics
-from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.run_records import RunRecords
 from megadapo.plan.responses import (
     KEPT_SHARE,
     NORMAL_95,
@@ -71,17 +71,13 @@ def run_lengths(folder: Path) -> Lengths:
 
     A run that saves few of its groups prefers those it trained on. Then the metrics are better.
     """
-    records = read_metrics(folder)
-    num_sampled = sum(record.get("groups/sampled") or 0 for record in records)
-    groups = [
-        list(group.group.lengths)
-        for step in saved_steps(folder)
-        for group in read_rollouts(rollouts_path(folder, step))
-    ]
+    run = RunRecords(folder)
+    num_sampled = sum(record.get("groups/sampled") or 0 for record in run.steps)
+    groups = [list(group.group.lengths) for group in run.all_groups()]
     if groups and len(groups) >= 0.9 * num_sampled:
         return EmpiricalLengths([length for group in groups for length in group])
-    if records:
-        return step_lengths(records[-1])
+    if run.steps:
+        return step_lengths(run.steps[-1])
     raise DataError(f"{folder}: neither saved rollouts nor metrics: not the folder of a run")
 
 

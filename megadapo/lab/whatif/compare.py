@@ -16,13 +16,11 @@ from megadapo.errors import DataError
 from megadapo.lab.profiling.profiles import trainer_alone
 from megadapo.lab.whatif.alternatives import Alternative
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
-from megadapo.observe.metrics.records import MetricRecord, read_metrics
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.rollouts.files import (
     ROLLOUTS_FOLDER,
-    read_rollouts,
-    rollouts_path,
-    saved_steps,
 )
+from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
@@ -68,8 +66,8 @@ def read_step(config: RunConfig, step: int) -> SavedStep:
     Raises:
         DataError: none are saved, or the file is damaged.
     """
-    folder = config.run.folder
-    steps = saved_steps(folder)
+    folder, recorded = config.run.folder, RunRecords(config.run.folder)
+    steps = recorded.saved_steps
     if step not in steps:
         saved = f"it has those of {len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else ""
         raise DataError(
@@ -80,7 +78,7 @@ def read_step(config: RunConfig, step: int) -> SavedStep:
     run = config.run.model_copy(update={"num_steps": step})
     until = config.model_copy(update={"run": run})
     sampled = ReplayedRollouts(until, folder / ROLLOUTS_FOLDER, first_step=step).next_batch()
-    metrics = next((record for record in read_metrics(folder) if record["step"] == step), {})
+    metrics = next((record for record in recorded.steps if record["step"] == step), {})
     return SavedStep(
         step=step,
         sampled=sampled,
@@ -95,9 +93,10 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
     NaN where none is saved: on prompts, on tokens without a loss, and on stale tokens if their
     ratio has the engine's log-prob instead.
     """
-    path = rollouts_path(config.run.folder, saved.step)
     groups = {
-        group.prompt_index: group for group in read_rollouts(path) if group.disposition == "trained"
+        group.prompt_index: group
+        for group in RunRecords(config.run.folder).groups(saved.step)
+        if group.disposition == "trained"
     }
     responses = (
         response

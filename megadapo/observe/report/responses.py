@@ -14,15 +14,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from megadapo.observe.report.curves import Distributions, HeatMap
 from megadapo.observe.rollouts.conversation import conversation, environment_of
-from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse, encode_saved_response
+from megadapo.observe.run_records import RunRecords
 
 MAX_BYTES = 40 * 2**20
 """Compressed responses of one page, in base64."""
@@ -80,8 +79,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
     totals = []
     for run, folder in enumerate(folders):
         counts, num_groups, num_responses = Distributions(), 0, 0
-        steps = saved_steps(folder)
-        for group in chain.from_iterable(read_rollouts(rollouts_path(folder, s)) for s in steps):
+        for group in RunRecords(folder).all_groups():
             entry = _entry(run, group)
             lengths = [len(saved.response.token_ids) for saved in group.responses]
             counts.add(entry.step, lengths, entry.correct)

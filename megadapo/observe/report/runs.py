@@ -10,18 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from megadapo.errors import DataError
-from megadapo.observe.metrics.records import (
-    EvaluationRecord,
-    MetricRecord,
-    read_evaluations,
-)
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
 from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.report.curves import Series, read_series
-from megadapo.observe.summary import before_after, costs, read_steps
-
-CONFIG_FILE = "config.json"
+from megadapo.observe.run_records import RunRecords
+from megadapo.observe.summary import before_after, costs
 
 Flat: TypeAlias = dict[str, str | int | float | bool | None]
 
@@ -76,8 +70,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def _read_run(folder: Path, name: str) -> RunView:
-    records, evaluations = read_steps(folder), read_evaluations(folder)
-    config = _read_config(folder)
+    run = RunRecords(folder)
+    records, evaluations, config = run.need_steps(), run.evaluations, _flatten(run.config, "")
     bounds = {
         key.removeprefix("oracles."): value
         for key, value in config.items()
@@ -108,19 +102,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
-
-
-def _read_config(folder: Path) -> Flat:
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path}: not an object")
-    return _flatten(config, "")
 
 
 def _flatten(section: dict[str, object], prefix: str) -> Flat:

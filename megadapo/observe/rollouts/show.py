@@ -19,9 +19,9 @@ from megadapo.data.group import Score
 from megadapo.data.group_codec import encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.conversation import Part, conversation, environment_of
-from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
-from megadapo.observe.tables import printable
+from megadapo.observe.run_records import RunRecords
+from megadapo.observe.tables import printable, ranges
 
 INDENT = 4
 
@@ -63,8 +63,9 @@ def show_step(
         step: by default the last step with saved groups.
         limit: largest number of groups printed.
     """
-    step = _find_step(run_folder, step)
-    lines = _render_step(step, read_rollouts(rollouts_path(run_folder, step)), wanted, limit)
+    run = RunRecords(run_folder)
+    step = _find_step(run, step)
+    lines = _render_step(step, run.groups(step), wanted, limit)
     if not console.is_terminal:
         for line in lines:
             console.print(line)
@@ -74,29 +75,18 @@ def show_step(
             console.print(line)
 
 
-def _find_step(run_folder: Path, step: int | None) -> int:
-    steps = saved_steps(run_folder)
+def _find_step(run: RunRecords, step: int | None) -> int:
+    steps = run.saved_steps
     if not steps:
         raise DataError(
-            f"{run_folder} has no saved responses (rollouts/step-N.jsonl.zst); "
+            f"{run.folder} has no saved responses (rollouts/step-N.jsonl.zst); "
             "observe.saved_groups is the number of groups that a run saves per step"
         )
     if step is not None and step not in steps:
         raise DataError(
-            f"{run_folder} has no saved responses of step {step}, only of steps {_ranges(steps)}"
+            f"{run.folder} has no saved responses of step {step}, only of steps {ranges(steps)}"
         )
     return steps[-1] if step is None else step
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as ranges, "1-3, 7" for 1, 2, 3, 7."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def _render_step(

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from huggingface_hub import ModelCardData
 
 from megadapo import __version__
-from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import resolve_model_folder
 from megadapo.observe.metrics.records import read_evaluations
+from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.tokens.stops import stop_ids

@@ -9,8 +9,9 @@ from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.panels.panel import HELD_OUT
 from megadapo.observe.panels.sections import SECTIONS, sections_with_values
-from megadapo.observe.plot import PlottedRun, draw_runs
+from megadapo.observe.plot import draw_runs
 from megadapo.observe.report.page import render
+from megadapo.observe.run_records import RunRecords
 
 OPTIONAL = {
     "Left out by max_kl": {"policy/left_out_updates": 0},
@@ -42,7 +43,7 @@ def recorded(folder, *, steps=3, **values):
 
 def shown(folder):
     """Return the titles of a run's panels in plot.png, and of its panels in the report."""
-    plotted = [axes.get_title("left") for axes in draw_runs([PlottedRun.read(folder)]).axes]
+    plotted = [axes.get_title("left") for axes in draw_runs([RunRecords(folder)]).axes]
     [data] = re.findall(r'id="data"[^>]*>(.*?)</script>', render([folder]), re.DOTALL)
     reported = [panel["title"] for _, panels in json.loads(data)["sections"] for panel in panels]
     return plotted, reported
@@ -59,14 +60,14 @@ def test_panel_appears_in_both_if_its_metrics_have_values(tmp_path, title):
 def test_only_measured_lines_of_a_panel_are_drawn(tmp_path):
     """A null line in the legend would promise a curve."""
     folder = recorded(tmp_path, **{"critic/value_mean": 0.5})
-    [axes] = draw_runs([PlottedRun.read(folder)]).axes
+    [axes] = draw_runs([RunRecords(folder)]).axes
     assert [line.get_label() for line in axes.lines] == ["value"]
 
 
 def test_panels_appear_if_one_of_several_runs_has_values(tmp_path):
     plain = recorded(tmp_path / "plain", **{"policy/entropy": 0.5})
     critic = recorded(tmp_path / "critic", **{"critic/loss": 0.5})
-    figure = draw_runs([PlottedRun.read(folder) for folder in (plain, critic)])
+    figure = draw_runs([RunRecords(folder) for folder in (plain, critic)])
     assert [axes.get_title("left") for axes in figure.axes] == ["Entropy", "Critic's loss"]
 
 

@@ -9,12 +9,13 @@ from matplotlib.image import imread
 from megadapo.cli import main
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.observe.plot import COLOURS, PlottedRun, draw_runs, plot_run, plot_runs
+from megadapo.observe.plot import COLOURS, draw_runs, plot_run, plot_runs
+from megadapo.observe.run_records import RunRecords
 from tests.support.runs.recorded_runs import record_run
 
 
 def drawn(*folders):
-    return draw_runs([PlottedRun.read(folder) for folder in folders]).axes
+    return draw_runs([RunRecords(folder) for folder in folders]).axes
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])

@@ -1,0 +1,88 @@
+"""The records in a run's folder, as plots, reports and comparisons read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics.records import (
+    METRICS_FILE,
+    EvaluationRecord,
+    MetricRecord,
+    read_evaluations,
+    read_metrics,
+)
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.rollouts.saved_group import SavedGroup
+
+RESOLVED_FILE = "config.json"
+"""The resolved configuration in a run's folder."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The files of one run folder; each is read when it is first needed.
+
+    Every field raises DataError for a damaged file.
+    """
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration; empty if the file is missing."""
+        path = self.folder / RESOLVED_FILE
+        try:
+            config = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise DataError(f"{path}: not an object")
+        return config
+
+    @cached_property
+    def steps(self) -> list[MetricRecord]:
+        """The metrics of the finished steps, oldest first."""
+        return read_metrics(self.folder)
+
+    def need_steps(self) -> list[MetricRecord]:
+        """Return the metrics of the finished steps; raise DataError without any."""
+        if not self.steps:
+            raise DataError(
+                f"{self.folder}: no steps are recorded in {METRICS_FILE}; is this a run folder?"
+            )
+        return self.steps
+
+    @cached_property
+    def evaluations(self) -> list[EvaluationRecord]:
+        """The held-out evaluations, oldest first; step 0 is before training."""
+        return read_evaluations(self.folder)
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by the steps at which it was measured."""
+        return {
+            int(record["step"] or 0): float(value)
+            for record in self.steps
+            if (value := record.get(name)) is not None
+        }
+
+    @cached_property
+    def saved_steps(self) -> list[int]:
+        """The steps with saved groups, ascending."""
+        return saved_steps(self.folder)
+
+    def groups(self, step: int) -> Iterator[SavedGroup]:
+        """Yield the saved groups of a step, by prompt index."""
+        return read_rollouts(rollouts_path(self.folder, step))
+
+    def all_groups(self) -> Iterator[SavedGroup]:
+        """Yield the saved groups of all steps, one at a time: they may not fit into memory."""
+        for step in self.saved_steps:
+            yield from self.groups(step)
