@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.records import METRICS_FILE
-from megadapo.observe.panels.panel import HELD_OUT, Panel
-from megadapo.observe.panels.sections import sections_with_values
+from megadapo.observe.panels import HELD_OUT, Panel, sections_with_values
 from megadapo.observe.run_records import RunRecords
 
 if TYPE_CHECKING:

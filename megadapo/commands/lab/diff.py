@@ -22,8 +22,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.lab.diff.compare import compare_runs
-    from megadapo.lab.diff.show import text_of_comparison
+    from megadapo.lab.diff.compare import compare_runs, text_of_comparison
 
     result = compare_runs(arguments.run_a, arguments.run_b)
     if arguments.json:

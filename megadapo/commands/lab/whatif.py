@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(folder, [*arguments.overrides, f"run.folder={folder}"])
     chosen = alternatives(config, arguments.alternatives)
 
-    from megadapo.lab.whatif.compare import compare
-    from megadapo.lab.whatif.table import comparison_table, write_json
+    from megadapo.lab.whatif.compare import compare, comparison_table, write_json
 
     console, found = Console(), []
     remaining = compare(config, arguments.step, chosen)

@@ -1,9 +1,12 @@
-"""The comparison of objectives on a saved step, before and after the run's own updates of it."""
+"""The comparison of objectives on a saved step, before and after the run's own updates of it.
+
+It is shown as text and written as JSON.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +17,13 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
 from megadapo.errors import DataError
 from megadapo.lab.profiling.profiles import trainer_alone
+from megadapo.lab.record import write_record
 from megadapo.lab.whatif.alternatives import Alternative
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
-from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.rollouts.files import (
-    ROLLOUTS_FOLDER,
-)
+from megadapo.observe.metrics.records import MetricRecord, plain_numbers
+from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from megadapo.observe.run_records import RunRecords
+from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
@@ -307,3 +310,64 @@ def _notes(
             f"The run recorded policy/loss {loss:.6g} and policy/grad_norm {norm:.6g}"
             + (f", means over its {updates} updates." if updates > 1 else ".")
         )
+
+
+HEAD = (
+    *("objective", "loss", "|gradient|", "cosine", "clipped low", "clipped high"),
+    *("eff. samples", "tokens", "moved"),
+)
+
+
+def comparison_table(comparison: WhatIfComparison, alternatives: Sequence[Alternative]) -> str:
+    """Return one row per objective, and the notes."""
+    pairs = zip(alternatives, comparison.measured, strict=True)
+    rows = [[one.name, *_cells(measured)] for one, measured in pairs]
+    table = TextTable(title=comparison.title, head=HEAD, rows=rows)
+    entropy = comparison.measured[0].entropy
+    notes = [] if entropy is None else [f"Entropy: {entropy:.4f} nats per token."]
+    return "\n".join([table.text(), "", *comparison.notes, *notes])
+
+
+def write_json(
+    path: Path,
+    run_folder: Path,
+    step: int,
+    alternatives: Sequence[Alternative],
+    comparisons: Sequence[WhatIfComparison],
+) -> None:
+    """Write all numbers."""
+    write_record(
+        path,
+        {
+            "run": str(run_folder),
+            "step": step,
+            "comparisons": [
+                {
+                    "title": comparison.title,
+                    "notes": list(comparison.notes),
+                    "objectives": [
+                        plain_numbers({"name": one.name, **asdict(measured)})
+                        for one, measured in zip(alternatives, comparison.measured, strict=True)
+                    ],
+                }
+                for comparison in comparisons
+            ],
+        },
+    )
+
+
+def _cells(measured: Measured) -> list[str]:
+    return [
+        f"{measured.loss:.6g}",
+        f"{measured.grad_norm:.6g}",
+        _text(measured.cosine, ".6f"),
+        _text(measured.clip_low, ".3%"),
+        _text(measured.clip_high, ".3%"),
+        _text(measured.effective_samples, ".2%"),
+        str(measured.num_tokens),
+        str(measured.num_moved),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -20,8 +20,7 @@ from pathlib import Path
 from megadapo import __version__
 from megadapo.errors import DataError
 from megadapo.observe.metrics.names import METRICS
-from megadapo.observe.panels.panel import HELD_OUT
-from megadapo.observe.panels.sections import PHASES, sections_with_values
+from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, read_responses
 from megadapo.observe.report.runs import read_runs
 from megadapo.observe.tables import TextTable

@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
+from megadapo.observe.panels import NOT_CURVES, PHASES
 from megadapo.observe.progress import LOG_FILE
-from megadapo.observe.report.curves import Series, read_series
 from megadapo.observe.run_records import RunRecords
 from megadapo.observe.summary import before_after, costs
 
@@ -246,3 +247,72 @@ def _cells(states: list[int]) -> list[int]:
         stretch = states[start:end]
         cells.append(0 if 0 in stretch else max(stretch))
     return cells
+
+
+MAX_POINTS = 2000
+"""Points of one curve: more than a chart has pixels across."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric over the steps at which it was measured."""
+
+    steps: list[int]
+    values: list[float | None]
+    """Values; None if not finite."""
+    num_measured: int
+    """Steps before thinning."""
+    num_not_finite: int
+
+
+def read_series(
+    records: Sequence[MetricRecord], *, max_points: int = MAX_POINTS
+) -> dict[str, Series]:
+    """Return every metric that was measured at least once, by name in the order of the records."""
+    names = dict.fromkeys(name for record in records for name in record)
+    # drawn on top of each other: each curve needs a value at every step of the others
+    stacked = {"time/step_s", *(name for part in PHASES.values() for name in part)}
+    common = _steps_of_all(records, stacked, max_points)
+    curves = {}
+    for name in names:
+        points = [
+            (int(record["step"] or 0), float(value))
+            for record in records
+            if isinstance(value := record.get(name), int | float)
+        ]
+        if points and name not in NOT_CURVES:
+            at_common = [point for point in points if point[0] in common]
+            kept = at_common if name in stacked else _thin(points, max_points)
+            curves[name] = Series(
+                steps=[step for step, _ in kept],
+                values=[value if math.isfinite(value) else None for _, value in kept],
+                num_measured=len(points),
+                num_not_finite=sum(not math.isfinite(value) for _, value in points),
+            )
+    return curves
+
+
+def _steps_of_all(records: Sequence[MetricRecord], names: set[str], max_points: int) -> set[int]:
+    """Return the steps that the sum of some metrics keeps, so the same ones for all of them."""
+    sums = []
+    for record in records:
+        found = [value for name in names if (value := record.get(name)) is not None]
+        sums.append((int(record["step"] or 0), sum(filter(math.isfinite, found))))
+    return {step for step, _ in _thin(sums, max_points)}
+
+
+def _thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:
+    """Keep the lowest and the highest point of equal stretches, so that no spike is lost."""
+    if len(points) <= max_points:
+        return points
+    width = math.ceil(2 * len(points) / max_points)
+    kept = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        if not finite:
+            kept.append(stretch[0])
+            continue
+        ends = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
+        kept.extend(sorted(ends))
+    return kept

@@ -7,8 +7,7 @@ import pytest
 
 from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.observe.panels.panel import HELD_OUT
-from megadapo.observe.panels.sections import SECTIONS, sections_with_values
+from megadapo.observe.panels import HELD_OUT, SECTIONS, sections_with_values
 from megadapo.observe.plot import draw_runs
 from megadapo.observe.report.page import render
 from megadapo.observe.run_records import RunRecords

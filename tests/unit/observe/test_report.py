@@ -14,10 +14,9 @@ import pytest
 from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.report.curves import MAX_COLUMNS, Distributions, read_series
 from megadapo.observe.report.page import render, script_json
-from megadapo.observe.report.responses import read_responses
-from megadapo.observe.report.runs import MAX_CELLS, Verdict, judge, read_runs
+from megadapo.observe.report.responses import MAX_COLUMNS, Distributions, read_responses
+from megadapo.observe.report.runs import MAX_CELLS, Verdict, judge, read_runs, read_series
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megadapo.cli import main
-from megadapo.lab.diff.compare import compare_metrics, compare_runs
+from megadapo.lab.diff.compare import compare_metrics, compare_runs, text_of_comparison
 from megadapo.lab.diff.difference import Difference
-from megadapo.lab.diff.show import text_of_comparison
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import SavedResponse

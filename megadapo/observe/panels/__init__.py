@@ -1,1 +1,0 @@
-"""Panels of curves, declared once for plot.png and report.html."""
