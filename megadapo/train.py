@@ -14,8 +14,8 @@ from megadapo.run.launch import Workers, start_workers
 from megadapo.run.repeat import check_schedule
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
+from megadapo.run.step.record_writer import StepWriter
 from megadapo.run.step.training import make_batch
-from megadapo.run.step.writer import StepWriter
 
 
 def train(

@@ -13,7 +13,7 @@ from functools import cache
 
 from megadapo.cluster.machine import inspect_machine
 from megadapo.config import RunConfig
-from megadapo.data.group_codec import expert_dtype
+from megadapo.data.group import expert_dtype
 from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.plan.cards import GIB, MIB, Card
 from megadapo.plan.ranks import (

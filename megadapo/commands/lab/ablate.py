@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(ablation: Ablation, failures: list[RunFailure], console: Console) -> int:
     """Print and write an ablation's results; return 1 if a run failed."""
-    from megadapo.lab.ablation.report import ablation_tables, write_reports
-    from megadapo.lab.ablation.result import collect
+    from megadapo.lab.ablation.report import ablation_tables, collect, write_reports
 
     result = collect(ablation, failures)
     tables = ablation_tables(result)

@@ -18,8 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megadapo.observe.rollouts.conversation import conversation, environment_of
-from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse, encode_saved_response
+from megadapo.observe.rollouts.saved_group import (
+    SavedGroup,
+    SavedResponse,
+    conversation,
+    encode_saved_response,
+    environment_of,
+)
 from megadapo.observe.run_records import RunRecords
 
 MAX_BYTES = 40 * 2**20

@@ -42,14 +42,18 @@ the responses by their ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megadapo.data.group import Failure, Group, Response, Score
-from megadapo.data.group_codec import (
+from megadapo.data.group import (
+    Failure,
+    Group,
+    Response,
+    Score,
+    Turn,
     decode_floats,
     decode_group,
     encode_floats,
@@ -218,3 +222,37 @@ def _decode_saved_response(
         advantages=decode_floats(entry["advantages"]),
         **{name: entry[name] for name in _KINDS},
     )
+
+
+_RETURN = "/return"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Successive tokens of a response by one author."""
+
+    start: int
+    end: int
+    turn: Turn | None
+    """Turn whose answer these are; None if the policy sampled them."""
+
+
+def conversation(response: Response) -> Iterator[Part]:
+    """Yield the parts of a response in order; an answer may have no tokens, an action has some."""
+    sampled, start = response.is_sampled, 0
+    for turn in response.turns:
+        answer = start + int(sampled[start : turn.end].sum())
+        if start < answer:
+            yield Part(start, answer, None)
+        yield Part(answer, turn.end, turn)
+        start = turn.end
+    if start < len(sampled):
+        yield Part(start, len(sampled), None)
+
+
+def environment_of(saved: SavedResponse) -> str | None:
+    """Return the name of the environment that a response was played in; None without one."""
+    for name, _ in saved.score.parts:
+        if name.startswith("environment/") and name.endswith(_RETURN):
+            return name.removeprefix("environment/").removesuffix(_RETURN)
+    return None

@@ -15,11 +15,16 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from megadapo.data.group import Score
-from megadapo.data.group_codec import encode_versions
+from megadapo.data.group import Score, encode_versions
 from megadapo.errors import DataError
-from megadapo.observe.rollouts.conversation import Part, conversation, environment_of
-from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
+from megadapo.observe.rollouts.saved_group import (
+    Disposition,
+    Part,
+    SavedGroup,
+    SavedResponse,
+    conversation,
+    environment_of,
+)
 from megadapo.observe.run_records import RunRecords
 from megadapo.observe.tables import printable, ranges
 

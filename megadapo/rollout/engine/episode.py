@@ -23,8 +23,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.tool_parsers import ToolParserManager
 
-from megadapo.data.group import Response
-from megadapo.data.group_codec import decode_response, encode_response
+from megadapo.data.group import Response, decode_response, encode_response
 from megadapo.environments.environment import Action, Observation, ToolCall
 from megadapo.errors import ConfigError, DataError
 from megadapo.rollout.types import EpisodeRequest, Opened, Outcome, SampledTurn

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadapo.data.group import Group
-from megadapo.data.group_codec import decode_group, encode_group
+from megadapo.data.group import Group, decode_group, encode_group
 from megadapo.data.prompts import Prompt
 from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.rollout.types import OpenGroup

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from megadapo.data.group import Group, Response
-from megadapo.data.group_codec import decode_group, decode_response, encode_group, encode_response
+from megadapo.data.group import (
+    Group,
+    Response,
+    decode_group,
+    decode_response,
+    encode_group,
+    encode_response,
+)
 from megadapo.rollout.sampling.statistics import StepCounters
 
 

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megadapo.data.group import Group, RewardParts
-from megadapo.data.group_codec import decode_group, encode_group
+from megadapo.data.group import Group, RewardParts, decode_group, encode_group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.types import EngineActivity

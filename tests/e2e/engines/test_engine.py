@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megadapo.data.group import NO_VERSION
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import NO_VERSION, encode_group
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
 from megadapo.errors import InfraError

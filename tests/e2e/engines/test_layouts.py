@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import encode_group
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (

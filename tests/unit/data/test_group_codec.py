@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megadapo.data.group_codec import (
+from megadapo.data.group import (
     decode_experts,
     decode_group,
     decode_response,

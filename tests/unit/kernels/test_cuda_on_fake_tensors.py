@@ -22,7 +22,7 @@ from megadapo.kernels.policy_head import products as products
 from megadapo.kernels.policy_head.head import _PolicyHeadFunction
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.kernels.policy_head.tiling import HeadOptions, plan_call
-from megadapo.lab.profiling.time_table import bytes_moved
+from megadapo.lab.profiling.profiles import bytes_moved
 from megadapo.trainer.model import megatron_internals
 
 TOKENS, HEADS, SIZE, VOCAB = 40, 2, 16, 256

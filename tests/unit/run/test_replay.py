@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.batch import in_training_order
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import encode_group
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup

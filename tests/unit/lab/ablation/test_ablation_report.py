@@ -6,8 +6,7 @@ from pathlib import Path
 
 from megadapo.cli import main
 from megadapo.lab.ablation.measures import MEASURES
-from megadapo.lab.ablation.report import ablation_tables, markdown, write_reports
-from megadapo.lab.ablation.result import collect
+from megadapo.lab.ablation.report import ablation_tables, collect, markdown, write_reports
 from megadapo.lab.ablation.rows import Ablation
 from megadapo.lab.ablation.runner import RunFailure
 from megadapo.observe.metrics.records import MetricsLog

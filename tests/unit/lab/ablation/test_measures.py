@@ -15,7 +15,7 @@ from megadapo.lab.ablation.measures import (
     measure,
     trained_not_mixed_share,
 )
-from megadapo.lab.ablation.result import Effect
+from megadapo.lab.ablation.report import Effect
 from megadapo.lab.ablation.rows import Expectation
 from tests.support.runs.ablations import ablation_of, finish
 

@@ -7,8 +7,13 @@ import torch
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
-from megadapo.lab.profiling.profiles import memory_history
-from megadapo.lab.profiling.time_table import Roofline, bytes_moved, format_profile, profile_table
+from megadapo.lab.profiling.profiles import (
+    Roofline,
+    bytes_moved,
+    format_profile,
+    memory_history,
+    profile_table,
+)
 from megadapo.plan.cards import card_of
 
 

@@ -11,9 +11,8 @@ from rich.console import Console
 from megadapo.cli import run_command
 from megadapo.commands.show import DISPOSITIONS
 from megadapo.errors import ConfigError, DataError
-from megadapo.observe.rollouts.conversation import conversation
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
-from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
+from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, conversation
 from megadapo.observe.rollouts.show import Filter, show_step
 from megadapo.observe.tables import printable
 from tests.support.rollout.saved_groups import (

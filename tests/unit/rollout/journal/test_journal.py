@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import encode_group
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import (
     DIGEST_BYTES,

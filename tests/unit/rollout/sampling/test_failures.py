@@ -18,8 +18,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch, branches_among
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import pack
-from megadapo.data.group import INTERRUPTED, Failure, Group, Score
-from megadapo.data.group_codec import decode_group, encode_group
+from megadapo.data.group import INTERRUPTED, Failure, Group, Score, decode_group, encode_group
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.processes import LOST, EnvironmentDescription
 from megadapo.errors import InfraError

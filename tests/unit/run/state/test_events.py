@@ -13,7 +13,7 @@ from megadapo.config.preflight import check_run
 from megadapo.errors import ConfigError, InfraError, OracleError
 from megadapo.run.run import Run
 from megadapo.run.state.events import EventHook, is_supervised
-from megadapo.run.step.writer import StepWriter
+from megadapo.run.step.record_writer import StepWriter
 from tests.support.processes.running import wait_until
 from tests.support.processes.supervised import supervise
 from tests.support.runs.runs_alone import advance, config_of, record_step

@@ -10,8 +10,7 @@ import pytest
 from megadapo.algorithm.advantages import advantages, group_advantages, overlong_penalty
 from megadapo.algorithm.groups import Steps
 from megadapo.data.batch import PackedBatch
-from megadapo.data.group import Group
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import Group, encode_group
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.step.saved_groups import saved_groups

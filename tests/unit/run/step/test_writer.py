@@ -13,8 +13,7 @@ from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.run.run import Run
 from megadapo.run.step import record_writer
-from megadapo.run.step import writer as writer_module
-from megadapo.run.step.writer import StepWriter
+from megadapo.run.step.record_writer import StepWriter
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.checkpoints import write_shard
 from tests.support.runs.runs_alone import config_of, record_step, saved_steps
@@ -47,9 +46,9 @@ def workers_at(step: int) -> Any:
 @pytest.fixture
 def results(monkeypatch):
     """The results of a step, reduced to its number and one saved group."""
-    monkeypatch.setattr(writer_module, "saved_groups", lambda step, *_: [saved_group(step=step)])
-    monkeypatch.setattr(writer_module, "step_metrics", lambda step, *_, **__: {"step": step})
-    monkeypatch.setattr(writer_module, "step_warnings", lambda *_: [])
+    monkeypatch.setattr(record_writer, "saved_groups", lambda step, *_: [saved_group(step=step)])
+    monkeypatch.setattr(record_writer, "step_metrics", lambda step, *_, **__: {"step": step})
+    monkeypatch.setattr(record_writer, "step_warnings", lambda *_: [])
     monkeypatch.setattr(record_writer, "check_oracles", lambda *_, **__: [])
     monkeypatch.setattr(record_writer, "RETRY_S", 0.01)
 
@@ -115,8 +114,8 @@ def test_folder_that_fails_for_long_or_a_stop_ends_the_wait(tmp_path, monkeypatc
 )
 def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
     """Half an hour of a step was lost with an answer that somebody waited for."""
-    monkeypatch.setattr(writer_module, "saved_groups", lambda *_: [])
-    monkeypatch.setattr(writer_module, "step_metrics", lambda step, *_, **__: {"step": step})
+    monkeypatch.setattr(record_writer, "saved_groups", lambda *_: [])
+    monkeypatch.setattr(record_writer, "step_metrics", lambda step, *_, **__: {"step": step})
     rollouts = FailingRollouts()
     trainer = SimpleNamespace(
         step=3, begin_save=write_shard, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
