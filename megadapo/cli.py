@@ -21,19 +21,19 @@ from megadapo.commands import (
     report,
     rollout,
     show,
+    stages,
     status,
     top,
     train,
 )
 from megadapo.commands.lab import ablate, bench, diff, profile, simulate, weights, whatif
-from megadapo.commands.stages import reward_model, sft
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.observe.tables import print_error
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
-    *(train, sft, reward_model, rollout, eval, export, convert, plan, weights, bench, simulate),
+    *(train, stages, rollout, eval, export, convert, plan, weights, bench, simulate),
     *(profile, ablate, whatif, status, engines, top, show, report, diff, config, doctor),
 )
 """Modules of the commands, in the order of --help."""

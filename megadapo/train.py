@@ -11,8 +11,7 @@ from megadapo.observe.metrics.records import MetricRecord
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.fewer import fit_to_cluster
 from megadapo.run.launch import Workers, start_workers
-from megadapo.run.repeat import check_schedule
-from megadapo.run.replay import check_replay
+from megadapo.run.replay import check_replay, check_schedule
 from megadapo.run.run import Run
 from megadapo.run.step.record_writer import StepWriter
 from megadapo.run.step.training import make_batch

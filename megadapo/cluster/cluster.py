@@ -23,8 +23,7 @@ from megadapo.cluster.places import (
     locate,
     slot_resources,
 )
-from megadapo.cluster.ray_connection import connect_to_ray
-from megadapo.cluster.watch.ray_daemons import RayDaemonWatch, has_node, leave_ray
+from megadapo.cluster.ray_connection import RayDaemonWatch, connect_to_ray, has_node, leave_ray
 from megadapo.errors import InfraError
 
 if TYPE_CHECKING:

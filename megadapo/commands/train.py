@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             warnings.append(check_replay(config, arguments.replay))
         if arguments.schedule is not None:
-            from megadapo.run.repeat import check_schedule
+            from megadapo.run.replay import check_schedule
 
             warnings.append(check_schedule(config, arguments.schedule))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):

@@ -36,8 +36,7 @@ from megadapo.run.processes import (
     start_trainer,
     trainer_settings,
 )
-from megadapo.run.repeat import open_schedule
-from megadapo.run.replay import ReplayedRollouts
+from megadapo.run.replay import ReplayedRollouts, open_schedule
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import samples_digest

@@ -23,8 +23,7 @@ from megadapo.run.state.config_diff import LEARNING_KEYS, SUPERVISED_KEYS, check
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.resume import checkpoint_store, find_resume_point
 from megadapo.run.state.run_checkpoints import RunCheckpoints
-from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal
-from megadapo.run.state.stop_watch import StopWatch
+from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, StopWatch
 
 BOUNDED_PHASES = ("train", "evaluate")
 """Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""

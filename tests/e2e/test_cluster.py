@@ -291,11 +291,11 @@ os.environ |= {
     "RAY_health_check_failure_threshold": "3",
 }
 import psutil, ray
-from megadapo.cluster.watch import ray_daemons
+from megadapo.cluster import ray_connection
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 
-ray_daemons.LIMIT_S, ray_daemons.LEAVE_S = 7.0, 3.0
+ray_connection.LIMIT_S, ray_connection.LEAVE_S = 7.0, 3.0
 config = ClusterConfig(device="cpu")
 cluster = Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1)
 (daemon,) = [

@@ -24,8 +24,7 @@ from megadapo.rollout.journal.journal import JOURNAL_FOLDER
 from megadapo.run.state.events import SUPERVISOR, Event, EventHook
 from megadapo.run.state.lease import STALE_S, heartbeat_of, holder_of
 from megadapo.run.state.status import STALL_S, Status, read_status, rewrite_status
-from megadapo.run.state.stop import SIGNALS, STEP_SIGNALS
-from megadapo.run.state.stop_watch import restarts_after, take_stop_file
+from megadapo.run.state.stop import SIGNALS, STEP_SIGNALS, restarts_after, take_stop_file
 
 RESTARTED = (MegadapoError.exit_code, InfraError.exit_code, RunInterruptedError.exit_code)
 """Exit codes that a restart can fix: an unexpected error, or Ray's core when its daemons are gone;

@@ -5,7 +5,7 @@ import pytest
 from megadapo.config import load_config
 from megadapo.errors import ConfigError
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE
-from megadapo.run.repeat import check_schedule, open_schedule
+from megadapo.run.replay import check_schedule, open_schedule
 from tests.support import REPOSITORY
 
 FITTING = (

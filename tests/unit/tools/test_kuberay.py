@@ -14,7 +14,7 @@ import yaml
 from megadapo.cli import build_parser
 from megadapo.config import load_config
 from megadapo.run.state.lease import Lease
-from megadapo.run.state.stop_watch import restarts_after
+from megadapo.run.state.stop import restarts_after
 from tests.support import REPOSITORY
 from tests.support.processes.running import wait_until
 

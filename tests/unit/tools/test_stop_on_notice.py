@@ -10,7 +10,7 @@ import pytest
 from megadapo.rollout.pool.request import read_request
 from megadapo.run.run import Run
 from megadapo.run.state.lease import Lease
-from megadapo.run.state.stop_watch import restarts_after, take_stop_file
+from megadapo.run.state.stop import restarts_after, take_stop_file
 from tests.support import REPOSITORY
 from tests.support.processes.running import wait_until
 from tests.support.runs.runs_alone import config_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megadapo.cluster.watch.ray_daemons import LIMIT_S, LOST, SILENT, MainThread, RayDaemonWatch
+from megadapo.cluster.ray_connection import LIMIT_S, LOST, SILENT, MainThread, RayDaemonWatch
 from megadapo.errors import ProcessHungError
 from tests.support.processes.running import wait_until
 

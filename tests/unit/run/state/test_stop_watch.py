@@ -13,14 +13,14 @@ from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.run.run import Run
 from megadapo.run.state.checkpoint import WriteTrainer
 from megadapo.run.state.status import read_status
-from megadapo.run.state.stop_watch import take_stop_file
+from megadapo.run.state.stop import take_stop_file
 from tests.support.runs.checkpoints import write_shard
 from tests.support.runs.runs_alone import config_of, record_step, saved_steps
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("megadapo.run.state.stop_watch.LOOK_S", 0.05)
+    monkeypatch.setattr("megadapo.run.state.stop.LOOK_S", 0.05)
 
 
 def wait_in_a_rollout(config: RunConfig, begin, write: WriteTrainer = write_shard) -> None:
