@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -77,15 +78,14 @@ def pack(
         rewards: [S] shaped rewards, for trainers that compute advantages themselves.
         group_size: planned responses per group; None: those of the largest group.
     """
-    responses = [response for group in groups for response in group.responses]
-    return _packed(
+    return pack_responses(
         [group.prompt_ids for group in groups for _ in group.responses],
-        responses,
+        [response for group in groups for response in group.responses],
         advantages,
         loss_weights,
+        mini_batch_size=mini_batch_size,
         rewards=rewards,
         group_sizes=[len(group.responses) for group in groups],
-        mini_batch_size=mini_batch_size,
         planned=group_size,
     )
 
@@ -93,51 +93,29 @@ def pack(
 def pack_responses(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Response],
-    advantages: np.ndarray,
-    loss_weights: np.ndarray,
-    *,
-    mini_batch_size: int,
-) -> PackedBatch:
-    """Pack S responses with their prompts, each a group of its own with its advantage as reward."""
-    return _packed(
-        prompts,
-        responses,
-        advantages,
-        loss_weights,
-        rewards=advantages,
-        group_sizes=[1] * len(responses),
-        mini_batch_size=mini_batch_size,
-    )
-
-
-def _packed(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Response],
     advantages: Advantages,
     loss_weights: np.ndarray,
     *,
-    rewards: np.ndarray,
-    group_sizes: Sequence[int],
     mini_batch_size: int,
+    rewards: Advantages | None = None,
+    group_sizes: Sequence[int] | None = None,
     planned: int | None = None,
 ) -> PackedBatch:
+    """Pack S responses with their prompts; the other arguments are those of `pack`.
+
+    Args:
+        rewards: by default the advantages, one per response.
+        group_sizes: number of responses of each group; by default each is a group of its own.
+        planned: responses per group as planned.
+    """
+    rewards = advantages if rewards is None else rewards
+    group_sizes = [1] * len(responses) if group_sizes is None else group_sizes
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     lengths = np.array([len(response.token_ids) for response in responses], dtype=np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + lengths)])
-    ends = cu_seqlens[1:].tolist()
     starts = (cu_seqlens[1:] - lengths).tolist()
+    on_responses = partial(_on_responses, starts, cu_seqlens[1:].tolist())
     experts = tuple(response.experts for response in responses if response.experts is not None)
-
-    def on_responses(
-        values: Iterable[np.ndarray | float], fill: float, dtype: DTypeLike
-    ) -> np.ndarray:
-        """Return [T] values: those of a response on its tokens, `fill` on prompts."""
-        spread = np.full(ends[-1] if ends else 0, fill, dtype=dtype)
-        # a slice per response: masks and concatenation take several times as long
-        for start, end, value in zip(starts, ends, values, strict=True):
-            spread[start:end] = value
-        return spread
-
     tokens = on_responses((response.token_ids for response in responses), 0, np.int64)
     for first, start, prompt in zip(cu_seqlens.tolist(), starts, prompts, strict=False):
         tokens[first:start] = prompt
@@ -161,3 +139,18 @@ def _packed(
         group_sizes=np.array(group_sizes, dtype=np.int64),
         experts=experts if len(experts) == len(responses) else (),
     )
+
+
+def _on_responses(
+    starts: Sequence[int],
+    ends: Sequence[int],
+    values: Iterable[np.ndarray | float],
+    fill: float,
+    dtype: DTypeLike,
+) -> np.ndarray:
+    """Return [T] values: those of a response on its tokens, `fill` on prompts."""
+    spread = np.full(ends[-1] if ends else 0, fill, dtype=dtype)
+    # a slice per response: masks and concatenation take several times as long
+    for start, end, value in zip(starts, ends, values, strict=True):
+        spread[start:end] = value
+    return spread

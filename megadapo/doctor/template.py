@@ -118,23 +118,19 @@ def diagnose_template(
         key: name of `model` for errors.
     """
     tokenizer = read_tokenizer(model, key=key, chat_template_kwargs=variables)
-    errors: list[str] = []
     warnings = list(_end_warnings(tokenizer))
-    roles = []
-    for role in ("user", "tool"):
-        try:
-            Turns(tokenizer, (role,))
-        except ConfigError as error:
-            (errors if role == "user" else warnings).append(str(error))
-        else:
-            roles.append(role)
-    if "user" not in roles:
+    if refusal := _refusal(tokenizer, "user"):
         return TemplateDiagnosis(
-            model=model, ends=_ends(tokenizer), errors=(errors[0],), warnings=tuple(warnings[:-1])
+            model=model, ends=_ends(tokenizer), errors=(refusal,), warnings=tuple(warnings)
         )
+    roles = ["user"]
+    if refusal := _refusal(tokenizer, "tool"):
+        warnings.append(refusal)
+    else:
+        roles.append("tool")
     checks = _Checks(tokenizer, Turns(tokenizer, roles))
     glue, smuggled = tuple(checks.glue()), tuple(checks.smuggled())
-    errors += [
+    errors = [
         f"the glue of ({one.messages}) is not the template's: report this with the template"
         for one in glue
         if one.first == _DIFFERS
@@ -159,6 +155,15 @@ def diagnose_template(
         errors=tuple(errors),
         warnings=tuple(warnings),
     )
+
+
+def _refusal(tokenizer: PreTrainedTokenizerBase, role: str) -> str | None:
+    """Return why turns cannot be followed by messages of a role, None if they can."""
+    try:
+        Turns(tokenizer, (role,))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 class _Checks:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
+from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
@@ -128,10 +129,6 @@ def _start_live(
     )
     trainer, engines, reserved = start_processes(first, settings, phases, cluster, stack, watch)
     publisher = _publisher(config, trainer, engines)
-    reserved_engine = None
-    if reserved is not None:
-        pinned = _publisher(config, trainer, reserved, sender="pinned_sender")
-        reserved_engine = ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
     evaluations = Evaluations(
         config,
         engines,
@@ -139,7 +136,7 @@ def _start_live(
         phases,
         fingerprint=publisher.fingerprint,
         folder=folder,
-        reserved=reserved_engine,
+        reserved=_reserved_engine(config, trainer, reserved, watch),
     )
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines, reserved)
@@ -150,6 +147,38 @@ def _start_live(
         elastic = elastic_engines(config, cluster, engines, folder, status)
         watch.add(elastic.check)
         stack.callback(elastic.close)
+    gpus = GpuSharing(trainer, engines, reserved, keeps_weights=config.weights.mode == "delta")
+    rollouts = _live_rollouts(
+        config, stack, inputs, engines, evaluations, publisher, gpus, host, folder, repeated
+    )
+    probe = ParityProbe(config, engines)
+    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data, probe)
+    return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=inputs.tokenizer)
+
+
+def _reserved_engine(
+    config: RunConfig, trainer: Trainer, reserved: Engines | None, watch: Watch
+) -> ReservedEngine | None:
+    """Return the engine for held-out problems with its own publications; None without one."""
+    if reserved is None:
+        return None
+    pinned = _publisher(config, trainer, reserved, sender="pinned_sender")
+    return ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
+
+
+def _live_rollouts(
+    config: RunConfig,
+    stack: ExitStack,
+    inputs: SamplingInputs,
+    engines: Engines,
+    evaluations: Evaluations,
+    publisher: Publisher,
+    gpus: GpuSharing,
+    host: EpisodeHostActor | None,
+    folder: Path | None,
+    repeated: Path | None,
+) -> LiveRollouts:
+    """Return the rollouts with their journal, schedule and sampler, which end with `stack`."""
     journal = None
     if folder is not None:
         journal = Journal(folder, samples_digest(config))
@@ -161,8 +190,7 @@ def _start_live(
     if config.sampling.overlaps:
         sampler = BackgroundSampler(sampler, config.run.num_steps)
     stack.callback(sampler.close)
-    gpus = GpuSharing(trainer, engines, reserved, keeps_weights=config.weights.mode == "delta")
-    rollouts = LiveRollouts(
+    return LiveRollouts(
         config=config,
         engines=engines,
         sampler=sampler,
@@ -173,9 +201,6 @@ def _start_live(
         journal=journal,
         host=host,
     )
-    probe = ParityProbe(config, engines)
-    step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data, probe)
-    return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=inputs.tokenizer)
 
 
 def _start_replay(

@@ -376,18 +376,24 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
     phases = ", ".join(
         f"{name} {ms / num_steps:.1f}" for name, ms in phase_table(profile, "megadapo::").items()
     )
+    return (
+        f"{_speed(rank, batch, seconds, config.trainer.num_ranks)}; below, {num_steps} of them on "
+        f"rank {torch.distributed.get_rank()}\nms per update: {phases}\n{kernels}"
+    )
+
+
+def _speed(rank: TrainerRank, batch: PackedBatch, seconds: float, num_ranks: int) -> str:
+    """Return the time of an update in words, with its tokens and model FLOPs per second."""
     num_tokens = len(batch.tokens)
     lengths = np.diff(batch.cu_seqlens).tolist()
     shares = rank.first_pass_is_old_policy(1, checks_ratio=False)
     flops = update_flops(rank.model, lengths, with_logprobs=not shares)
-    rate = flops / seconds / config.trainer.num_ranks
+    rate = flops / seconds / num_ranks
     card = card_of(torch.cuda.get_device_name()) if rank.device.type == "cuda" else None
     share = f" (MFU {rate / card.flops:.1%} of {card.name})" if card else ""
     return (
-        f"one update of {num_tokens} tokens on {config.trainer.num_ranks} ranks: {seconds:.3f} s, "
-        f"{num_tokens / seconds:.0f} tokens/s, {rate * 1e-12:.3f} model TFLOP/s per rank{share}; "
-        f"below, {num_steps} of them on rank "
-        f"{torch.distributed.get_rank()}\nms per update: {phases}\n{kernels}"
+        f"one update of {num_tokens} tokens on {num_ranks} ranks: {seconds:.3f} s, "
+        f"{num_tokens / seconds:.0f} tokens/s, {rate * 1e-12:.3f} model TFLOP/s per rank{share}"
     )
 
 

@@ -204,29 +204,37 @@ def measure(
     outputs, gradients = differentiate(rank, works)
     squares = [dot(rank, gradient, gradient) for gradient in gradients]
     products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
-    found = []
-    for number, (variant, work) in enumerate(zip(variants, works, strict=True)):
-        sums, weights = _sums(rank, work, outputs[number])
-        lengths = math.sqrt(squares[number] * squares[0])
-        found.append(
-            Measured(
-                loss=sums.loss / variant.num_mini_batches,
-                grad_norm=gradients[number].norm / variant.num_mini_batches,
-                cosine=mean_of(products[number], lengths),
-                clip_low=mean_of(sums.clipped_low, sums.num_tokens),
-                clip_high=mean_of(sums.clipped_high, sums.num_tokens),
-                effective_samples=mean_of(
-                    weights.weight**2, weights.squared_weight * sums.num_tokens
-                ),
-                num_tokens=int(sums.num_tokens),
-                num_moved=int(weights.num_moved),
-                entropy=mean_of(sums.entropy, sums.num_tokens),
-            )
+    cosines = [
+        mean_of(product, math.sqrt(square * squares[0]))
+        for product, square in zip(products, squares, strict=True)
+    ]
+    found = [
+        _measured(variant, *_sums(rank, work, output), gradient.norm, cosine)
+        for variant, work, output, gradient, cosine in zip(
+            variants, works, outputs, gradients, cosines, strict=True
         )
+    ]
     if not rank.has_results:
         return found, None
     logprobs = _logprobs(len(variants[0].batch.tokens), works, outputs)
     return found, OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
+
+
+def _measured(
+    variant: Variant, sums: MiniBatchSums, weights: WeightSums, norm: float, cosine: float | None
+) -> Measured:
+    """Return the numbers of an objective from its sums, and from the norm of the whole gradient."""
+    return Measured(
+        loss=sums.loss / variant.num_mini_batches,
+        grad_norm=norm / variant.num_mini_batches,
+        cosine=cosine,
+        clip_low=mean_of(sums.clipped_low, sums.num_tokens),
+        clip_high=mean_of(sums.clipped_high, sums.num_tokens),
+        effective_samples=mean_of(weights.weight**2, weights.squared_weight * sums.num_tokens),
+        num_tokens=int(sums.num_tokens),
+        num_moved=int(weights.num_moved),
+        entropy=mean_of(sums.entropy, sums.num_tokens),
+    )
 
 
 def _fixed_numbers(
