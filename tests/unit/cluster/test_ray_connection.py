@@ -1,11 +1,23 @@
-"""The program's signal handlers while Ray starts."""
+"""Ray is joined only with a token, and its silent daemons are named and left."""
 
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
-from megadapo.cluster.ray_connection import _own_sigterm_handler
+from megadapo.cluster.ray_connection import (
+    LIMIT_S,
+    LOST,
+    SILENT,
+    MainThread,
+    RayDaemonWatch,
+    _own_sigterm_handler,
+)
+from megadapo.errors import ProcessHungError
+from tests.support.processes.running import wait_until
 
 
 def test_stop_signal_while_ray_starts_reaches_the_program():
@@ -25,3 +37,122 @@ def test_stop_signal_while_ray_starts_reaches_the_program():
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+EVERY_S = LIMIT_S / 4
+
+
+class Main(MainThread):
+    """A main thread with a scripted position."""
+
+    def __init__(self, *, in_ray: bool) -> None:
+        super().__init__()
+        self.in_ray = in_ray
+
+    def is_stuck_in_ray(self) -> bool:
+        return self.in_ray
+
+
+def manual_watch(ended: list[str], *, in_ray: bool = True) -> RayDaemonWatch:
+    """Return a watch whose intervals pass only when the test counts them."""
+    watch = RayDaemonWatch(lambda: True, ended.append, main=Main(in_ray=in_ray), every_s=3600)
+    watch._every_s = EVERY_S
+    return watch
+
+
+def answer(watch: RayDaemonWatch, *, has_node: bool = True) -> None:
+    watch._has_node = has_node
+    watch._num_answers += 1
+
+
+def test_silent_service_is_named_and_slow_one_is_not() -> None:
+    ended: list[str] = []
+    watch = manual_watch(ended)
+    for _ in range(3):
+        for _ in range(4):
+            watch.tick()
+            watch.check()
+        answer(watch)
+        watch.tick()
+    assert watch.answers
+    for _ in range(5):
+        watch.tick()
+    with pytest.raises(ProcessHungError, match="gcs_server.* 60 s"):
+        watch.check()
+    assert ended == [] and not watch.answers
+
+
+def test_driver_stuck_in_ray_without_its_daemon_is_ended() -> None:
+    """Inside Ray the driver waits for a stopped daemon and ignores signals."""
+    ended: list[str] = []
+    watch = manual_watch(ended)
+    for _ in range(5):
+        answer(watch, has_node=False)
+        watch.tick()
+    assert ended == [LOST]
+    with pytest.raises(ProcessHungError, match="raylet"):
+        watch.check()
+
+
+def test_working_driver_is_never_ended() -> None:
+    """A final save needs no daemon, and may take minutes."""
+    ended: list[str] = []
+    watch = manual_watch(ended, in_ray=False)
+    for _ in range(100):
+        watch.tick()
+    assert ended == [] and not watch.answers
+
+
+def test_only_one_unfinished_call_of_ray_counts_as_stuck() -> None:
+    main, gate, seen = MainThread(), threading.Lock(), list[bool]()
+    wait_in: dict[str, Callable[[threading.Lock], None]] = {}
+    for module in ("ray._private.worker", "megadapo.cluster.calls"):
+        space = {"__name__": module}
+        exec("def wait(gate):\n    gate.acquire()\n    gate.release()", space)
+        wait_in[module] = space["wait"]  # type: ignore[assignment]
+
+    def look() -> None:
+        time.sleep(0.2)
+        main.is_stuck_in_ray()
+        seen.append(main.is_stuck_in_ray())
+        gate.release()
+
+    for module in (*wait_in, "ray._private.worker"):
+        gate.acquire()
+        looking = threading.Thread(target=look)
+        looking.start()
+        wait_in[module](gate)
+        looking.join()
+    assert seen == [True, False, True]
+
+
+def test_temporary_problem_ends_nothing() -> None:
+    ended: list[str] = []
+    watch = manual_watch(ended)
+    for _ in range(3):
+        for _ in range(8):
+            watch.tick()
+        assert not watch.answers
+        answer(watch)
+        watch.tick()
+        watch.check()
+    assert ended == []
+
+
+def test_threads_ping_and_count() -> None:
+    ended: list[str] = []
+    pinged, forever = threading.Event(), threading.Event()
+
+    def ping() -> bool:
+        pinged.set()
+        return forever.wait()
+
+    watch = RayDaemonWatch(ping, ended.append, main=Main(in_ray=True), every_s=0.001)
+    watch._silent_s = LIMIT_S
+    assert pinged.wait(30)
+    wait_until(lambda: not watch.answers)
+    watch._stuck_s = LIMIT_S
+    wait_until(lambda: bool(ended))
+    assert set(ended) == {SILENT}
+    watch.close()
+    forever.set()

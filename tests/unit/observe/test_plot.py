@@ -1,6 +1,8 @@
-"""A plot shows all that was measured, of short and odd runs too."""
+"""The plot shows each measured panel once, and a metric without values has none."""
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ from matplotlib.image import imread
 
 from megadapo.cli import main
 from megadapo.errors import DataError, InfraError
+from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import MetricsLog
+from megadapo.observe.panels import HELD_OUT, SECTIONS, sections_with_values
 from megadapo.observe.plot import COLOURS, draw_runs, plot_run, plot_runs
+from megadapo.observe.report.page import render
 from megadapo.observe.run_records import RunRecords
 from tests.support.runs.recorded_runs import record_run
 
@@ -94,3 +99,116 @@ def test_unwritable_output_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InfraError, match="cannot be written"):
         plot_runs([run], tmp_path / "file" / "plot.png")
+
+
+OPTIONAL = {
+    "Left out by max_kl": {"policy/left_out_updates": 0},
+    "KL to the reference": {"kl/mean": 0.1},
+    "Coefficient of the KL": {"kl/coef": 0.001},
+    "BAPO's bounds": {"bapo/clip_low": 0.8, "bapo/clip_high": 1.2},
+    "BAPO's positive tokens": {"bapo/share": 0.4},
+    "Explained variance": {"critic/explained_variance": 0.5},
+    "Critic's loss": {"critic/loss": 0.5},
+    "Values and returns": {"critic/value_mean": 0.5},
+    "Tool calls": {"tools/calls_per_response": 1.5},
+    "Branches": {"tools/branches_per_group": 2.0},
+    "Rise of entropy after a call": {"tools/entropy_rise": 0.1},
+    "Pretraining loss": {"pretraining/loss": 2.0},
+    "Balance loss of experts": {"experts/balance_loss": 1.0},
+    "Largest expert load": {"experts/max_load": 1.5},
+    "Groups without signal": {"groups/all_correct_share": 0.1, "groups/all_wrong_share": 0.2},
+    "KL of old to new policy": {"policy/approx_kl": 1e-4},
+}
+"""Panels, and values with which they appear."""
+
+
+def recorded(folder, *, steps=3, **values):
+    with MetricsLog(folder) as log:
+        for step in range(1, steps + 1):
+            log.record({"step": step, "policy_version": step} | values)
+    return folder
+
+
+def shown(folder):
+    """Return the titles of a run's panels in plot.png, and of its panels in the report."""
+    plotted = [axes.get_title("left") for axes in draw_runs([RunRecords(folder)]).axes]
+    [data] = re.findall(r'id="data"[^>]*>(.*?)</script>', render([folder]), re.DOTALL)
+    reported = [panel["title"] for _, panels in json.loads(data)["sections"] for panel in panels]
+    return plotted, reported
+
+
+@pytest.mark.parametrize("title", OPTIONAL)
+def test_panel_appears_in_both_if_its_metrics_have_values(tmp_path, title):
+    plotted, reported = shown(recorded(tmp_path / "with", **OPTIONAL[title]))
+    assert plotted == [title] and reported == [title]
+    plotted, reported = shown(recorded(tmp_path / "without", **{"policy/entropy": 0.5}))
+    assert plotted == ["Entropy"] and reported == ["Entropy"]
+
+
+def test_only_measured_lines_of_a_panel_are_drawn(tmp_path):
+    """A null line in the legend would promise a curve."""
+    folder = recorded(tmp_path, **{"critic/value_mean": 0.5})
+    [axes] = draw_runs([RunRecords(folder)]).axes
+    assert [line.get_label() for line in axes.lines] == ["value"]
+
+
+def test_panels_appear_if_one_of_several_runs_has_values(tmp_path):
+    plain = recorded(tmp_path / "plain", **{"policy/entropy": 0.5})
+    critic = recorded(tmp_path / "critic", **{"critic/loss": 0.5})
+    figure = draw_runs([RunRecords(folder) for folder in (plain, critic)])
+    assert [axes.get_title("left") for axes in figure.axes] == ["Entropy", "Critic's loss"]
+
+
+def test_run_without_values_has_no_panel(tmp_path):
+    assert shown(recorded(tmp_path)) == ([], [])
+
+
+def test_every_metric_has_a_panel_or_a_phase():
+    """A metric that no panel names is drawn last, without title and unit."""
+    own = ["reward/judge", "held_out/aime24/accuracy"]
+    found = dict(sections_with_values([*METRIC_NAMES, HELD_OUT, *own]))
+    assert "Other metrics" not in found
+    assert [panel.lines for panel in found["Learning"] if panel.rest_of] == [
+        {"held_out/aime24/accuracy": "aime24/accuracy"},
+        {"reward/judge": "judge"},
+    ]
+
+
+def test_environments_have_a_panel_for_each_unit():
+    """Seconds would hide returns on the same axis; "Sum/returned" is no return."""
+    counted = ("return", "turns", "seconds", "failed", "failures/timeout", "failures/lost_process")
+    counted += ("not_a_number", "api/calls", "returned")
+    names = [f"environment/{label}/{name}" for label in ("Sum", "Web-1") for name in counted]
+    [(heading, panels)] = sections_with_values(names)
+    assert heading == "Environments"
+    assert {panel.title: list(panel.lines.values()) for panel in panels} == {
+        "Return": ["Sum", "Web-1"],
+        "Turns": ["Sum", "Web-1"],
+        "Time": ["Sum", "Web-1"],
+        "Failures": ["Sum", "Web-1"],
+        "Causes of failures": [
+            f"{label}/failures/{kind}"
+            for label in ("Sum", "Web-1")
+            for kind in ("timeout", "lost process")
+        ],
+        "Counts": [
+            f"{label}/{name}"
+            for label in ("Sum", "Web-1")
+            for name in ("not a number", "api/calls", "returned")
+        ],
+    }
+
+
+def test_unknown_metric_has_its_own_panel():
+    [(heading, [panel])] = sections_with_values(["other/loss"])
+    assert (heading, panel.lines) == ("Other metrics", {"other/loss": "other/loss"})
+
+
+def test_panels_name_only_known_metrics():
+    """A misspelt name is a panel that never appears."""
+    panels = [panel for _, panels in SECTIONS for panel in panels]
+    assert {name for panel in panels for name in panel.lines} <= METRICS.keys()
+    assert all({*panel.band[:2]} <= panel.lines.keys() for panel in panels)
+    assert {panel.against for panel in panels if panel.against} <= METRICS.keys()
+    titles = [(panel.title, panel.unit) for panel in panels]
+    assert len(set(titles)) == len(titles)

@@ -1,4 +1,4 @@
-"""No metric is lost, torn, doubled or silently changed."""
+"""Metrics survive kills, other writers get them, and their names and reflections are known."""
 
 import json
 import math
@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megadapo.errors import DataError
-from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.cli import main, run_command
+from megadapo.errors import ConfigError, DataError
+from megadapo.observe.config import ObserveConfig
+from megadapo.observe.metrics.names import METRIC_NAMES, METRICS, metrics_page
 from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -21,6 +25,10 @@ from megadapo.observe.metrics.records import (
     read_evaluations,
     read_metrics,
 )
+from megadapo.observe.metrics.reflection import metric_name, reflection_shares
+from megadapo.observe.metrics.writers import missing_packages, open_writer
+from tests.support import REPOSITORY
+from tests.support.processes.running import run_python
 from tests.support.runs.recorded_runs import evaluation_record
 
 
@@ -166,3 +174,181 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path):
     steps = steps_of(tmp_path)
     assert steps[:last] == list(range(1, last + 1)) and len(steps) <= last + 1
     MetricsLog(tmp_path).record({"step": len(steps) + 1})
+
+
+def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "wandb" not in p])
+    with pytest.raises(ConfigError, match=r"observe\.writers.*pip install wandb"):
+        run_command(
+            [
+                *("train", "configs/quickstart.toml", "--dry-run"),
+                f"--run.folder={tmp_path / 'run'}",
+                '--observe.writers=["tensorboard", "wandb"]',
+            ]
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    """wandb keeps its files in ./wandb, which Python takes for a package without modules."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert missing_packages(("tensorboard", "wandb")) == ["wandb"]
+    (tmp_path / "wandb" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert missing_packages(("tensorboard", "wandb")) == []
+
+
+def test_a_disk_that_refuses_the_events_does_not_end_a_run(tmp_path, caplog):
+    (tmp_path / "tensorboard").touch()
+    writer = open_writer("tensorboard", tmp_path, {}, None)
+    writer.write({"reward/mean": 1.0}, 1)
+    writer.close()
+    assert "tensorboard has no metrics" in caplog.text
+
+
+class WandbError(Exception):
+    pass
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package, whose runs fail or hang as told."""
+
+    def log(values, step):
+        if stand_in.fails:
+            raise WandbError("the service is gone")
+        stand_in.steps.append(step)
+
+    stand_in = SimpleNamespace(fails=False, steps=[], finish=lambda: None)
+    stand_in.errors = SimpleNamespace(Error=WandbError)
+    stand_in.Settings = dict
+    run = SimpleNamespace(log=log, finish=lambda: stand_in.finish())
+    stand_in.init = lambda **options: run
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    return stand_in
+
+
+def test_wandb_that_refuses_metrics_does_not_end_a_run(tmp_path, caplog, wandb):
+    with MetricsLog(tmp_path, writers=("wandb",)) as log:
+        log.open_writers()
+        for step in (1, 2, 3):
+            wandb.fails = step == 2
+            log.record({"step": step})
+    assert wandb.steps == [1]
+    assert "none are sent from step 2 on: the service is gone" in caplog.text
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_writer_that_does_not_close_is_abandoned(tmp_path, caplog, wandb, monkeypatch):
+    """With the network down, wandb waits for its upload without end."""
+    monkeypatch.setattr("megadapo.observe.metrics.writers.CLOSE_S", 0.2)
+    released = threading.Event()
+    wandb.finish = released.wait
+    start = time.monotonic()
+    with MetricsLog(tmp_path, writers=("wandb",)) as log:
+        log.open_writers()
+    assert time.monotonic() - start < 5
+    assert "WandbWriter did not send its last metrics in 0.2 s" in caplog.text
+    released.set()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("writers", value) for value in (["csv"], "tensorboard", ["tensorboard", "tensorboard"])]
+    + [("saved_groups", value) for value in (-1, "some", 1.5, True)],
+)
+def test_impossible_values_are_config_errors(key, value):
+    with pytest.raises(ConfigError, match=rf"observe\.{key}"):
+        ObserveConfig(**{key: value})
+
+
+def test_importing_writers_imports_none_of_them():
+    program = "import megadapo.observe.metrics.records, sys\n"
+    program += "assert not {'wandb', 'tensorboard', 'torch'} & set(sys.modules)"
+    run_python(program)
+
+
+PROMISED = """
+step policy_version time/step_s time/rollout_s time/train_s time/sync_s time/reward_s tokens_per_s
+reward/mean accuracy/mean response_length/mean response_length/p95
+response_length/truncated_fraction groups/sampled groups/kept groups/all_correct groups/all_wrong
+groups/from_reserve groups/to_reserve tokens/generated tokens/trained policy/loss policy/entropy
+policy/ratio_mean policy/ratio_first_max_error policy/clip_low_fraction policy/clip_high_fraction
+policy/clip_high_probability
+policy/token_probability_mean policy/grad_norm policy/lr policy/skipped_updates
+parity/logprob_abs_mean parity/logprob_abs_max eval/accuracy
+"""
+"""Names that dashboards of users read."""
+
+
+def test_promised_names_stay():
+    assert set(PROMISED.split()) <= METRICS.keys()
+
+
+def test_every_metric_has_a_sentence():
+    assert all(meaning.endswith(".") for meaning in METRICS.values())
+
+
+def test_page_is_current(capsys):
+    """megadapo config --metrics > docs/metrics.md"""
+    assert (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_page()
+    assert main(["config", "--metrics"]) == 0
+    assert capsys.readouterr().out == metrics_page()
+
+
+def test_shares_are_of_responses_and_of_whole_words():
+    texts = [
+        "Wait, wait: 3.\nLet  me\ncheck that.",
+        "The waiter awaits; let me checkmate.",
+        "HOWEVER I wait",
+        "",
+    ]
+    assert reflection_shares(texts, ["wait", "let me check", "however", "double-check"]) == {
+        "reflection/response_share": 0.5,
+        "reflection/wait": 0.5,
+        "reflection/let_me_check": 0.25,
+        "reflection/however": 0.25,
+        "reflection/double_check": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("phrase", "text", "has"),
+    [
+        ("wait", "wait!", True),
+        ("wait", "wait2", False),
+        ("double-check", "I double-check", True),
+        ("hmm...", "hmm... no", True),
+        ("(wait)", "so (wait) so", True),
+        ("等一下", "我们等一下再看", True),
+        ("a.c", "abc", False),
+    ],
+)
+def test_a_phrase_is_text_and_no_pattern(phrase, text, has):
+    assert reflection_shares([text], [phrase])[metric_name(phrase)] == float(has)
+
+
+def test_nothing_to_look_at_is_not_a_share_of_zero():
+    assert reflection_shares([], ["wait"]) == {
+        "reflection/response_share": None,
+        "reflection/wait": None,
+    }
+    assert reflection_shares(["wait"], []) == {"reflection/response_share": None}
+
+
+@pytest.mark.parametrize(
+    ("phrases", "said"),
+    [
+        (("wait", "Wait"), "would share reflection/wait"),
+        (("let me", "let-me"), "would share"),
+        (("response share",), "would share"),
+        (("", "wait"), "without a word"),
+        (("...",), "without a word"),
+    ],
+)
+def test_phrases_that_cannot_be_told_apart_are_refused(phrases, said):
+    with pytest.raises(ConfigError, match=said):
+        ObserveConfig(reflection_phrases=phrases)
+    assert ObserveConfig(reflection_phrases=()).reflection_phrases == ()

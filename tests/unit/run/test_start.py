@@ -1,4 +1,4 @@
-"""The order in which the trainer and the engines use the GPUs that they share."""
+"""The start of a run's processes: engines, shared GPUs, and what counts as progress."""
 
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -8,9 +8,12 @@ import pytest
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import load_config
+from megadapo.rollout.pool.request import REQUEST_FILE, EngineRequest, write_request
 from megadapo.run import processes
-from megadapo.run.processes import GpuSharing
+from megadapo.run.launch import _progress
+from megadapo.run.processes import GpuSharing, at_start
 from tests.support import REPOSITORY
+from tests.support.runs.runs_alone import config_of
 
 STARTED = ["engines.on_update_start", "reserved.on_update_start"]
 WAKE = ["engines.wake_weights", "trainer.leave_to_engines", "engines.wake_cache"]
@@ -94,3 +97,36 @@ def test_ranks_know_whether_engines_use_their_gpu(monkeypatch, device, placement
     settings = processes.trainer_settings(config)
     processes.start_processes(*(config, settings, phases, cluster), ExitStack(), Watch())
     assert started == [shares]
+
+
+@pytest.mark.parametrize(("wanted", "started"), [(None, 3), (1, 1), (3, 3), (8, 3)])
+def test_start_needs_no_more_slots_than_the_recipe(tmp_path, wanted, started):
+    """A run whose engines were removed with their nodes would wait for these nodes."""
+    config = config_of(tmp_path, {"cluster.placement": "separate", "rollout.num_engines": 3})
+    if wanted is not None:
+        write_request(tmp_path, EngineRequest(num_engines=wanted))
+    assert at_start(config, tmp_path).rollout.num_engines == started
+    assert config.rollout.num_engines == 3
+
+
+def test_damaged_or_useless_request_changes_nothing(tmp_path):
+    config = config_of(tmp_path, {"rollout.num_engines": 3})
+    write_request(tmp_path, EngineRequest(num_engines=1))
+    assert at_start(config, tmp_path) == config
+    (tmp_path / REQUEST_FILE).write_text("[")
+    separate = config_of(tmp_path, {"cluster.placement": "separate", "rollout.num_engines": 3})
+    assert at_start(separate, tmp_path) == separate
+
+
+@pytest.mark.parametrize(
+    ("pools", "tokens"),
+    [((), 0), ((50, None), 50), ((50, 7), 57)],
+    ids=["replay", "all", "reserved"],
+)
+def test_tokens_of_the_reserved_engine_are_progress(pools, tokens):
+    """A run that waits for its evaluation alone would look stalled."""
+    reports = []
+    trainer = SimpleNamespace(num_micro_batches=3)
+    engines = [pool and SimpleNamespace(num_tokens=pool) for pool in pools]
+    _progress(lambda *counts: reports.append(counts), trainer, *engines)()
+    assert reports == [(3, tokens)]
