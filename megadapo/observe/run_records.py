@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,17 @@ from megadapo.observe.rollouts.saved_group import SavedGroup
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
+
+
+def leaves(
+    table: Mapping[str, Any], separator: str = ".", start: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a nested table, joined from the outermost one on, and their values."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, separator, f"{start}{name}{separator}")
+        else:
+            yield f"{start}{name}", value
 
 
 @dataclass(frozen=True)

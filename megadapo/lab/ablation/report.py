@@ -21,13 +21,13 @@ from megadapo.lab.ablation.measures import (
     not_mixed_share,
     trained_not_mixed_share,
 )
-from megadapo.lab.ablation.rows import Ablation, AblationRow, Expectation, flat
+from megadapo.lab.ablation.rows import Ablation, AblationRow, Expectation
 from megadapo.lab.ablation.runner import RunFailure
 from megadapo.lab.record import write_record, write_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.report import REPORT_FILE, write_report
-from megadapo.observe.run_records import RunRecords
+from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
         "name": row.row.name,
         "source": row.row.source,
         "config": row.row.config,
-        "overrides": flat(result.ablation.rows.overrides_of(index)),
+        "overrides": dict(leaves(result.ablation.rows.overrides_of(index))),
         "runs": {str(seed): dict(measured) for seed, measured in row.runs.items()},
         "measures": {measure.name: _spread_json(row.spread(measure.name)) for measure in MEASURES},
     }

@@ -19,8 +19,8 @@ from megadapo.config.recipe import merge_tables, parse_override, read_toml, toml
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.observe.metrics.records import read_metrics
-from megadapo.observe.run_records import RESOLVED_FILE
-from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
+from megadapo.observe.run_records import RESOLVED_FILE, leaves
+from megadapo.run.state.checkpoint_store import checkpoints_of
 from megadapo.section import Section
 
 OWN_KEYS = ("run.folder", "run.seed", "run.resume")
@@ -87,7 +87,7 @@ class RowsFile(Section, title="rows"):
         if self.cumulative and any(row.config is not None for row in self.row):
             yield "rows: with cumulative = true a row adds to the previous one and takes no config"
         tables = [self.overrides, *(row.overrides for row in self.row)]
-        for key in {key for table in tables for key in flat(table)} & {*OWN_KEYS}:
+        for key in {key for table in tables for key, _ in leaves(table)} & {*OWN_KEYS}:
             yield f"rows: {key} is set by the ablation itself; remove it"
 
     def overrides_of(self, index: int) -> dict[str, Any]:
@@ -119,18 +119,9 @@ def read_rows(path: Path) -> RowsFile:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted key."""
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        values |= inner
-    return values
-
-
 def arguments(table: dict[str, Any]) -> list[str]:
     """Return nested overrides as command line arguments."""
-    return [f"--{key}={toml_value(value)}" for key, value in flat(table).items()]
+    return [f"--{key}={toml_value(value)}" for key, value in leaves(table)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +159,9 @@ class RowRun:
         """Return the progress of the run in its folder."""
         if not (self.folder / RESOLVED_FILE).is_file():
             return "new"
-        steps = CheckpointStore(self.folder / CHECKPOINTS, keep=1).steps()
         wanted = self.config.run.num_steps
-        recorded = read_metrics(self.folder)
-        done = bool(steps) and steps[-1] >= wanted and len(recorded) >= wanted
+        is_saved = max(checkpoints_of(self.folder), default=-1) >= wanted
+        done = is_saved and len(read_metrics(self.folder)) >= wanted
         return "finished" if done else "started"
 
 
@@ -284,7 +274,7 @@ def _values(run: Callable[[], RowRun], key: str) -> dict[str, Any]:
     A row that is invalid without the override has no value to lose, or fails later by itself.
     """
     try:
-        values = flat(to_dict(run().config))
+        values = dict(leaves(to_dict(run().config)))
     except ConfigError:
         return {}
     return {name: value for name, value in values.items() if f"{name}.".startswith(f"{key}.")}
@@ -294,8 +284,8 @@ def _check_folder(run: RowRun) -> None:
     """Reject a folder with a run of another configuration: it must not enter the tables."""
     if run.state() == "new":
         return
-    found = flat(to_dict(load_config(run.folder)))
-    wanted = flat(to_dict(run.config))
+    found = dict(leaves(to_dict(load_config(run.folder))))
+    wanted = dict(leaves(to_dict(run.config)))
     other = [key for key in wanted if found.get(key) != wanted[key] and key != "run.resume"]
     if other:
         shown = ", ".join(

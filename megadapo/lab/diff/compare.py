@@ -24,11 +24,11 @@ from megadapo.observe.metrics.records import (
 )
 from megadapo.observe.oracles import FIRST_RATIO
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.observe.run_records import RunRecords
+from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.tables import TextTable, printable, ranges
 from megadapo.rollout.journal.record_log import read_records
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
-from megadapo.run.state.checkpoint_store import CHECKPOINTS, step_folders, step_of
+from megadapo.run.state.checkpoint_store import checkpoints_of
 from megadapo.run.state.config_diff import changed_keys, decides_learning
 
 
@@ -121,7 +121,7 @@ def compare_evaluations(
     """Yield the difference between the evaluations of a step."""
     if a is None or b is None:
         return
-    one, two = (dict(_flat(asdict(record))) for record in (a, b))
+    one, two = (dict(leaves(asdict(record), "/")) for record in (a, b))
     if rows := differing_rows((name, one.get(name), two.get(name)) for name in {**one, **two}):
         text = "Answers of an evaluation are not saved, so the problem is not known."
         yield Difference(
@@ -153,14 +153,6 @@ def _meaning(name: str) -> tuple[str, ...]:
     if name.endswith("/lr"):
         return ("The learning rate of the step differs.",)
     return ()
-
-
-def _flat(values: dict[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{start}{name}/")
-        else:
-            yield f"{start}{name}", value
 
 
 _DEPENDS_ON_WEIGHTS = {
@@ -228,7 +220,7 @@ class ComparedRun(RunRecords):
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
         """The folders of complete checkpoints by step."""
-        return {step_of(path): path for path in step_folders(self.folder / CHECKPOINTS)}
+        return checkpoints_of(self.folder)
 
     def groups_of(self, step: int) -> dict[int, SavedGroup] | None:
         """Return the saved groups of a step by prompt index; None if none were saved."""

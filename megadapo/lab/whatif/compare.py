@@ -28,7 +28,7 @@ from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.state.checkpoint import Checkpoint, load
-from megadapo.run.state.checkpoint_store import CHECKPOINTS, step_folders, step_of
+from megadapo.run.state.checkpoint_store import checkpoints_of
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import TrainerSettings, UpdateRequest
 
@@ -119,19 +119,18 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
 
 def weights_before(folder: Path, step: int) -> StepWeights:
     """Return the newest weights of the run from before a step."""
-    earlier = [path for path in step_folders(folder / CHECKPOINTS) if step_of(path) < step]
-    if not earlier:
+    checkpoints = checkpoints_of(folder)
+    newest = max((one for one in checkpoints if one < step), default=None)
+    if newest is None:
         return StepWeights(step=0, checkpoint=None)
     # the ranks that read its files hash them
-    return StepWeights(step=step_of(earlier[-1]), checkpoint=load(earlier[-1], hashes=False))
+    return StepWeights(step=newest, checkpoint=load(checkpoints[newest], hashes=False))
 
 
 def weights_after(folder: Path, step: int) -> Checkpoint | None:
     """Return the checkpoint of a step if the run has kept it."""
-    for path in step_folders(folder / CHECKPOINTS):
-        if step_of(path) == step:
-            return load(path, hashes=False)
-    return None
+    path = checkpoints_of(folder).get(step)
+    return None if path is None else load(path, hashes=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
 from megadapo.observe.panels import NOT_CURVES, PHASES
 from megadapo.observe.progress import LOG_FILE
-from megadapo.observe.run_records import RunRecords
+from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.summary import before_after, costs
 
 Flat: TypeAlias = dict[str, str | int | float | bool | None]
@@ -72,7 +72,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunView]:
 
 def _read_run(folder: Path, name: str) -> RunView:
     run = RunRecords(folder)
-    records, evaluations, config = run.need_steps(), run.evaluations, _flatten(run.config, "")
+    records, evaluations, config = run.need_steps(), run.evaluations, _flatten(run.config)
     bounds = {
         key.removeprefix("oracles."): value
         for key, value in config.items()
@@ -105,16 +105,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
 
 
-def _flatten(section: dict[str, object], prefix: str) -> Flat:
-    flat: Flat = {}
-    for key, value in section.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        elif value is None or isinstance(value, str | int | float):
-            flat[prefix + key] = value
-        else:
-            flat[prefix + key] = json.dumps(value)
-    return flat
+def _flatten(config: dict[str, object]) -> Flat:
+    return {
+        key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in leaves(config)
+    }
 
 
 def _dates(folder: Path) -> list[str]:

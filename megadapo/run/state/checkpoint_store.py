@@ -224,6 +224,11 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def checkpoints_of(run_folder: Path) -> dict[int, Path]:
+    """Return the folders of a run's complete checkpoints by step, lowest first."""
+    return {step_of(path): path for path in step_folders(run_folder / CHECKPOINTS)}
+
+
 def step_of(path: Path) -> int:
     """Return N of a folder named step-N."""
     return int(path.name.removeprefix("step-"))

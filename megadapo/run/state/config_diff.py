@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import ConfigError
+from megadapo.observe.run_records import leaves
 from megadapo.run.state.checkpoint import Checkpoint
 
 RESERVE_KEYS = (
@@ -96,7 +97,7 @@ def check_config_diff(
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return both values of each dotted key that differs, without the keys of a start."""
     # JSON has no tuples, so both sides have lists
-    before, after = (dict(_leaves(json.loads(json.dumps(plain)))) for plain in (old, new))
+    before, after = (dict(leaves(json.loads(json.dumps(plain)))) for plain in (old, new))
     return {
         key: (before.get(key), after.get(key))
         for key in after | before
@@ -114,7 +115,7 @@ def samples_digest(config: RunConfig) -> str:
 
     It covers the modules of reward functions, but not what these import.
     """
-    found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLING_KEYS)}
+    found = {key: value for key, value in leaves(to_dict(config)) if _within(key, SAMPLING_KEYS)}
     sources = [_source_digest(function.function) for function in config.reward.functions]
     return hashlib.sha256(json.dumps([found, sources], sort_keys=True).encode()).hexdigest()
 
@@ -131,15 +132,6 @@ def _source_digest(function: str) -> str | None:
     if spec is None or spec.origin is None:
         return None
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-
-
-def _leaves(plain: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values."""
-    for name, value in plain.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{table}{name}.")
-        else:
-            yield f"{table}{name}", value
 
 
 def _within(key: str, names: tuple[str, ...]) -> bool:

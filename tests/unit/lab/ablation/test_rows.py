@@ -10,8 +10,9 @@ import pytest
 from megadapo.config import load_config
 from megadapo.config.recipe import parse_override
 from megadapo.errors import ConfigError, DataError
-from megadapo.lab.ablation.rows import RowRun, RowsFile, arguments, flat, read_rows
+from megadapo.lab.ablation.rows import RowRun, RowsFile, arguments, read_rows
 from megadapo.lab.ablation.runner import AblationRunner
+from megadapo.observe.run_records import leaves
 from tests.support.runs.ablations import ROWS, ablation_of, finish
 
 TWO_CHANGES = """
@@ -35,13 +36,14 @@ def rows_of(text: str) -> RowsFile:
 
 def test_only_cumulative_rows_add_up():
     added, alone = (rows_of(TWO_CHANGES.format(cumulative=word)) for word in ("true", "false"))
-    assert flat(added.overrides_of(2)) == {
+    assert dict(leaves(added.overrides_of(2))) == {
         "run.num_steps": 6,
         "sampling.selection": "signal",
         "algorithm.objective.clip_high": 0.3,
         "algorithm.overlong_buffer": 0,
     }
-    assert flat(alone.overrides_of(2)) == {"run.num_steps": 6, "sampling.selection": "signal"}
+    two = {"run.num_steps": 6, "sampling.selection": "signal"}
+    assert dict(leaves(alone.overrides_of(2))) == two
     assert added.comparisons == [("b", "a"), ("c", "b")]
     assert alone.comparisons == [("b", "a"), ("c", "a")]
 
@@ -50,7 +52,7 @@ def test_overrides_mean_the_same_on_the_command_line():
     table = {"a": {"b": {"text": "7", "quoted": 'a"b\\ = c', "none": "none"}, "n": 3e-5}}
     table["a"] |= {"list": ["x", "true"], "flag": False}
     parsed = {".".join(keys): value for keys, value, _ in map(parse_override, arguments(table))}
-    assert parsed == flat(table)
+    assert parsed == dict(leaves(table))
 
 
 @pytest.mark.parametrize(
