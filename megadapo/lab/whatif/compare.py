@@ -37,16 +37,6 @@ if TYPE_CHECKING:
     from megadapo.trainer.trainer import Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWeights:
-    """The policy's weights after a step."""
-
-    step: int
-    """0: the weights in model.path, with which a run starts."""
-    checkpoint: Checkpoint | None
-    """Checkpoint of that step; none for step 0."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedStep:
     """The groups that a run trained on in a step, as far as it saved them."""
@@ -117,14 +107,11 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
     return found
 
 
-def weights_before(folder: Path, step: int) -> StepWeights:
-    """Return the newest weights of the run from before a step."""
-    checkpoints = checkpoints_of(folder)
-    newest = max((one for one in checkpoints if one < step), default=None)
-    if newest is None:
-        return StepWeights(step=0, checkpoint=None)
+def weights_before(folder: Path, step: int) -> Checkpoint | None:
+    """Return the newest checkpoint from before a step; None: those in model.path start the run."""
+    earlier = [path for saved, path in checkpoints_of(folder).items() if saved < step]
     # the ranks that read its files hash them
-    return StepWeights(step=newest, checkpoint=load(checkpoints[newest], hashes=False))
+    return load(earlier[-1], hashes=False) if earlier else None
 
 
 def weights_after(folder: Path, step: int) -> Checkpoint | None:
@@ -157,8 +144,8 @@ def compare(
     obstacle = None if after is not None else _cannot_repeat(config, saved, before)
     variants = _variants(saved, alternatives)
     with trainer_alone(config, _settings(config, before)) as trainer:
-        if before.checkpoint is not None:
-            trainer.load(before.checkpoint.trainer_folder, before.checkpoint.files)
+        if before is not None:
+            trainer.load(before.trainer_folder, before.files)
         measured, current = _measure(trainer, variants, step, None)
         known = saved_logprobs(config, saved, variants[0].batch)
         notes = [*_notes(config, saved, before, np.abs(known - current.logprobs))]
@@ -228,11 +215,11 @@ def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> floa
     return objective.kl_reward_coef
 
 
-def _settings(config: RunConfig, before: StepWeights) -> TrainerSettings:
+def _settings(config: RunConfig, before: Checkpoint | None) -> TrainerSettings:
     settings = trainer_settings(config)
     # no engine shares the device; the loss that balances experts is no part of an objective
     trainer = settings.trainer.model_copy(update={"offload": (), "router_aux_loss_coef": 0.0})
-    return replace(settings, trainer=trainer, reads_weights=before.checkpoint is None)
+    return replace(settings, trainer=trainer, reads_weights=before is None)
 
 
 def _measure(
@@ -270,9 +257,9 @@ def _measure_on(
     return measure(rank, variants, policy_version, old)
 
 
-def _cannot_repeat(config: RunConfig, saved: SavedStep, before: StepWeights) -> str | None:
+def _cannot_repeat(config: RunConfig, saved: SavedStep, before: Checkpoint | None) -> str | None:
     """Return the reason why the step's updates cannot be repeated, None if they can."""
-    if before.step != saved.step - 1:
+    if _step_of(before) != saved.step - 1:
         return f"step {saved.step - 1} has none"
     if not saved.is_whole:
         return "only a part of its groups is saved"
@@ -283,8 +270,12 @@ def _cannot_repeat(config: RunConfig, saved: SavedStep, before: StepWeights) -> 
     return None
 
 
+def _step_of(weights: Checkpoint | None) -> int:
+    return 0 if weights is None else weights.step
+
+
 def _notes(
-    config: RunConfig, saved: SavedStep, before: StepWeights, distances: np.ndarray
+    config: RunConfig, saved: SavedStep, before: Checkpoint | None, distances: np.ndarray
 ) -> Iterator[str]:
     """Yield what the reader must know of the batch and of the weights before the step."""
     step, num_groups = saved.step, len(saved.sampled.groups)
@@ -295,9 +286,10 @@ def _notes(
         )
     if config.algorithm.kl_control.target is not None and saved.metrics.get("kl/coef") is None:
         yield "The step recorded no kl/coef, so the KL coefficient is that of the first step."
-    name = "in model.path" if before.checkpoint is None else f"of {before.checkpoint.path}"
+    name = "in model.path" if before is None else f"of {before.path}"
     distance = f"{np.nanmax(distances):.2g}" if np.isfinite(distances).any() else "unknown"
-    exact = "" if before.step == step - 1 else f", not those of step {step - 1}, which has none"
+    is_exact = _step_of(before) == step - 1
+    exact = "" if is_exact else f", not those of step {step - 1}, which has none"
     yield (
         f"The weights are those {name}{exact}. Largest distance of their log-probs to the saved "
         f"old ones: {distance}."

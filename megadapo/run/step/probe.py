@@ -7,8 +7,8 @@ log-probs of the batch, so both must give the same tokens the same log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,18 +30,11 @@ MAX_REQUESTS = 16
 """Tokens of a sequence that are scored if each costs a request of its own."""
 
 
-@dataclass(frozen=True, eq=False)
-class ProbedSequence:
-    """Stale tokens of a sequence that engines score again."""
-
-    sequence: int
-    """Index in the batch."""
-    request: ScoreRequest
+Probed = Mapping[int, ScoreRequest]
+"""Stale tokens that engines score again, by the index of their sequence in the batch."""
 
 
-def probed_sequences(
-    batch: PackedBatch, config: RunConfig, *, policy_version: int
-) -> tuple[ProbedSequence, ...]:
+def probed_sequences(batch: PackedBatch, config: RunConfig, *, policy_version: int) -> Probed:
     """Return the first groups' sequences with the most stale tokens; empty without stale tokens.
 
     The choice depends on the batch alone, so a repeated step has the same metrics. It follows the
@@ -52,28 +45,30 @@ def probed_sequences(
     """
     if config.trainer.router_replay:
         # the trainer takes the experts that earlier weights chose, the engine chooses its own
-        return ()
+        return {}
     if config.algorithm.importance.stale_logprobs == "none":
-        return ()  # no stale token is trained on
+        return {}  # no stale token is trained on
     versions = batch.policy_versions
     is_stale = (versions != NO_VERSION) & (versions != policy_version)
     if not is_stale.any():
-        return ()
+        return {}
     is_scored = is_stale & (batch.loss_weights != 0.0) & np.isfinite(batch.logprobs_rollout)
-    found: list[ProbedSequence] = []
+    found: dict[int, ScoreRequest] = {}
     for first, end in pairwise(np.cumsum([0, *batch.group_sizes]).tolist()):
-        probed = [_probed(batch, is_scored, sequence, config) for sequence in range(first, end)]
-        best = max(probed, key=lambda one: len(one.request.positions))
-        if len(best.request.positions):
-            found.append(best)
+        requests = {
+            sequence: _request(batch, is_scored, sequence, config) for sequence in range(first, end)
+        }
+        best = max(requests, key=lambda one: len(requests[one].positions))
+        if len(requests[best].positions):
+            found[best] = requests[best]
         if len(found) == NUM_SEQUENCES:
             break
-    return tuple(found)
+    return found
 
 
-def _probed(
+def _request(
     batch: PackedBatch, is_scored: np.ndarray, sequence: int, config: RunConfig
-) -> ProbedSequence:
+) -> ScoreRequest:
     start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
     num_prompt = int(batch.prompt_lengths[sequence])
     # the last token is left out: vLLM needs room for one more
@@ -90,7 +85,7 @@ def _probed(
         # from all responses that run beside such requests
         number = 0 if config.sampling.branching.is_on else MAX_REQUESTS
         request = replace(request, positions=_spread(positions, number))
-    return ProbedSequence(sequence, request)
+    return request
 
 
 def _spread(positions: np.ndarray, number: int) -> np.ndarray:
@@ -119,7 +114,7 @@ class ParityProbe:
         chosen = probed_sequences(batch, self._config, policy_version=policy_version)
         if not chosen:
             return None
-        scores = self._engines.score([one.request for one in chosen])
+        scores = self._engines.score([*chosen.values()])
         pending = PendingProbe(batch, chosen, scores, self._engines)
         if self._engines.shares_gpus:
             pending.wait()
@@ -132,7 +127,7 @@ class PendingProbe:
     def __init__(
         self,
         batch: PackedBatch,
-        chosen: Sequence[ProbedSequence],
+        chosen: Probed,
         scores: PendingScores,
         engines: Engines,
     ) -> None:
@@ -155,17 +150,15 @@ class PendingProbe:
 
 
 def trainer_logprobs(
-    batch: PackedBatch, chosen: Sequence[ProbedSequence], recorded: RecordedTokens
+    batch: PackedBatch, chosen: Probed, recorded: RecordedTokens
 ) -> list[np.ndarray]:
     """Return the trainer's log-probs of the tokens that engines score, before the update."""
     members = np.asarray(batch.recorded, dtype=np.int64)
     lengths = np.diff(batch.cu_seqlens)[members] - batch.prompt_lengths[members]
     starts = dict(zip(members.tolist(), np.cumsum(lengths) - lengths, strict=True))
     return [
-        recorded.proximal[
-            starts[one.sequence] + one.request.positions - batch.prompt_lengths[one.sequence]
-        ]
-        for one in chosen
+        recorded.proximal[starts[one] + request.positions - batch.prompt_lengths[one]]
+        for one, request in chosen.items()
     ]
 
 

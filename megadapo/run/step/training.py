@@ -65,8 +65,7 @@ def make_batch(
     saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
     indices = (group.prompt_index for group in groups for _ in group.responses)
     recorded = {sequence for sequence, index in enumerate(indices) if index in saved}
-    probed = probed_sequences(packed, config, policy_version=policy_version)
-    recorded |= {probe.sequence for probe in probed}
+    recorded |= probed_sequences(packed, config, policy_version=policy_version).keys()
     return replace(packed, recorded=sorted(recorded)), values
 
 

@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from megadapo.data.group import Group, Response, Score
 from megadapo.data.pairs import Pair, PairRows, conversation_tokens, load_pairs, pack_pairs
-from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
+from tests.support.rollout.saved_groups import saved_group, saved_response
 
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>\n{% endfor %}"
@@ -112,23 +111,7 @@ def test_packed_pairs_have_one_scored_entry_behind_each_answer():
 
 def group_of(*texts):
     """A group whose correct responses say 3."""
-    responses = tuple(
-        Response(
-            token_ids=np.array([1], dtype=np.int32),
-            logprobs=np.zeros(1, dtype=np.float32),
-            finish_reason="stop",
-            text=text,
-            policy_versions=np.zeros(1, dtype=np.int32),
-        )
-        for text in texts
-    )
-    return Group(
-        prompt_index=0,
-        prompt=Prompt("p", (("user", "1+2=?"),), "3", ""),
-        prompt_ids=(1,),
-        responses=responses,
-        scores=tuple(Score(1.0, "3" in text, text) for text in texts),
-    )
+    return saved_group(*(saved_response(text, correct="3" in text) for text in texts)).group
 
 
 def test_rows_pair_different_texts_of_a_group(tmp_path, tokenizer):
@@ -143,9 +126,9 @@ def test_rows_pair_different_texts_of_a_group(tmp_path, tokenizer):
         ("is 3", "5"),
         ("3.", "8"),
     ]
-    assert {row["prompt_id"] for row in written} == {"p"}
+    assert {row["prompt_id"] for row in written} == {"id-7"}
     pairs = load_pairs(str(rows.path), tokenizer, max_tokens=64)
-    assert "1+2=?" in tokenizer.decode(pairs[1].chosen)
+    assert "1+1=?" in tokenizer.decode(pairs[1].chosen)
     few = PairRows(tmp_path / "few.jsonl", max_per_prompt=1)
     few.add([group_of("3", "4", "is 3", "5")])
     assert few.num_rows == 1

@@ -41,20 +41,20 @@ def test_stale_tokens_with_a_loss_are_chosen_in_training_order():
     batch.loss_weights[tokens_of(batch, 2)] = 0.0
     found = choose(batch)
     # 0, 4 and 8 are fresh, 2 has no loss, and the one response token of 5 is its last
-    assert [one.sequence for one in found] == [1, 3, 6, 7]
-    for one in found:
-        own, positions = tokens_of(batch, one.sequence), one.request.positions
+    assert list(found) == [1, 3, 6, 7]
+    for sequence, request in found.items():
+        own, positions = tokens_of(batch, sequence), request.positions
         is_stale = np.isin(batch.policy_versions[own], [PRESENT - 1, PRESENT - 3])
         is_stale[-1] = False
         assert positions.tolist() == np.flatnonzero(is_stale).tolist()
         ids = batch.tokens[own][: positions[-1] + 1]
-        assert one.request.token_ids == tuple(ids) and one.request.in_one_pass
+        assert request.token_ids == tuple(ids) and request.in_one_pass
 
 
 def test_groups_member_with_most_stale_tokens_is_chosen():
     """Four members of one group would be responses to one prompt only."""
     batch = replace(stale_batch([9, 40, 60, 35, 8, 20, 30, 9]), group_sizes=np.array([4, 4]))
-    assert [one.sequence for one in choose(batch)] == [2, 6]
+    assert list(choose(batch)) == [2, 6]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_groups_member_with_most_stale_tokens_is_chosen():
 )
 def test_few_tokens_are_chosen_if_each_is_a_request(lengths, changes):
     """One pass gives log-probs at temperature 1 only, and of a bounded number of tokens."""
-    first, *_ = choose(stale_batch(lengths), changes)
-    positions, num_prompt = first.request.positions, lengths[1] // 3
-    assert first.sequence == 1 and not first.request.in_one_pass
+    first = choose(stale_batch(lengths), changes)[1]
+    positions, num_prompt = first.positions, lengths[1] // 3
+    assert not first.in_one_pass
     assert len(positions) == MAX_REQUESTS and (np.diff(positions) > 0).all()
-    assert num_prompt <= positions[0] and positions[-1] + 1 == len(first.request.token_ids)
+    assert num_prompt <= positions[0] and positions[-1] + 1 == len(first.token_ids)
     assert positions[-1] < max(MAX_ONE_PASS, num_prompt + 256)
 
 
@@ -78,10 +78,10 @@ def test_nothing_is_chosen_where_trainer_and_engine_may_differ():
     batch, importance = stale_batch(RAGGED), "algorithm.importance.stale_logprobs"
     assert len(choose(batch)) == 4
     partial = {"sampling.mode": "partial", "sampling.max_staleness": 1}
-    assert choose(batch, {importance: "none", **partial}) == ()
-    assert choose(batch, {"trainer.router_replay": True}) == ()
+    assert choose(batch, {importance: "none", **partial}) == {}
+    assert choose(batch, {"trainer.router_replay": True}) == {}
     fresh = replace(batch, policy_versions=np.minimum(batch.policy_versions, 0) + PRESENT)
-    assert choose(fresh) == ()
+    assert choose(fresh) == {}
 
 
 def test_engine_that_differs_most_is_reported():
@@ -102,7 +102,7 @@ def trained(batch: PackedBatch, change: Callable[[np.ndarray], np.ndarray]) -> U
 
     The trainer's log-prob of each token is a function of its place in the batch.
     """
-    probed = [one.sequence for one in choose(batch)]
+    probed = list(choose(batch))
     # saved groups are recorded too
     batch = replace(batch, recorded=sorted({*probed, 0, 4}))
 
