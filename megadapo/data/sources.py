@@ -74,7 +74,11 @@ def read_rows(
         # its columns have the names that Names has by default
         texts = DataColumns(template=names.config.template, system=names.config.system)
         names = replace(names, config=texts)
-        for number, row in enumerate(_built_in_rows(source)):
+        if reasoning_gym.is_source(source):
+            rows = reasoning_gym.rows(source)
+        else:
+            rows = (problem.row() for problem in arithmetic.from_source(source))
+        for number, row in enumerate(rows):
             yield Row(f"{source}, row {number}", row, names)
         return
     for file in _files(source, SUFFIXES):
@@ -132,12 +136,6 @@ def read_answered_rows(source: str, columns: DataColumns | None = None) -> Itera
     for file in _files(source, SUFFIXES):
         for row in _rows(file, optional):
             yield Row(row.place, row.columns, names)
-
-
-def _built_in_rows(source: str) -> Iterator[dict[str, object]]:
-    if reasoning_gym.is_source(source):
-        return reasoning_gym.rows(source)
-    return (problem.row() for problem in arithmetic.from_source(source))
 
 
 def _names(source: str, columns: DataColumns) -> Names:

@@ -52,6 +52,8 @@ class RunRecords:
             config = json.loads(path.read_bytes())
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {error}") from error
         if not isinstance(config, dict):

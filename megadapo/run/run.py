@@ -21,8 +21,7 @@ from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
 from megadapo.run.state.config_diff import LEARNING_KEYS, SUPERVISED_KEYS, check_config_diff
 from megadapo.run.state.lease import Lease
-from megadapo.run.state.resume import checkpoint_store, find_resume_point
-from megadapo.run.state.run_checkpoints import RunCheckpoints
+from megadapo.run.state.run_checkpoints import RunCheckpoints, checkpoint_store, find_resume_point
 from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, StopWatch
 
 BOUNDED_PHASES = ("train", "evaluate")
