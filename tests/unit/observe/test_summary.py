@@ -4,10 +4,8 @@ import io
 import math
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from megadapo.errors import DataError
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.summary import print_report
 from tests.support.runs.recorded_runs import forget, record_run
@@ -65,8 +63,3 @@ def test_worst_value_of_a_run_with_nan_is_nan(tmp_path):
         for step, gap in enumerate([1e-6, math.nan, 1e-5], start=1):
             log.record({"step": step, "parity/logprob_abs_max": gap})
     assert "nan nats at most" in report_of(tmp_path)
-
-
-def test_folder_that_is_no_run_is_a_clear_error(tmp_path):
-    with pytest.raises(DataError, match="no steps are recorded"):
-        print_report(tmp_path / "nowhere")

@@ -115,7 +115,7 @@ def overlong_group() -> Group:
 
 def test_rewards_and_kl_coefficient_are_the_alternatives_own():
     """Ranks compute advantages again, from the rewards less the KL divergence."""
-    config = load_config(REPOSITORY / "configs" / "quickstart.toml", KL_IN_REWARD)
+    config = quickstart(*KL_IN_REWARD)
     texts = ["algorithm.overlong_factor=0.5", "algorithm.objective.kl_coef=0.3"]
     chosen = alternatives(config, texts)
     sampled = SimpleNamespace(groups=[overlong_group()], saved=[])
