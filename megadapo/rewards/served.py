@@ -41,7 +41,6 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which a request is repeated."""
 FIRST_PAUSE_S = 0.2
 MAX_REPLY_BYTES = 4 << 20
-Conversation = Sequence[Mapping[str, str]]
 
 
 class NoAnswer(Exception):

@@ -208,7 +208,7 @@ def simulate_steps(
     absence: Absence | None = None,
 ) -> StepTime:
     """Simulate a mode's steps from a cold start."""
-    name = sampling.mode
+    name: str = sampling.mode
     engines = VirtualEngines(assumptions.engines(split), task)
     steps = train(OurSampler(sampling, engines, task).sampler, engines, split.train_s)
     if absence is not None:

@@ -21,7 +21,7 @@ from megadapo.errors import (
 )
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import check_oracles
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
 from megadapo.run.state.run_checkpoints import FAILING_S

@@ -24,7 +24,7 @@ from megadapo.lab.simulate.step_times import (
 )
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import CARDS, H100
-from megadapo.plan.engine_speed import (
+from megadapo.plan.engine import (
     ALL_REDUCE_S,
     LAYER_S,
     PRODUCT_SHARE,
