@@ -16,8 +16,6 @@ TENSOR = "layers.1.self_attention.linear_qkv.weight"
 BATCH = "megadapo.run.step.training:make_batch"
 ADVANTAGES = "megadapo.run.step.training:advantages"
 SEEDS = "megadapo.rollout.types:response_seeds"
-PROMPT = "megadapo.data.prompts:PromptStream.at"
-LR = "megadapo.trainer.types:TrainerSettings.lr_at"
 UPDATE = "megadapo.trainer.model.megatron_internals:clip_and_step"
 RANK = "megadapo.trainer.rank:TrainerRank"
 STEP_IF_FINITE = "megadapo.trainer.update.optimizer:step_if_finite"
@@ -27,13 +25,6 @@ def put(target, **values):
     """Set fields of a frozen object in place: every later reader sees them."""
     for name, value in values.items():
         object.__setattr__(target, name, value)
-
-
-def at_place(values, place, value):
-    """Return a copy of an array with another value."""
-    changed = values.copy()
-    changed[place] = value
-    return changed
 
 
 def before_batch(edit):
@@ -60,10 +51,9 @@ def after_batch(edit):
         def make_batch(sampled, config, *, policy_version):
             batch, advantages = original(sampled, config, policy_version=policy_version)
             if policy_version == STEP - 1:
-                first = batch.cu_seqlens[SEQUENCE] + batch.prompt_lengths[SEQUENCE]
-                edit(
-                    batch, slice(batch.cu_seqlens[SEQUENCE], batch.cu_seqlens[SEQUENCE + 1]), first
-                )
+                start, stop = batch.cu_seqlens[SEQUENCE : SEQUENCE + 2]
+                first = start + batch.prompt_lengths[SEQUENCE]
+                edit(batch, slice(start, stop), first + TOKEN)
             return batch, advantages
 
         return make_batch
@@ -71,44 +61,8 @@ def after_batch(edit):
     return wrap
 
 
-def in_response(edit):
-    return before_batch(lambda sampled: edit(sampled.groups[GROUP].responses[RESPONSE]))
-
-
-def in_score(edit):
-    return before_batch(lambda sampled: edit(sampled.groups[GROUP].scores[RESPONSE]))
-
-
-def label(response):
-    put(response, policy_versions=at_place(response.policy_versions, TOKEN, STEP - 2))
-
-
-def token(response):
-    put(response, token_ids=at_place(response.token_ids, TOKEN, response.token_ids[TOKEN] + 1))
-
-
-def engine_logprob(response):
-    value = response.logprobs[TOKEN] * 1.000001
-    put(response, logprobs=at_place(response.logprobs, TOKEN, value))
-
-
-def swap_groups(sampled):
-    one, two = sampled.groups[GROUP], sampled.groups[GROUP + 1]
-    names = ("prompt", "prompt_ids", "responses", "scores")
-    of_one, of_two = ({name: getattr(group, name) for name in names} for group in (one, two))
-    put(one, **of_two)
-    put(two, **of_one)
-
-
-def swap_responses(sampled):
-    """Exchange the response with the first one of another length."""
-    group = sampled.groups[GROUP]
-    length = group.lengths[RESPONSE]
-    other = next(i for i, n in enumerate(group.lengths) if n != length)
-    for name in ("responses", "scores"):
-        values = list(getattr(group, name))
-        values[RESPONSE], values[other] = values[other], values[RESPONSE]
-        put(group, **{name: tuple(values)})
+def other_reward(sampled):
+    put(sampled.groups[GROUP].scores[RESPONSE], reward=0.25)
 
 
 def reverse_batch(sampled):
@@ -126,19 +80,11 @@ def other_advantage(original):
     return advantages
 
 
-def batch_token(batch, sequence, first):
-    batch.tokens[first + TOKEN] += 1
+def batch_token(batch, sequence, token):
+    batch.tokens[token] += 1
 
 
-def batch_prompt(batch, sequence, first):
-    batch.tokens[first - 1] -= 1
-
-
-def batch_advantage(batch, sequence, first):
-    batch.advantages[sequence] *= 1.5
-
-
-def loss_weight(batch, sequence, first):
+def loss_weight(batch, sequence, token):
     batch.loss_weights[sequence] *= 2
 
 
@@ -160,34 +106,19 @@ def other_evaluation(original):
     return response_seeds
 
 
-def other_prompt(original):
-    return lambda stream, index: original(stream, 1000 if index == 5 else index)
-
-
-def double_lr(original):
-    def lr_at(settings, step):
-        lr = original(settings, step)
-        return lr if step != STEP else 2 * lr
-
-    return lr_at
-
-
-def at_update(number, edit):
-    """Wrap the optimizer's step: in update `number` of the step `edit` replaces the original."""
+def silent_lr(original):
+    """Double the rate of the second update of the step, after its metric was taken."""
     count = 0
 
-    def wrap(original):
-        def clip_and_step(optimizer, grad_norm):
-            nonlocal count
-            count += 1
-            if count == (STEP - 1) * UPDATES + number:
-                edit(original, optimizer, grad_norm)
-            else:
-                original(optimizer, grad_norm)
+    def clip_and_step(optimizer, grad_norm):
+        nonlocal count
+        count += 1
+        if count == STEP * UPDATES:
+            for group in optimizer.param_groups:
+                group["lr"] *= 2
+        original(optimizer, grad_norm)
 
-        return clip_and_step
-
-    return wrap
+    return clip_and_step
 
 
 def not_finite(original):
@@ -201,21 +132,6 @@ def not_finite(original):
         return original(optimizer, loss=float("nan") if is_first else loss, lr=lr)
 
     return step_if_finite
-
-
-def skip(original, optimizer, grad_norm):
-    pass
-
-
-def silent_lr(original, optimizer, grad_norm):
-    for group in optimizer.param_groups:
-        group["lr"] *= 2
-    original(optimizer, grad_norm)
-
-
-def less_clipping(original, optimizer, grad_norm):
-    """Clip by another norm than the measured one."""
-    original(optimizer, 100 * grad_norm)
 
 
 def weight_of(rank):
@@ -275,28 +191,14 @@ def put_back(original):
 
 
 FAULTS = {
-    "label": {BATCH: in_response(label)},
-    "token": {BATCH: in_response(token)},
-    "engine log-prob": {BATCH: in_response(engine_logprob)},
-    "finish reason": {BATCH: in_response(lambda one: put(one, finish_reason="length"))},
-    "swapped groups": {BATCH: before_batch(swap_groups)},
-    "swapped responses": {BATCH: before_batch(swap_responses)},
     "seed": {SEEDS: other_seed},
-    "prompt": {PROMPT: other_prompt},
-    "reward": {BATCH: in_score(lambda score: put(score, reward=0.25))},
-    "verdict": {BATCH: in_score(lambda score: put(score, correct=not score.correct))},
+    "reward": {BATCH: before_batch(other_reward)},
     "advantage": {ADVANTAGES: other_advantage},
     "token in the batch": {BATCH: after_batch(batch_token)},
-    "prompt in the batch": {BATCH: after_batch(batch_prompt)},
-    "advantage in the batch": {BATCH: after_batch(batch_advantage)},
     "loss weight": {BATCH: after_batch(loss_weight)},
     "order of the batch": {BATCH: before_batch(reverse_batch)},
     "not finite": {STEP_IF_FINITE: not_finite},
-    "learning rate": {LR: double_lr},
-    "silent learning rate": {UPDATE: at_update(2, silent_lr)},
-    "first update skipped": {UPDATE: at_update(1, skip)},
-    "last update skipped": {UPDATE: at_update(2, skip)},
-    "clipping": {UPDATE: at_update(2, less_clipping)},
+    "silent learning rate": {UPDATE: silent_lr},
     "weight": {f"{RANK}.update": after_update(other_weight)},
     "moment": {f"{RANK}.update": after_update(other_moment)},
     "publication": {
