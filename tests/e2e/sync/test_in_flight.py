@@ -56,7 +56,14 @@ pytestmark = [
 
 
 class MortalEngine(RolloutEngine):
-    """An engine that dies while it stops its groups, if a file beside its log asks for it."""
+    """An engine that dies while it stops its groups, if a file beside its log asks for it.
+
+    Its updates keep the prefix cache, so that only the cache's salt protects it: a continued
+    response would otherwise read blocks of earlier weights.
+    """
+
+    async def reset_prefix_cache(self) -> None:
+        """Keep all cached prefixes."""
 
     async def stop(self, *args: Any) -> Any:
         request = death_request(self._spec.log_file)
