@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from megadapo.errors import RunInterruptedError
-from megadapo.lab.diff.compare import compare_runs
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.run.state.status import read_status
-from tests.support.runs.diff_runs import copy_of, edit_response, read_checkpoint, write_checkpoint
 from tests.support.runs.whole_runs import (
-    NUM_STEPS,
     assert_same_metrics,
     descendants,
     metrics,
@@ -68,49 +65,6 @@ def test_repeated_run_has_the_same_weights_with_other_engines(first, tmp_path):
     assert_same_metrics(folder, first)
     assert weights(folder) == weights(first)
     assert (folder / "schedule.log").read_bytes() == (first / "schedule.log").read_bytes()
-
-
-@pytest.mark.parametrize("change", ["token", "policy version", "reward"])
-def test_value_changed_in_a_copy_is_named(first, tmp_path, change):
-    """In a response that a publication has stopped, at the first token after it."""
-    copy = copy_of(first, tmp_path / "copy")
-    step, place, number, group, token = stopped_response(first)
-    response = group.responses[number].response
-    values: dict[str, object] = {"reward": 0.25}
-    if change == "token":
-        values = {"token_ids": response.token_ids + (np.arange(len(response.token_ids)) == token)}
-    elif change == "policy version":
-        before = np.arange(len(response.token_ids)) == token
-        values = {"policy_versions": response.policy_versions - before}
-    edit_response(copy, step, place, number, **values)
-    found = compare_runs(first, copy).first
-    where = f"group {group.prompt_index}, response {number + 1}"
-    where += f": {change}" if change == "reward" else f", token {token + 1}: {change}"
-    assert found is not None and (found.step, found.place) == (step, where)
-
-
-def stopped_response(folder):
-    """Return step, place, number, group and token of a response with tokens of two versions."""
-    for step in range(2, NUM_STEPS + 1):
-        for place, group in enumerate(read_rollouts(rollouts_path(folder, step))):
-            for number, one in enumerate(group.responses):
-                changes = np.flatnonzero(np.diff(one.response.policy_versions))
-                if len(changes):
-                    return step, place, number, group, int(changes[0]) + 1
-    raise AssertionError("no response was stopped by a publication")
-
-
-def test_weight_changed_in_a_copy_is_named(first, tmp_path):
-    copy, step = copy_of(first, tmp_path / "copy"), 2
-    values = read_checkpoint(first, step)
-    write_checkpoint(copy, step, values)
-    assert compare_runs(first, copy).first is None
-    values["decoder.layers.mlp.linear_fc2.weight"][1, 3, 2] += 1e-6
-    write_checkpoint(copy, step, values)
-    found = compare_runs(first, copy).first
-    assert found is not None
-    assert (found.step, found.tensor) == (step, "decoder.layers.1.mlp.linear_fc2.weight")
-    assert "1 of" in " ".join(found.evidence)
 
 
 MANY_BUCKETS = "--weights.bucket_mib=0.004"

@@ -1,8 +1,8 @@
 """`megadapo diff` names step and place of small faults in whole runs.
 
-The faults are in tests/support/injected/faults.py, one or two for each phase of a step; the tests of
-the comparison alone (tests/unit/lab/diff) have more. Each is in step 2 of 3; a fault in one response
-is in group 5, response 3, token 4. A fault of the publication is seen in step 3.
+The faults are in tests/support/injected/faults.py, one or two for each phase of a step; the tests
+of the comparison alone (tests/unit/lab/diff) have more. Each is in step 2 of 3; a fault in one
+response is in group 5, response 3, token 4. A fault of the publication is seen in step 3.
 """
 
 import sys

@@ -17,14 +17,8 @@ from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import METRICS_FILE, MetricsLog, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
-from megadapo.run.state.checkpoint import TRAINER
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
-from megadapo.weights.disk.torch_checkpoint import (
-    StoredPiece,
-    StoredTensors,
-    Window,
-    write_metadata,
-)
+from megadapo.weights.disk.torch_checkpoint import StoredPiece, write_metadata
 from tests.support.rollout.saved_groups import saved_group, saved_response
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.recorded_runs import evaluation_record
@@ -131,17 +125,6 @@ def write_checkpoint(folder: Path, step: int, values: Tensors) -> None:
     store = CheckpointStore(folder / CHECKPOINTS, keep=9)
     shutil.rmtree(store.folder / f"step-{step}", ignore_errors=True)
     save_checkpoint(store, step, written_by(write), {})
-
-
-def read_checkpoint(folder: Path, step: int) -> Tensors:
-    """Return all tensors of the checkpoint of a step."""
-    stored = StoredTensors(folder / CHECKPOINTS / f"step-{step}" / TRAINER)
-    found = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in stored.tensors.items()
-    }
-    stored.read([Window(name, (0,) * one.dim(), one) for name, one in found.items()])
-    return found
 
 
 def edit_groups(
