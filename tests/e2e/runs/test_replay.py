@@ -74,17 +74,6 @@ def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
     assert len({record["pretraining/loss"] for record in whole}) == NUM_STEPS
 
 
-def test_replay_resumes_at_another_split(source, tmp_path):
-    folder = tmp_path / "split"
-    split = ("--trainer.tensor_parallel=2", "--trainer.pipeline_parallel=2")
-    replay(source, folder, f"--run.resume={source / 'checkpoints' / 'step-2'}", *split)
-    (split,), whole = metrics(folder), metrics(source)[-1]
-    assert split["step"] == NUM_STEPS
-    assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)
-    assert split["policy/grad_norm"] == pytest.approx(whole["policy/grad_norm"], rel=1e-4)
-    assert split["parity/logprob_abs_max"] < 1e-4
-
-
 def test_rollout_command_samples_as_training(source, tmp_path):
     options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
     done = megadapo("rollout", "configs/quickstart.toml", *options)
