@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.lab.whatif.types import Variant
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients_of
-from tests.support.trainer.ranks import DISCOUNT
+from tests.support.trainer.ranks import DISCOUNT, layouts
 from tests.support.trainer.whatif_probes import (
     beside_second_update,
     first_update,
@@ -32,12 +31,7 @@ OBJECTIVES = {
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
 }
 KL_IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "dp2-cp2": {"data": 2, "context": 2, "tokens_per_micro_batch": 64},
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
-}
+LAYOUTS = layouts("one", "dp2-cp2-small", "tp2-sp", "pp2")
 
 
 def make_batch():

@@ -16,15 +16,9 @@ from megadapo.trainer.types import CRITIC_FOLDER
 from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block
-from tests.support.trainer.ranks import Ranks
+from tests.support.trainer.ranks import Ranks, layouts
 
-LAYOUTS = {
-    "small-budget": {"tokens_per_micro_batch": 64},
-    "tp2": {"tensor": 2},
-    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
-    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
-    "cp2-vpp2": {"context": 2, "pipeline": 2, "virtual": 2, "tokens_per_micro_batch": 64},
-}
+LAYOUTS = layouts("small", "tp2", "dp2-overlap", "cp2-tp2-sp", "cp2-vpp2-small")
 
 
 def _batch():

@@ -14,14 +14,14 @@ from megadapo.data.group import NO_VERSION
 from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch, random_texts
 from tests.support.trainer.definition import loss_and_gradients_of
-from tests.support.trainer.gradients import OVERLAP, assert_close_by_block, assert_same
+from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import (
     Gradients,
     gradients_by_objective,
     train,
     updates_with_texts,
 )
-from tests.support.trainer.ranks import Ranks
+from tests.support.trainer.ranks import OVERLAP, Ranks, layouts
 
 BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 """A grid over the few ratios of a tiny batch, and a target within it."""
@@ -36,13 +36,7 @@ CASES = {
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
 }
 TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
-LAYOUTS = {
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
-    "middle-budget": {"tokens_per_micro_batch": 160},
-    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
-}
+LAYOUTS = layouts("tp2", "pp2", "cp2-dp2-small", "one", "cp2-tp2-sp")
 
 
 def make_batch(num_mini_batches: int = 1) -> PackedBatch:
@@ -123,7 +117,7 @@ def test_step_rewards_are_the_same_under_every_split(ranks, models):
     batch = process_batch()
     assert len(np.unique(batch.advantages)) > len(RAGGED)
     cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
-    for layout in ("pp2", "cp2-dp2-small-budget", "cp2-tp2-sp"):
+    for layout in ("pp2", "cp2-dp2-small", "cp2-tp2-sp"):
         found = ranks.on("qwen2-tied", gradients_by_objective, batch, cases, **LAYOUTS[layout])[0]
         for name, objective in cases.items():
             loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)

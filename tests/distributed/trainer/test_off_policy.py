@@ -19,7 +19,7 @@ from tests.support.trainer.probes import (
     train,
     train_with_separate_pass,
 )
-from tests.support.trainer.ranks import Ranks
+from tests.support.trainer.ranks import Ranks, layouts
 
 PRESENT = 7
 CASES = {
@@ -32,12 +32,7 @@ CASES = {
     "rollout": ImportanceConfig(stale_logprobs="rollout"),
     "rollout-all": ImportanceConfig(stale_logprobs="rollout", scope="all"),
 }
-LAYOUTS = {
-    "tp2": {"tensor": 2},
-    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
-    "cp2-pp2": {"context": 2, "pipeline": 2},
-    "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
-}
+LAYOUTS = layouts("tp2", "cp2-dp2-small", "cp2-pp2", "tp2-pp2-sp")
 
 
 def measure(ranks: Ranks, **layout: Any) -> dict[str, Gradients]:

@@ -19,14 +19,10 @@ from tests.support.trainer import critics
 from tests.support.trainer.batches import RAGGED, random_batch, random_texts, stale_batch
 from tests.support.trainer.definition import load_wide, one_thread, sequence_logprobs, sequences
 from tests.support.trainer.probes import train, updates_with_texts
-from tests.support.trainer.ranks import Ranks
+from tests.support.trainer.ranks import Ranks, layouts
 
 BATCH = random_batch(RAGGED, num_mini_batches=2)
-LAYOUTS = {
-    "dp2": {"data": 2},
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "cp2-pp2": {"context": 2, "pipeline": 2, "tokens_per_micro_batch": 64},
-}
+LAYOUTS = layouts("dp2", "tp2-sp", "cp2-pp2-small")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dapo": {"objective": PolicyObjective(clip_low=0.004, clip_high=0.005)},
     "gspo": {"objective": PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)},

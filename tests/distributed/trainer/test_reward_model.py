@@ -7,15 +7,9 @@ from megadapo.run.export.export import ExportSource, export_checkpoint
 from megadapo.run.state.checkpoint import Checkpoint
 from tests.support.trainer import critics, reward_models
 from tests.support.trainer.gradients import assert_close_by_block
+from tests.support.trainer.ranks import layouts
 
-LAYOUTS = {
-    "small-budget": {"tokens_per_micro_batch": 64},
-    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
-    "cp2-vpp2": {"context": 2, "pipeline": 2, "virtual": 2, "tokens_per_micro_batch": 64},
-}
+LAYOUTS = layouts("small", "dp2-overlap", "tp2", "pp2", "cp2-tp2-sp", "cp2-vpp2-small")
 PAIRS = reward_models.random_pairs(
     [(5, 61), (33, 40), (3, 3), (90, 12), (7, 50)], [(19, 28), (20, 8)]
 )

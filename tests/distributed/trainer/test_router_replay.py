@@ -16,20 +16,10 @@ from tests.support.trainer import critics
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_same, measure
 from tests.support.trainer.probes import Gradients, build, logprobs, update
-from tests.support.trainer.ranks import Ranks
+from tests.support.trainer.ranks import Ranks, layout
 
-LAYOUTS = {
-    "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
-    "pp2-dp2-ep2-recompute": {"pipeline": 2, "data": 2, "expert": 2, "recompute": "full"},
-}
-FURTHER = {
-    "small-budget": {"tokens_per_micro_batch": 64},
-    "tp2-vpp2-recompute-experts": {
-        **{"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "recompute": ("mlp",)},
-        "tokens_per_micro_batch": 64,
-    },
-    "recompute-layers": {"recompute": "full", "tokens_per_micro_batch": 64},
-}
+LAYOUTS = ("tp2-sp-cp2-ep4", "pp2-dp2-ep2-recompute")
+FURTHER = ("small", "tp2-sp-vpp2-mlp-small", "recompute-small")
 AUX_LOSS = 5.0
 MODEL = "qwen3-moe"
 
@@ -49,16 +39,14 @@ def told(models: Path) -> PackedBatch:
 @pytest.fixture(scope="module")
 def reference(ranks: Ranks, told: PackedBatch) -> Gradients:
     """One rank, one micro-batch."""
-    layout = {"tokens_per_micro_batch": 100_000, "aux_loss": AUX_LOSS, "router_replay": True}
-    return measure(ranks, MODEL, told, **layout)
+    return measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout("whole"))
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
+    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
-def test_layout_keeps_loss_and_gradient(ranks, told, reference, layout):
-    settings = {"aux_loss": AUX_LOSS, "router_replay": True, **(LAYOUTS | FURTHER)[layout]}
-    found = measure(ranks, MODEL, told, **settings)
+def test_layout_keeps_loss_and_gradient(ranks, told, reference, name):
+    found = measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout(name))
     assert_same(found, reference)
     assert found.experts["experts/max_load"] == reference.experts["experts/max_load"]
 

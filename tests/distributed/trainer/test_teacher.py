@@ -15,6 +15,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import batch_logprobs, loss_and_gradients_of
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import train
+from tests.support.trainer.ranks import layouts
 from tests.support.trainer.reference_probes import gradients_by_estimator
 
 STUDENT = "qwen2-tied"
@@ -22,12 +23,7 @@ REVERSE = PolicyObjective(kl_coef=0.5, kl_value="k2", kl_gradient="k2")
 KL = {"k2": REVERSE}
 CASES = KL | {"k3": PolicyObjective(kl_coef=0.5)}
 TEACHERS = {"deeper": ("deep-untied", 1.0), "other-heads-and-rope": ("llama3", 0.7)}
-LAYOUTS = {
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "dp2": {"data": 2, "tokens_per_micro_batch": 64},
-    "pp2-cp2": {"pipeline": 2, "context": 2},
-    "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000},
-}
+LAYOUTS = layouts("tp2-sp", "dp2-small", "pp2-cp2", "vpp2-dp2-overlap")
 
 
 def taught_by(models, name, **changes):

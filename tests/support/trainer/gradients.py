@@ -9,9 +9,6 @@ from megadapo.data.batch import PackedBatch
 from tests.support.trainer.probes import Gradients, gradients_by_case
 from tests.support.trainer.ranks import Ranks
 
-OVERLAP = {"overlap": True, "bucket": 3000}
-"""Options for buckets of about a matrix, so that a tiny model has several."""
-
 
 def measure(ranks: Ranks, model: str, batch: PackedBatch, **layout: Any) -> Gradients:
     """Return rank 0's loss and gradients of the first mini-batch under a layout."""

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import socket
+import string
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -166,6 +167,49 @@ _SHORT = {
     "bucket": "bucket_parameters",
 }
 """Short names of `TrainerConfig`'s fields in tests; the others keep theirs."""
+
+
+OVERLAP = {"overlap": True, "bucket": 3000}
+"""Options for buckets of about a matrix, so that a tiny model has several."""
+_SIZES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "first": "first",
+    "last": "last",
+}
+_WORDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "sp": {"sequence": True},
+    "vpp2": {"pipeline": 2, "virtual": 2},
+    "bf16": {"dtype": "bfloat16"},
+    "overlap": OVERLAP,
+    "recompute": {"recompute": "full"},
+    "attn": {"recompute": ("core_attn",)},
+    "mlp": {"recompute": ("mlp",)},
+    "attn+mlp": {"recompute": ("core_attn", "mlp")},
+    "small": {"tokens_per_micro_batch": 64},
+    "large": {"tokens_per_micro_batch": 4096},
+    "whole": {"tokens_per_micro_batch": 100_000},
+}
+"""Parts of a layout's name without a number. Micro-batches are small, large, or one for all."""
+
+
+def layout(name: str) -> dict[str, Any]:
+    """Return the keys for `settings_for` of a layout such as tp2-pp2-sp-overlap."""
+    keys: dict[str, Any] = {}
+    for part in name.split("-"):
+        size = part.lstrip(string.ascii_lowercase)
+        sizes = {_SIZES[part.removesuffix(size)]: int(size)} if part not in _WORDS else {}
+        keys |= _WORDS.get(part, sizes)
+    return keys
+
+
+def layouts(*names: str) -> dict[str, dict[str, Any]]:
+    return {name: layout(name) for name in names}
 
 
 def settings_for(

@@ -19,53 +19,43 @@ from tests.support.trainer.probes import (
     train,
     update,
 )
+from tests.support.trainer.ranks import layout
 
 TP2 = {"tensor": 2}
-PP2 = {"pipeline": 2}
-DP2_TP2 = {"tensor": 2, "data": 2, "sequence": True}
-CP2_PP2 = {"context": 2, "pipeline": 2}
-VPP2 = {"pipeline": 2, "virtual": 2}
-UNEVEN = {"pipeline": 2, "last": 1}
-VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
-"""Every chunk has its own buffers, the first one several buckets, the tied embedding its own."""
-
-
 ORIGINS = {
-    "tp2": ("qwen2-tied", TP2, [CP2_PP2, DP2_TP2, {}]),
+    "tp2": ("qwen2-tied", ["cp2-pp2", "tp2-dp2-sp", "one"]),
     # each rank holds a slice of every moment, and a tied embedding a bucket of its own:
     # megatron-core alone would save masters and moments behind that bucket shifted
-    "cp2-pp2": ("qwen2-tied", CP2_PP2, [{}]),
-    "one": ("deep-untied", {}, [VPP2_DP2, UNEVEN]),
+    "cp2-pp2": ("qwen2-tied", ["one"]),
+    "one": ("deep-untied", ["vpp2-dp2-overlap", "pp2-last1"]),
+    # every chunk has its own buffers, the first one several buckets, the tied embedding its own;
     # moments and layers under the numbers of their chunk would come back to other layers
-    "vpp2-dp2": ("deep-tied", VPP2_DP2, [{}, TP2]),
-    "vpp2": ("deep-tied", VPP2, [{}, TP2]),
-    "uneven": ("deep-tied", UNEVEN, [{}, TP2]),
+    "vpp2-dp2-overlap": ("deep-tied", ["one", "tp2"]),
+    "vpp2": ("deep-tied", ["one", "tp2"]),
+    "pp2-last1": ("deep-tied", ["one", "tp2"]),
     # moments of one rank's experts could be lost, or come back to another's
-    "experts": (
-        "qwen3-moe",
-        {**DP2_TP2, "expert": 2},
-        [{"pipeline": 2, "data": 2, "expert": 2}],
-    ),
+    "tp2-dp2-sp-ep2": ("qwen3-moe", ["pp2-dp2-ep2"]),
 }
-"""Model, split that saves, and further splits that load."""
+"""Split that saves -> model, and further splits that load."""
 SLOW = [pytest.mark.full, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     "origin",
-    [pytest.param(name, marks=SLOW if name in ("vpp2", "uneven") else []) for name in ORIGINS],
+    [pytest.param(name, marks=SLOW if name in ("vpp2", "pp2-last1") else []) for name in ORIGINS],
 )
 def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin):
     """Without its moments an update moves a weight by another amount of about 1e-3."""
-    model, saving, others = ORIGINS[origin]
+    model, others = ORIGINS[origin]
     batch = random_batch(RAGGED, num_mini_batches=2)
-    ranks.on(model, partial(train, save=tmp_path / "saved"), batch, 3, **saving)
+    saving = partial(train, save=tmp_path / "saved")
+    ranks.on(model, saving, batch, 3, **layout(origin))
     go_on = partial(train, load=tmp_path / "saved", first_step=4)
-    _, expected = ranks.on(model, train, batch, 4, **saving)[0]
-    for layout in (*others, saving):
-        _, found = ranks.on(model, go_on, batch, 1, **layout)[0]
+    _, expected = ranks.on(model, train, batch, 4, **layout(origin))[0]
+    for split in (*others, origin):
+        _, found = ranks.on(model, go_on, batch, 1, **layout(split))[0]
         for name, weight in expected.items():
-            if layout is saving:
+            if split == origin:
                 assert found[name].tobytes() == weight.tobytes(), name
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
@@ -81,7 +71,7 @@ def test_bf16_weights_continue_from_their_fp32_masters(ranks, tmp_path):
     assert results[0]["policy/ratio_first_max_error"] == 0.0
     assert again[0] == results[3]
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-    _, moved = run(go_on, batch, 1, **PP2)[0]
+    _, moved = run(go_on, batch, 1, pipeline=2)[0]
     for name, weight in expected.items():
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
 

@@ -13,12 +13,7 @@ from tests.support.models.tiny_models import TRAINED, make_model
 from tests.support.runs.commands import convert
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, export, save_at, update
-
-TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
-VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
-TP2_EP4 = {"tensor": 2, "sequence": True, "data": 2, "expert": 4}
-PP2_EP2 = {"pipeline": 2, "data": 2, "expert": 2}
-UNEVEN = {"pipeline": 2, "last": 1}
+from tests.support.trainer.ranks import layout
 
 
 def _train_save_and_export(rendezvous, settings, batch, folder):
@@ -31,25 +26,25 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
 @pytest.mark.parametrize(
     ("model", "split"),
     [
-        pytest.param("qwen2-tied", {}, id="tied-one", marks=pytest.mark.full),
-        pytest.param("qwen2-tied", TP2_PP2, id="tied-tp2-pp2"),
-        pytest.param("qwen3", TP2_PP2, id="qwen3-tp2-pp2"),
-        pytest.param("llama3", {"tensor": 2, "context": 2}, id="llama3-tp2-cp2"),
-        pytest.param("deep-untied", VPP2_DP2, id="untied-vpp2-dp2"),
-        pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2", marks=pytest.mark.full),
-        pytest.param("deep-untied", UNEVEN, id="untied-uneven"),
-        pytest.param("qwen2-untied", TP2_PP2 | {"dtype": "bfloat16"}, id="bf16-tp2-pp2"),
-        pytest.param("qwen3-moe", TP2_EP4, id="experts-tp2-ep4"),
-        pytest.param("qwen3-moe", PP2_EP2, id="experts-pp2-ep2"),
+        pytest.param("qwen2-tied", "one", marks=pytest.mark.full),
+        ("qwen2-tied", "tp2-pp2-sp"),
+        ("qwen3", "tp2-pp2-sp"),
+        ("llama3", "tp2-cp2"),
+        ("deep-untied", "vpp2-dp2-overlap"),
+        pytest.param("deep-tied", "vpp2-dp2-overlap", marks=pytest.mark.full),
+        ("deep-untied", "pp2-last1"),
+        ("qwen2-untied", "tp2-pp2-sp-bf16"),
+        ("qwen3-moe", "tp2-sp-dp2-ep4"),
+        ("qwen3-moe", "pp2-dp2-ep2"),
     ],
 )
 def test_checkpoint_of_any_split_has_the_ranks_weights(ranks, models, tmp_path, model, split):
-    ranks.on(model, _train_save_and_export, random_batch(RAGGED), tmp_path, **split)
+    ranks.on(model, _train_save_and_export, random_batch(RAGGED), tmp_path, **layout(split))
     gathered = load_file(tmp_path / "gathered" / "model.safetensors")
     before = load_file(models / model / "model.safetensors")
     checkpoint = TrainerCheckpoint(tmp_path / "trainer", open_layout(models / model))
     read = dict(checkpoint.tensors())
-    assert checkpoint.dtype == getattr(torch, split.get("dtype", "float32"))
+    assert checkpoint.dtype == (torch.bfloat16 if "bf16" in split else torch.float32)
     assert read.keys() == gathered.keys()
     for name, tensor in read.items():
         bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]

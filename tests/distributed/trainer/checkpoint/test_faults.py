@@ -13,14 +13,10 @@ from tests.support.trainer.probes import (
     train,
     update_with_fault,
 )
+from tests.support.trainer.ranks import layouts
 
 IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
-LAYOUTS = {
-    "dp2": {"data": 2},
-    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
-    "tp2": {"tensor": 2},
-    "pp2-dp2": {"pipeline": 2, "data": 2},
-}
+LAYOUTS = layouts("dp2", "dp2-overlap", "tp2", "pp2-dp2")
 
 
 @pytest.mark.parametrize("where", ["activation", "gradient"])

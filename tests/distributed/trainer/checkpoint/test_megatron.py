@@ -9,17 +9,10 @@ import pytest
 from tests.support.models.tiny_models import DEEP, FAMILY_NAMES, make_model
 from tests.support.runs.commands import convert
 from tests.support.trainer.probes import build, save_at
+from tests.support.trainer.ranks import layout
 
-SPLITS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tensor": 2, "sequence": True},
-    "pp2-uneven": {"pipeline": 2, "last": 1},
-    "pp2-vpp2": {"pipeline": 2, "virtual": 2},
-    "tp2-pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "tp2-dp2": {"tensor": 2, "data": 2, "sequence": True},
-}
-EXPERTS = {"pp2-uneven": 1, "pp2-vpp2": 1, "tp2": 2, "tp2-pp2": 2, "tp2-dp2": 4}
-"""Ranks over which the experts are spread; 1 with the other splits."""
+EXPERTS = {"one": 1, "tp2-sp": 2, "pp2-last1": 1, "vpp2": 1, "tp2-pp2-sp": 2, "tp2-dp2-sp": 4}
+"""Splits, and the ranks over which they spread experts."""
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +68,17 @@ def _load_and_save(rendezvous, settings, source, destination, per_layer):
     return names
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", EXPERTS)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_megatron_core_loads_and_saves_the_model(ranks, families, tmp_path, family, split):
     from megadapo.weights.disk.torch_checkpoint import StoredTensors
 
     source, megatron = families[family]
-    layout = dict(SPLITS[split])
-    if family == "Qwen3Moe":
-        layout["expert"] = EXPERTS.get(split, 1)
+    how = layout(split) | {"expert": EXPERTS[split] if family == "Qwen3Moe" else 1}
     saved = tmp_path / "saved"
     # a folder with one tensor of each layer is megatron-core's other form
     names = ranks.on(
-        source, _load_and_save, megatron, saved, split == "tp2-pp2", init="random", **layout
+        source, _load_and_save, megatron, saved, split == "tp2-pp2-sp", init="random", **how
     )
     assert set().union(*names) == StoredTensors(megatron).tensors.keys()
     convert("megatron-to-hf", saved, tmp_path / "hf", "--model", source)

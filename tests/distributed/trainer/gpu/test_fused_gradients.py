@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.processes.forked import run_processes
 from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.ranks import layout
 
 if TYPE_CHECKING:
     from megadapo.trainer.types import Rendezvous, TrainerSettings
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
-TENSORS = {"tensor": 2, "sequence": True}
+TENSORS = layout("tp2-sp")
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, tied": ("deep-tied", TENSORS),
     "data, overlap": (
         "qwen2-untied",
-        {"data": 2, "overlap": True, "bucket": 3000, "tokens_per_micro_batch": 96},
+        layout("dp2-overlap") | {"tokens_per_micro_batch": 96},
     ),
     "recompute, tied": ("deep-tied", TENSORS | {"recompute": "full"}),
     "experts": ("qwen3-moe", TENSORS | {"expert": 2}),
@@ -133,18 +134,18 @@ def _compare(rank: int, models: str, answers: str) -> None:
     torch.set_num_threads(1)
     numbers = itertools.count()
 
-    def run(function: Any, model: str, layout: dict[str, Any], **how: Any) -> Any:
+    def run(function: Any, model: str, split: dict[str, Any], **how: Any) -> Any:
         place = _meet(rank, Path(answers) / f"{next(numbers)}")
-        found = function(place, settings_for(Path(models) / model, **layout), **how)
+        found = function(place, settings_for(Path(models) / model, **split), **how)
         leave_groups()
         return found
 
     found: dict[str, Any] = {}
-    for name, (model, layout) in LAYOUTS.items():
+    for name, (model, split) in LAYOUTS.items():
         offload = {"offload": ("parameters", "gradients", "optimizer")}
-        plain = run(_updates, model, layout, is_fused=False)
-        fused = run(_updates, model, layout, is_fused=True)
-        moved = run(_updates, model, layout | offload, is_fused=True)
+        plain = run(_updates, model, split, is_fused=False)
+        fused = run(_updates, model, split, is_fused=True)
+        moved = run(_updates, model, split | offload, is_fused=True)
         found[name] = [fused == plain, moved == plain, len(plain[0])]
     half = TENSORS | {"dtype": "bfloat16"}
     pair = [run(_gradients, "deep-tied", half, is_fused=is_fused) for is_fused in (False, True)]

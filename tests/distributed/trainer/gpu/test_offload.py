@@ -16,7 +16,7 @@ from megadapo.trainer.config import StateKind
 from megadapo.trainer.types import TrainerSettings, UpdateRequest
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, state_bits, update
-from tests.support.trainer.ranks import settings_for
+from tests.support.trainer.ranks import layout, layouts, settings_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 KINDS: tuple[StateKind, ...] = get_args(StateKind)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor, bf16": {"tensor": 2, "sequence": True, "dtype": "bfloat16"},
-    "data, overlap": {"data": 2, "overlap": True, "bucket": 3000},
-    "stages, reference": {"pipeline": 2, "objective": PolicyObjective(kl_coef=0.1)},
+    **layouts("tp2-sp-bf16", "dp2-overlap"),
+    "pp2, reference": layout("pp2") | {"objective": PolicyObjective(kl_coef=0.1)},
 }
-SLOW_LAYOUTS = {"virtual stages, bf16": {"pipeline": 2, "virtual": 2, "dtype": "bfloat16"}}
+SLOW_LAYOUTS = layouts("vpp2-bf16")
 BATCH = random_batch(RAGGED, num_mini_batches=2)
 
 
@@ -145,11 +144,11 @@ def sent(rank: TrainerRank) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "name",
     [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW_LAYOUTS)],
 )
-def test_offload_changes_no_bit_and_frees_memory(ranks, models, tmp_path, layout):
-    settings = settings_for(models / "deep-tied", **(LAYOUTS | SLOW_LAYOUTS)[layout])
+def test_offload_changes_no_bit_and_frees_memory(ranks, models, tmp_path, name):
+    settings = settings_for(models / "deep-tied", **(LAYOUTS | SLOW_LAYOUTS)[name])
     stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
     moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
     for before, after in zip(stayed, moved, strict=True):

@@ -3,15 +3,10 @@
 import pytest
 
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.gradients import OVERLAP
 from tests.support.trainer.probes import traffic, train, train_and_export
+from tests.support.trainer.ranks import OVERLAP, layouts
 
-LAYOUTS = {
-    "dp2": {"data": 2},
-    "dp2-bf16": {"data": 2, "dtype": "bfloat16"},
-    "pp2-dp2": {"pipeline": 2, "data": 2},
-    "vpp2-dp2": {"pipeline": 2, "virtual": 2, "data": 2},
-}
+LAYOUTS = layouts("dp2", "dp2-bf16", "pp2-dp2", "vpp2-dp2")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.ranks import layout
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor, sequence, tied": ("deep-tied", {"tensor": 2, "sequence": True}),
-    "data, overlap": ("qwen2-untied", {"data": 2, "overlap": True, "bucket": 3000}),
-    "pipeline, recompute": ("deep-tied", {"pipeline": 2, "recompute": "full"}),
-    "context": ("llama3", {"context": 2}),
-    "experts": ("qwen3-moe", {"tensor": 2, "sequence": True, "expert": 2}),
+    "tensor, sequence, tied": ("deep-tied", layout("tp2-sp")),
+    "data, overlap": ("qwen2-untied", layout("dp2-overlap")),
+    "pipeline, recompute": ("deep-tied", layout("pp2-recompute")),
+    "context": ("llama3", layout("cp2")),
+    "experts": ("qwen3-moe", layout("tp2-sp-ep2")),
     "alone, deterministic": ("qwen3", {"deterministic": True}),
 }
 """Model and layout; a rank has several micro-batches of each of two mini-batches."""
@@ -189,11 +190,11 @@ def test_own_layers_train_as_on_a_cpu(ranks, name):
 
     In fp32 both ways add the same products in the same order.
     """
-    model, layout = LAYOUTS[name]
+    model, split = LAYOUTS[name]
     batch = random_batch(RAGGED, num_mini_batches=2)
-    layout = {"tokens_per_micro_batch": 96} | layout
+    split = {"tokens_per_micro_batch": 96} | split
     on_cpu, on_gpu = (
-        ranks.on(model, partial(_trained, on_gpu=on_gpu), batch, **layout)
+        ranks.on(model, partial(_trained, on_gpu=on_gpu), batch, **split)
         for on_gpu in (False, True)
     )
     assert on_gpu == on_cpu
