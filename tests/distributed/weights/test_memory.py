@@ -1,5 +1,6 @@
 """An update takes no more main memory than two buckets."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import WeightSender
 from tests.support.models.tiny_models import make_model
+from tests.support.processes.peak_memory import peak_growth
 from tests.support.weights.connection import Live, rank_params, receiver_of
 from tests.support.weights.ranks import run_ranks
 
@@ -21,20 +23,10 @@ NOISE = 2 << 20
 """Allowed growth besides the buckets: a quarter of one."""
 
 
-def peak_growth(function) -> int:
-    """Return the growth of this process while `function` runs, shared memory included."""
+def growth(update: Callable[[], object]) -> int:
     # pages of the program count as well when they are first used
     checksum(torch.ones(4 * CHECKSUM_CHUNK["cpu"]))
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory_of_this_process("VmHWM")
-    function()
-    return memory_of_this_process("VmHWM") - before
-
-
-def memory_of_this_process(what: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = [line.split()[1] for line in lines if line.startswith(what)]
-    return 1024 * int(kib)
+    return peak_growth(update)
 
 
 def relay_and_measure(rank: int, folder: Path) -> None:
@@ -59,7 +51,7 @@ def relay_and_measure(rank: int, folder: Path) -> None:
             sender.fill(number, with_checksums=True)
 
     dist.barrier()
-    grown = peak_growth(update)
+    grown = growth(update)
     assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
     dist.barrier()
 
@@ -103,7 +95,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
             dist.barrier()
 
     dist.barrier()
-    grown = peak_growth(update)
+    grown = growth(update)
     assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
     if rank == 3:
         target.compare(folder, layout, engine.position(0))

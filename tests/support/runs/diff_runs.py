@@ -1,6 +1,5 @@
 """A recorded run of three steps with every file that two runs are compared by, and edits of it."""
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from megadapo.observe.metrics.records import METRICS_FILE, MetricsLog, read_metr
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
-from megadapo.weights.disk.torch_checkpoint import StoredPiece, write_metadata
 from tests.support.rollout.saved_groups import saved_group, saved_response
-from tests.support.runs.checkpoints import save_checkpoint, written_by
+from tests.support.runs.checkpoints import save_checkpoint
+from tests.support.runs.exported_runs import saved
 from tests.support.runs.recorded_runs import evaluation_record
 
 NUM_STEPS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 3, 4, 4, 6
@@ -109,22 +108,9 @@ def tensors(step: int) -> Tensors:
 
 def write_checkpoint(folder: Path, step: int, values: Tensors) -> None:
     """Write or replace the checkpoint of a step."""
-
-    def write(trainer: Path) -> None:
-        pieces = []
-        with (trainer / "__0_0.distcp").open("wb") as file:
-            for key, value in values.items():
-                start, content = file.tell(), io.BytesIO()
-                torch.save(value, content)
-                file.write(content.getvalue())
-                size, zeros = tuple(value.shape), (0,) * value.dim()
-                place = (file.name.rsplit("/", 1)[1], start, file.tell() - start)
-                pieces.append(StoredPiece(key, value.dtype, size, zeros, size, *place))
-        write_metadata(trainer, pieces)
-
     store = CheckpointStore(folder / CHECKPOINTS, keep=9)
     shutil.rmtree(store.folder / f"step-{step}", ignore_errors=True)
-    save_checkpoint(store, step, written_by(write), {})
+    save_checkpoint(store, step, saved(values), {})
 
 
 def edit_groups(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from megadapo.trainer.types import (
     UpdateResult,
 )
 from tests.support.trainer.batches import TEXT_COEF
-from tests.support.trainer.full_tensors import full_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from megadapo.trainer.model.head import PolicyHead
     from megadapo.trainer.rank import TrainerRank
     from megadapo.weights.disk.files import Files
+    from megadapo.weights.layout.layout import ModelLayout
+    from megadapo.weights.layout.shards import ShardPosition
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,26 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Ten
         0.15 * np.sin(pace * micro_batch.batch_index)
     ).float()
     return moved
+
+
+def full_tensors(
+    tensors: Mapping[str, Tensor], layout: ModelLayout, position: ShardPosition
+) -> dict[str, Tensor]:
+    """Gather the shards of all ranks into full tensors by Hugging Face name; collective."""
+    import torch
+
+    from megadapo.weights.disk.load import collect_runs, match_params
+
+    own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    ranks = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (position, own))
+    dtype = next(iter(own.values())).dtype
+    full = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.hf_shapes.items()}
+    # the first stage last: its embedding is the one of a tied model
+    for at, local in reversed(ranks):
+        for shard, tensor in match_params(local, layout, at):
+            collect_runs(full, shard, tensor)
+    return full
 
 
 def gathered(model: TrainerRank | Critic, attribute: str = "data") -> dict[str, np.ndarray]:

@@ -1,23 +1,31 @@
 """The memory plan of trainer ranks against their allocations on the CPU."""
 
+from __future__ import annotations
+
+import gc
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import megadapo
 from megadapo.config import load_config
+from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config
 from megadapo.plan.ranks import rank_kinds, state_bytes
 from megadapo.plan.training import UpdateLoad, update_bytes
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest
 from megadapo.weights.layout.layout import ModelLayout, layout_for
-from tests.support.models.meta import parameters_of
-from tests.support.processes.peak_allocations import allocated
 from tests.support.trainer.batches import random_batch
 from tests.support.trainer.ranks import settings_for
+
+if TYPE_CHECKING:
+    import torch
 
 NUM_TOKENS = 768
 """Tokens of a micro-batch; most of the memory is then activations."""
@@ -69,6 +77,50 @@ SLOW_CASES = {
 }
 
 
+def parameters_of(
+    rendezvous: Rendezvous, trainer: TrainerConfig, hf_config: dict[str, Any], ranks: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return counts of all and of experts' parameters by rank; runs inside a trainer process."""
+    return [_parameters(trainer, hf_config, rank) for rank in ranks]
+
+
+def _parameters(trainer: TrainerConfig, hf_config: dict[str, Any], rank: int) -> tuple[int, int]:
+    import torch
+    from megatron.core import parallel_state as mpu
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megadapo.models.description import describe_model
+    from megadapo.trainer.model.model import build_chunks, transformer_config
+    from megadapo.trainer.model.parallel import leave_groups, seed_everything
+
+    torch.distributed.init_process_group(
+        "fake", rank=rank, world_size=trainer.num_ranks, store=FakeStore()
+    )
+    try:
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=trainer.tensor_parallel,
+            pipeline_model_parallel_size=trainer.pipeline_parallel,
+            context_parallel_size=trainer.context_parallel,
+            expert_model_parallel_size=trainer.expert_parallel,
+            expert_tensor_parallel_size=trainer.expert_tensor_parallel,
+            create_gloo_process_groups=False,
+        )
+        seed_everything(0)
+        model = describe_model(hf_config)
+        config = transformer_config(model, trainer, dtype=torch.bfloat16)
+        with torch.device("meta"):
+            chunks = build_chunks(config, model, trainer)
+    finally:
+        leave_groups()
+    sizes = [
+        (name, parameter.numel())
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    ]
+    of_experts = sum(size for name, size in sizes if ".experts." in name)
+    return sum(size for _, size in sizes), of_experts
+
+
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 
 
@@ -88,6 +140,52 @@ def test_shipped_recipes_have_megatrons_parameters(ranks, recipe):
     (found,) = ranks.run(1, parameters_of, trainer, hf_config, lasts)
     planned = rank_kinds(layout_for(hf_config), trainer)
     assert found == [(kind.num_parameters, kind.num_expert_parameters) for kind in planned]
+
+
+_STARTED = "tests::started"
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes of one rank."""
+
+    state: int
+    """Before the first update."""
+    peak: int
+    """Most at any moment of an update."""
+
+
+def allocated(rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch) -> Allocated:
+    """Start a rank and let it train on the batch."""
+    import torch
+
+    from megadapo.trainer.rank import TrainerRank
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        rank = TrainerRank(settings, rendezvous)
+        gc.collect()
+        with torch.profiler.record_function(_STARTED):
+            pass
+        # once: Gloo's threads free copies of the first update's gradients whenever they like
+        rank.update(UpdateRequest(batch=batch, policy_version=0, step=1))
+    return _largest(profile)
+
+
+def _largest(profile: torch.profiler.profile) -> Allocated:
+    events = profile.profiler.kineto_results.events()
+    started = next(event.start_ns() for event in events if event.name() == _STARTED)
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    total = state = peak = 0
+    for when, num_bytes in changes:
+        total += num_bytes
+        if when < started:
+            state = total
+        else:
+            peak = max(peak, total)
+    return Allocated(state=state, peak=peak)
 
 
 @pytest.mark.parametrize(
