@@ -65,18 +65,11 @@ def reference(model):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_match_the_model_at_the_sampling_temperature(engines, reference, temperature):
-    """The trainer scores tokens at this temperature as well."""
-    groups = make_requests(12, 3)
-    answers = ask(engines, groups, temperature=temperature)
-    assert worst_error(reference, groups, answers, temperature) < 1e-5
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_given_tokens_are_scored_beside_generation(engines, reference, temperature):
-    """The parity probe compares these with the trainer's log-probs; generation must not notice."""
+def test_logprobs_are_the_models_and_given_tokens_are_scored(engines, reference, temperature):
+    """The parity probe compares scores with the trainer's log-probs; generation must not notice."""
     groups = make_requests(12, 3)
     expected = ask(engines, groups, temperature=temperature)
+    assert worst_error(reference, groups, expected, temperature) < 1e-5
     settings = replace(SETTINGS, temperature=temperature)
     engines.submit([replace(group, settings=settings) for group in groups])
     requests = []
@@ -188,34 +181,22 @@ def test_only_chosen_groups_are_stopped(engines):
     assert 0 < activity.mean_running <= 1 and activity.num_tokens > 27 * 4
 
 
-def test_end_token_only_with_finish_reason_stop(engines, model):
-    answers = ask(engines, make_requests(40, 4))
+@pytest.mark.parametrize("stop", [EOS, 7], ids=["end token", "stop token"])
+def test_responses_end_at_their_end_tokens(engines, model, stop):
+    """The end of a turn in a chat template, which vLLM does not know, ends them too."""
+    answers = ask(engines, make_requests(40, 4), stop_ids=() if stop == EOS else (stop,))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    reasons = set()
-    for response in (r for group in answers.values() for r in group):
-        ids = response.token_ids.tolist()
-        reasons.add(response.finish_reason)
-        assert EOS not in ids[:-1]
-        assert (ids[-1] == EOS) == (response.finish_reason == "stop")
-        assert response.finish_reason == "stop" or len(ids) == MAX_RESPONSE_TOKENS
-        assert response.text == tokenizer.decode(ids, skip_special_tokens=True)
-    assert reasons == {"stop", "length"}
-
-
-def test_stop_tokens_end_responses_as_the_end_token_does(engines, model):
-    """The end of a turn in a chat template, which vLLM does not know, is such a token."""
-    stop = 7
-    answers = ask(engines, make_requests(40, 4), stop_ids=(stop,))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    last = set()
+    last, reasons = set(), set()
     for response in (r for group in answers.values() for r in group):
         ids = response.token_ids.tolist()
         last.add(ids[-1])
+        reasons.add(response.finish_reason)
         assert not {stop, EOS} & set(ids[:-1])
         assert (ids[-1] in (stop, EOS)) == (response.finish_reason == "stop")
+        assert response.finish_reason == "stop" or len(ids) == MAX_RESPONSE_TOKENS
         shown = ids[:-1] if ids[-1] == stop else ids
         assert response.text == tokenizer.decode(shown, skip_special_tokens=True)
-    assert {stop, EOS} < last
+    assert {stop, EOS} < last and reasons == {"stop", "length"}
 
 
 def test_response_depends_on_the_seed_only(engines):

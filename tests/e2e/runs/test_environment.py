@@ -48,7 +48,7 @@ selection = "all"
 
 [reward]
 functions = ["environment"]
-max_failed_share = {max_failed_share}
+max_failed_share = 0.9
 
 [algorithm]
 responses_per_mini_batch = 12
@@ -62,7 +62,7 @@ every = 0
 """
 
 
-def recipe(folder, max_failed_share: float):
+def recipe(folder):
     """Write a recipe whose environment fails on prompts with an even sum."""
     base = folder / "base"
     shutil.copytree(REPOSITORY / "configs" / "quickstart-base", base)
@@ -80,13 +80,13 @@ def recipe(folder, max_failed_share: float):
     ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.toml"
-    path.write_text(RECIPE.format(folder=folder, max_failed_share=max_failed_share))
+    path.write_text(RECIPE.format(folder=folder))
     return path
 
 
 def test_rollout_shows_episodes_failures_and_prints(tmp_path):
     """Catches an environment whose failures, prints or turns its author cannot see."""
-    said = megadapo("rollout", recipe(tmp_path, 0.9), "--steps=1").stdout
+    said = megadapo("rollout", recipe(tmp_path), "--steps=1").stdout
     assert re.search(r"^environment Sum: .*\bfailed=0\.\d+ .*\breturn=", said, re.MULTILINE), said
     warning = re.search(
         r"^environment Sum failed on (\d+) responses, which were left out or requested again: "
@@ -110,12 +110,3 @@ def test_rollout_shows_episodes_failures_and_prints(tmp_path):
     assert re.search(r"<\|endoftext\|>\s*\n  Sum: \d+ tokens, reward \+[01], ", shown), shown
     assert "    user: wrong, try again<|endoftext|>assistant:" in shown
     assert "asked for" in (folder / "logs" / "environment-Sum.log").read_text()
-
-
-@pytest.mark.full
-def test_rollout_that_an_environment_stops_names_cause_and_remedy(tmp_path):
-    said = megadapo("rollout", recipe(tmp_path, 0.1), "--steps=1", code=5)
-    output = said.stdout + said.stderr
-    assert "reward.max_failed_share = 0.1; the last failure is of environment Sum: " in output
-    assert "Mend it or its server, or raise reward.max_failed_share" in output
-    assert "environment Sum failed on" in output

@@ -16,10 +16,10 @@ from tests.support.runs.whole_runs import megadapo, metrics, untimed
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
+@pytest.fixture
+def pairs(tmp_path):
     """Worked sums, and the same with an answer off by one character: a short task."""
-    rng, path = random.Random(1), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rng, path = random.Random(1), tmp_path / "pairs.jsonl"
     rows = []
     for problem in arithmetic.from_source("arithmetic:train:96"):
         chosen = arithmetic.worked_answer(problem, rng, kind="steps")
@@ -29,13 +29,12 @@ def pairs(tmp_path_factory):
     return path
 
 
-def train(folder, pairs, *overrides, num_steps=12, code=0):
-    return megadapo(
+def train(folder, pairs, *overrides, num_steps=12):
+    megadapo(
         *("reward-model", "configs/quickstart.toml", f"--run.folder={folder}"),
         *(f"--data.train={pairs}", f"--data.held_out={pairs}", f"--run.num_steps={num_steps}"),
         *("--supervised.rows_per_update=16", "--trainer.optimizer.lr=3e-4"),
         *("--evaluation.every=4", "--checkpoint.every=4", *overrides),
-        code=code,
     )
 
 
@@ -50,6 +49,8 @@ def test_stopped_run_resumes_to_the_same_model_which_scores_and_starts_another(p
     assert steps[3]["eval/loss"] > steps[-1]["eval/loss"]
     model = tmp_path / "reward-model"
     assert "--runner pooling" in megadapo("export", whole, model).stdout
+    quantised = megadapo("export", whole, tmp_path / "out", "--quantize=fp8", code=2)
+    assert "only for a policy" in quantised.stderr
     row = json.loads(pairs.read_text().splitlines()[0])
     prompt = Prompt("id", (("user", row["prompt"][0]["content"]),), "", "arithmetic")
     function = RewardFunction(
@@ -69,14 +70,3 @@ def test_stopped_run_resumes_to_the_same_model_which_scores_and_starts_another(p
     first, *_, last = metrics(tmp_path / "next")
     assert first["pairs/accuracy"] > 0.95
     assert last["held_out/one/pair_accuracy"] == last["eval/pair_accuracy"] > 0.95
-
-
-def test_other_pairs_and_quantisation_are_refused(pairs, tmp_path):
-    run, own = tmp_path / "run", tmp_path / "pairs.jsonl"
-    own.write_text(pairs.read_text())
-    train(run, own, num_steps=4)
-    own.write_text("".join(pairs.read_text().splitlines(keepends=True)[1:]))
-    refused = train(run, own, num_steps=8, code=3)
-    assert "the rows of data.train have changed" in refused.stderr
-    quantised = megadapo("export", run, tmp_path / "out", "--quantize=fp8", code=2)
-    assert "only for a policy" in quantised.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import InfraError, OracleError, RunInterruptedError
+from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
@@ -265,25 +265,3 @@ def test_run_without_engine_saves_its_last_step(uninterrupted, tmp_path):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{done}"]
     assert f"resuming after step {done}" in run(folder).stdout
     assert_same_metrics(folder, uninterrupted)
-
-
-@pytest.mark.full
-@pytest.mark.fault
-def test_ranks_find_damaged_checkpoint(uninterrupted, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(uninterrupted, folder)
-    shard = folder / "checkpoints" / "step-4" / "trainer" / "__0_0.distcp"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    output = run(folder, num_steps=5).stdout
-    assert "__0_0.distcp is damaged" in output and "resuming after step 2" in output
-    assert untimed(metrics(folder))[:4] == untimed(metrics(uninterrupted))
-
-
-@pytest.mark.full
-def test_broken_oracle_has_its_exit_code(tmp_path):
-    """A parity bound of 0 cannot hold between two programs; the step is saved."""
-    folder, bound = tmp_path / "strict", "--oracles.logprob_abs_max=0.0"
-    result = run(folder, bound, num_steps=2, code=OracleError.exit_code)
-    assert (folder / "checkpoints" / "step-1").is_dir()
-    assert "parity/logprob_abs_max" in result.stderr and "oracles.logprob_abs_max" in result.stderr
