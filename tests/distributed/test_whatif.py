@@ -2,24 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.trainer.types import Metrics
-from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
-from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.batches import RAGGED, signed_batch, stale_batch
+from tests.support.trainer.definition import BAPO, loss_and_gradients
 from tests.support.trainer.probes import build, update
 from tests.support.trainer.ranks import DISCOUNT, layouts
 
-BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 OBJECTIVES = {
     "own": PolicyObjective(clip_low=0.05, clip_high=0.08),
     "same": PolicyObjective(clip_low=0.05, clip_high=0.08),
@@ -77,17 +74,9 @@ def beside_second_update(
     return found[number], update(rank, batch, step=2, policy_version=policy_version).metrics
 
 
-def make_batch():
-    batch = random_batch(RAGGED)
-    for index, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
-        first = start + batch.prompt_lengths[index]
-        batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4]
-    return batch
-
-
 @pytest.fixture(scope="module")
 def logprobs(ranks) -> np.ndarray:
-    variants = [variant(make_batch(), OBJECTIVES["own"])]
+    variants = [variant(signed_batch(RAGGED), OBJECTIVES["own"])]
     unused = np.zeros(len(variants[0].batch.tokens), dtype=np.float32)
     ((_, _, found, _),) = ranks.on("qwen2-tied", measured_twice, variants, unused)
     return found
@@ -98,7 +87,7 @@ def expected(models) -> dict[str, tuple[float, np.ndarray]]:
     """Loss and flat gradient of each objective in float64."""
     found = {}
     for name, objective in OBJECTIVES.items():
-        loss, by_name = loss_and_gradients_of(models / "qwen2-tied", make_batch(), objective, BAPO)
+        loss, by_name = loss_and_gradients(models / "qwen2-tied", signed_batch(RAGGED), objective)
         found[name] = (loss, np.concatenate([by_name[key].ravel() for key in sorted(by_name)]))
     return found
 
@@ -115,7 +104,7 @@ def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, l
     They would differ if one objective's gradient leaked into the next one's, if a split counted
     tokens or copies of parameters twice, or if the passes had other shapes than the update's.
     """
-    batch = make_batch()
+    batch = signed_batch(RAGGED)
     old = logprobs + (0.15 * np.sin(np.arange(len(logprobs)))).astype(np.float32)
     variants = [variant(batch, objective) for objective in OBJECTIVES.values()]
     how = {"objective": OBJECTIVES["own"], **layout}
@@ -187,7 +176,7 @@ def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
     }
     algorithm = AlgorithmConfig().model_copy(update=rules)
     one = Variant(
-        algorithm=algorithm, batch=make_batch(), num_mini_batches=1, kl_reward_coef=kl_coef
+        algorithm=algorithm, batch=signed_batch(RAGGED), num_mini_batches=1, kl_reward_coef=kl_coef
     )
     fewer = replace(one.batch, loss_weights=one.batch.loss_weights.copy())
     fewer.loss_weights[fewer.cu_seqlens[1] : fewer.cu_seqlens[3]] = 0.0
@@ -207,7 +196,10 @@ def test_critics_advantages_are_those_of_an_update(ranks, layout, kl_coef):
 def test_reference_is_the_one_from_before_the_updates(ranks):
     """A reference that follows the policy has moved in the checkpoint after them."""
     objective = PolicyObjective(kl_coef=0.5, kl_value="k2")
-    variants = [variant(make_batch(), objective), variant(make_batch(), OBJECTIVES["gspo"])]
+    variants = [
+        variant(signed_batch(RAGGED), objective),
+        variant(signed_batch(RAGGED), OBJECTIVES["gspo"]),
+    ]
     how = {"objective": objective}
     ((first, from_old, from_new),) = ranks.on("qwen2-tied", with_moved_reference, variants, **how)
     assert from_old == first and from_new[0].loss > first[0].loss
@@ -215,7 +207,7 @@ def test_reference_is_the_one_from_before_the_updates(ranks):
 
 def test_clips_and_effective_samples_are_counted_by_tokens(ranks, logprobs):
     """Against counts over the tokens themselves; the second objective divides the batch in two."""
-    batch = make_batch()
+    batch = signed_batch(RAGGED)
     shift = 0.15 * np.sin(np.arange(len(logprobs)))
     old = logprobs + shift.astype(np.float32)
     objective = PolicyObjective(clip_low=0.05, clip_high=0.08)

@@ -59,7 +59,7 @@ def test_layout_changes_nothing_with_query_and_key_norms(ranks):
 
 
 def test_gradients_equal_the_definition(ranks, models, reference):
-    """All layouts could agree on a wrong number: a dense transformers model and DAPO's formula."""
+    """All layouts could agree on a wrong number: a dense transformers model in fp64."""
     from tests.support.trainer.definition import loss_and_gradients
 
     loss, by_name = loss_and_gradients(models / "qwen2-tied", random_batch(RAGGED))

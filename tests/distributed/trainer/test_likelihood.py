@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import LIKELIHOOD
 from megadapo.data.batch import PackedBatch
 from megadapo.data.pretraining import pack_likelihood
 from tests.support.trainer.batches import VOCAB_SIZE
-from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
+from tests.support.trainer.definition import load_wide, loss_and_gradients, sequence_logprobs
 from tests.support.trainer.probes import build, update
 from tests.support.trainer.ranks import Ranks, layout
 
@@ -65,7 +64,7 @@ def test_loss_is_the_mean_over_answer_tokens(models, alone):
     found = alone[0]
     assert found["policy/loss"] == pytest.approx(mean_loss(folder, batch), rel=1e-6)
     assert found["tokens/trained"] == (batch.loss_weights != 0.0).sum()
-    loss, by_name = loss_and_gradients_of(folder, batch, LIKELIHOOD, BapoConfig())
+    loss, by_name = loss_and_gradients(folder, batch, LIKELIHOOD)
     assert found["policy/loss"] == pytest.approx(loss, rel=1e-6)
     norm = sum(float((gradient**2).sum()) for gradient in by_name.values()) ** 0.5
     assert found["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)

@@ -1,19 +1,16 @@
 """Every objective under every split, with responses that are masked as a whole or in part."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import process_advantages
-from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
 from tests.support.runs.step_results import area
-from tests.support.trainer.batches import RAGGED, random_batch, random_texts
-from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.batches import RAGGED, random_texts, signed_batch
+from tests.support.trainer.definition import BAPO, loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import (
     Gradients,
@@ -23,8 +20,6 @@ from tests.support.trainer.probes import (
 )
 from tests.support.trainer.ranks import OVERLAP, Ranks, layouts
 
-BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
-"""A grid over the few ratios of a tiny batch, and a target within it."""
 CASES = {
     "gspo": PolicyObjective(ratio="sequence", clip_low=0.01, clip_high=0.01),
     "gspo-soft": PolicyObjective(ratio="sequence", gate="soft"),
@@ -40,17 +35,13 @@ LAYOUTS = layouts("tp2", "pp2", "cp2-dp2-small", "one", "cp2-tp2-sp")
 
 
 def make_batch(num_mini_batches: int = 1) -> PackedBatch:
-    batch = random_batch(RAGGED, num_mini_batches=num_mini_batches)
-    for index, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
-        first = start + batch.prompt_lengths[index]
-        batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4]
-        if index == 3:
-            batch.loss_weights[start:stop] = 0.0
-        if index == 7:
-            output = slice(first + 10, first + 25)
-            batch.loss_weights[output] = 0.0
-            batch.logprobs_rollout[output] = np.nan
-            batch.policy_versions[output] = NO_VERSION
+    batch = signed_batch(RAGGED, num_mini_batches=num_mini_batches)
+    batch.loss_weights[batch.cu_seqlens[3] : batch.cu_seqlens[4]] = 0.0
+    first = batch.cu_seqlens[7] + batch.prompt_lengths[7]
+    output = slice(first + 10, first + 25)
+    batch.loss_weights[output] = 0.0
+    batch.logprobs_rollout[output] = np.nan
+    batch.policy_versions[output] = NO_VERSION
     return batch
 
 
@@ -70,7 +61,7 @@ def test_loss_and_gradients_equal_the_definition(models, reference):
     """In float64 with a dense transformers model; every case must give numbers of its own."""
     batch = make_batch()
     for name, objective in CASES.items():
-        loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
+        loss, by_name = loss_and_gradients(models / "qwen2-tied", batch, objective)
         assert reference[name].loss == pytest.approx(loss, rel=1e-5), name
         assert_close_by_block(reference[name].by_name, by_name, 1e-5)
     norms = [round(found.grad_norm, 5) for found in reference.values()]
@@ -81,10 +72,10 @@ def test_pretraining_loss_adds_to_the_objective(models, reference):
     """It has temperature 1 for every objective, and is a mean over pretraining tokens."""
     folder, texts = models / "qwen2-tied", random_texts(TEXT_LENGTHS)
     likelihood = PolicyObjective(ratio="none", gate="none")
-    loss, by_name = loss_and_gradients_of(folder, texts, likelihood, BAPO)
+    loss, by_name = loss_and_gradients(folder, texts, likelihood)
     assert reference["texts"].loss == pytest.approx(loss, rel=1e-6)
     assert_close_by_block(reference["texts"].by_name, by_name, 1e-5)
-    own, own_by_name = loss_and_gradients_of(folder, make_batch(), PolicyObjective(), BAPO)
+    own, own_by_name = loss_and_gradients(folder, make_batch())
     both = {name: gradient + by_name[name] for name, gradient in own_by_name.items()}
     assert reference["ptx"].loss == pytest.approx(own + loss, rel=1e-6)
     assert_close_by_block(reference["ptx"].by_name, both, 1e-5)
@@ -92,37 +83,10 @@ def test_pretraining_loss_adds_to_the_objective(models, reference):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_keeps_loss_and_gradient(ranks, reference, layout):
+    """An advantage that moves by a token, or to another sequence, changes every gradient."""
     found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
-
-
-def process_batch() -> PackedBatch:
-    """Responses of four to a group, with none to five steps of their own lengths."""
-    batch = random_batch(RAGGED)
-    rng = np.random.default_rng(5)
-    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
-    lengths = (batch.cu_seqlens[1:] - starts).tolist()
-    for first in range(0, len(lengths), 4):
-        own = lengths[first : first + 4]
-        ends = [rng.integers(1, n + 1, size=rng.integers(0, 6)).tolist() for n in own]
-        scored = [tuple((end, float(rng.integers(0, 2))) for end in sorted(of)) for of in ends]
-        for place, values in enumerate(process_advantages(scored, own), start=first):
-            batch.advantages[starts[place] : batch.cu_seqlens[place + 1]] = values
-    return batch
-
-
-def test_step_rewards_are_the_same_under_every_split(ranks, models):
-    """An advantage that moves by a token, or to another sequence, changes every gradient."""
-    batch = process_batch()
-    assert len(np.unique(batch.advantages)) > len(RAGGED)
-    cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
-    for layout in ("pp2", "cp2-dp2-small", "cp2-tp2-sp"):
-        found = ranks.on("qwen2-tied", gradients_by_objective, batch, cases, **LAYOUTS[layout])[0]
-        for name, objective in cases.items():
-            loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
-            assert found[name].loss == pytest.approx(loss, rel=1e-5), (layout, name)
-            assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
 def steps(ranks: Ranks, **settings: Any) -> list[list[dict[str, Any]]]:

@@ -50,7 +50,7 @@ def test_loss_and_gradients_equal_the_definition(models, reference):
     """In float64 with a dense transformers model; every case must give numbers of its own."""
     batch = stale_batch(RAGGED, present=PRESENT)
     for name, importance in CASES.items():
-        loss, by_name = loss_and_gradients(models / "qwen2-tied", batch, importance)
+        loss, by_name = loss_and_gradients(models / "qwen2-tied", batch, importance=importance)
         assert reference[name].loss == pytest.approx(loss, rel=1e-5), name
         assert_close_by_block(reference[name].by_name, by_name, 1e-5)
     losses = [round(found.loss, 5) for found in reference.values()]

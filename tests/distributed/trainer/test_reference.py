@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megadapo.algorithm.advantages import advantages_with_kl
-from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
+from tests.support.trainer.definition import load_wide, loss_and_gradients, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, load_refusal, train
 from tests.support.trainer.ranks import Ranks, layouts
@@ -72,8 +71,8 @@ def one_rank(ranks: Ranks) -> dict[str, dict[str, Gradients]]:
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_the_definition(models, one_rank, case):
     """In float64 with two dense transformers models; ratios are not 1."""
-    loss, by_name = loss_and_gradients_of(
-        models / "qwen2-tied", random_batch(RAGGED), CASES[case], BapoConfig(), scale=SCALE
+    loss, by_name = loss_and_gradients(
+        models / "qwen2-tied", random_batch(RAGGED), CASES[case], scale=SCALE
     )
     found = one_rank["qwen2-tied"][case]
     assert found.loss == pytest.approx(loss, rel=1e-5)

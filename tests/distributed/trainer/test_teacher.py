@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from tests.support.runs.step_results import area
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.definition import batch_logprobs, loss_and_gradients_of
+from tests.support.trainer.definition import batch_logprobs, loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import train
 from tests.support.trainer.ranks import layouts
@@ -39,11 +38,10 @@ def test_loss_and_gradients_equal_the_definition(ranks, models, case):
     how = taught_by(models, teacher, temperature=temperature)
     found = ranks.on(STUDENT, gradients_by_estimator, random_batch(RAGGED), CASES, 1.0, **how)[0]
     for name, objective in CASES.items():
-        loss, by_name = loss_and_gradients_of(
+        loss, by_name = loss_and_gradients(
             models / STUDENT,
             random_batch(RAGGED),
             objective,
-            BapoConfig(),
             teacher=models / teacher,
             temperature=temperature,
         )

@@ -69,18 +69,7 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
         for name in ("parity/probe_abs_mean", "parity/probe_abs_max"):
             assert (record[name] is not None) == (staleness > 0).any(), name
         assert (record["parity/probe_abs_max"] or 0.0) < 1e-4
-        check_log_probs(record, responses, staleness)
-
-
-def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.ndarray) -> None:
-    gaps = np.abs(np.concatenate([r.logprobs_old - r.response.logprobs for r in responses]))
-    for name, chosen in (
-        ("parity/logprob_abs_max", staleness == 0),
-        ("staleness/logprob_drift_max", staleness > 0),
-    ):
-        expected = gaps[chosen].max() if chosen.any() else None
-        assert record[name] == (expected and pytest.approx(expected, rel=1e-4)), name
-    assert not (staleness == 0).any() or record["parity/logprob_abs_max"] < 1e-4
+        assert not (staleness == 0).any() or record["parity/logprob_abs_max"] < 1e-4
 
 
 def test_partial_rollouts_mix_policy_versions(tmp_path):

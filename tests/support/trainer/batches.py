@@ -1,6 +1,7 @@
 """Packed batches of random tokens with ragged lengths, and groups that advantages are made of."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,16 @@ def random_batch(
         rewards=rng.normal(size=len(lengths)),
         group_sizes=np.ones(len(lengths), dtype=np.int64),
     )
+
+
+def signed_batch(lengths: list[int], **options: Any) -> PackedBatch:
+    """Sequences whose advantages have both signs, and differ by token."""
+    batch = random_batch(lengths, **options)
+    ripple = 1.0 + 0.1 * np.sin(np.arange(len(batch.tokens)))
+    for index, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
+        first = start + batch.prompt_lengths[index]
+        batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4] * ripple[first:stop]
+    return batch
 
 
 def scored_group(lengths: Sequence[int], **fields: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""DAPO's loss written out on a transformers model, one sequence at a time, in fp64."""
+"""The definition's loss of a transformers model, one sequence at a time, in fp64."""
 
 import math
 from collections.abc import Iterator
@@ -14,6 +14,9 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import policy_loss
 from megadapo.data.batch import PackedBatch
+
+BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
+"""A grid over the few ratios of a tiny batch, and a target within it."""
 
 
 def sequence_logprobs(
@@ -105,38 +108,17 @@ def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.n
     return result
 
 
-@one_thread()
-def loss_and_gradients(
-    folder: Path, batch: PackedBatch, importance: ImportanceConfig | None = None
-) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of the first mini-batch, with old log-probs shifted by 0.15 sin(t)."""
-    importance = importance or ImportanceConfig()
-    model = load_wide(folder)
-    total = torch.zeros((), dtype=torch.float64)
-    for places, tokens in sequences(batch):
-        logprobs = sequence_logprobs(model, tokens)
-        old = logprobs.detach() + shift(places)
-        weight, old = corrected(old, batch, places, importance)
-        ratio = (logprobs - old).exp()
-        advantages = torch.from_numpy(batch.advantages[places]).double()
-        weights = torch.from_numpy(batch.loss_weights[places]).double()
-        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        total = total - (weights * weight * surrogate).sum()
-    total.backward()
-    return total.item(), gradients_by_name(model)
-
-
 def shift(places: slice, pace: float = 1.0) -> torch.Tensor:
     return 0.15 * torch.sin(pace * torch.arange(places.start, places.stop).double())
 
 
 @one_thread()
-def loss_and_gradients_of(
+def loss_and_gradients(
     folder: Path,
     batch: PackedBatch,
-    objective: PolicyObjective,
-    bapo: BapoConfig,
+    objective: PolicyObjective | None = None,
     *,
+    importance: ImportanceConfig | None = None,
     scale: float | None = None,
     teacher: Path | None = None,
     temperature: float = 1.0,
@@ -147,13 +129,16 @@ def loss_and_gradients_of(
     with a scale, the policy's weights are the folder's times that, and the reference's those. With
     a teacher the reference is that model. Logits of both are divided by the temperature.
     """
-    model, reference = load_wide(folder, scale or 1.0), load_wide(teacher or folder)
+    objective, importance = objective or PolicyObjective(), importance or ImportanceConfig()
+    has_reference = scale is not None or teacher is not None
+    model = load_wide(folder, scale or 1.0)
+    reference = load_wide(teacher or folder) if has_reference else model
     parts: list[tuple[torch.Tensor, ...]] = []
     for places, tokens in sequences(batch):
         log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
         logprob = log_p.gather(1, tokens[1:, None])[:, 0]
         referred = logprob.detach() + shift(places, 0.7)
-        if scale is not None or teacher is not None:
+        if has_reference:
             with torch.no_grad():
                 referred = sequence_logprobs(reference, tokens, temperature)
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -161,16 +146,18 @@ def loss_and_gradients_of(
             torch.from_numpy(values[places]).double()
             for values in (batch.advantages, batch.loss_weights)
         )
-        old = logprob.detach() + shift(places)
-        parts.append((logprob, old, advantages, weights, referred, entropy))
-    logprob, old, advantages, weights, referred, entropy = map(torch.cat, zip(*parts, strict=True))
+        proximal = logprob.detach() + shift(places)
+        stale, old = corrected(proximal, batch, places, importance)
+        parts.append((logprob, old, advantages, weights, referred, entropy, stale))
+    joined = map(torch.cat, zip(*parts, strict=True))
+    logprob, old, advantages, weights, referred, entropy, stale = joined
     if objective.gate == "bapo":
         chosen = weights != 0
         ratios = (logprob.detach() - old).exp()[chosen]
         sums = bapo_sums(
-            ratios, (advantages * weights)[chosen], bapo, dual_clip=objective.dual_clip
+            ratios, (advantages * weights)[chosen], BAPO, dual_clip=objective.dual_clip
         )
-        objective = search_bounds(sums.numpy(), bapo).put_into(objective)
+        objective = search_bounds(sums.numpy(), BAPO).put_into(objective)
     loss = policy_loss(
         logprob,
         old,
@@ -180,6 +167,7 @@ def loss_and_gradients_of(
         objective=objective,
         logprobs_ref=referred,
         entropy=entropy,
+        importance_weights=stale,
     )
     loss.backward()
     return loss.item(), gradients_by_name(model)
