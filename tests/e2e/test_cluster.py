@@ -24,9 +24,22 @@ from tests.support.runs.whole_runs import descendants, marked
 CLUSTERS = REPOSITORY / "docs" / "clusters.md"
 
 
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+import psutil, ray
+from megadapo.cluster.cluster import Cluster, locate, reserve
+from megadapo.cluster.config import ClusterConfig
+from megadapo.errors import ConfigError, InfraError
+
+ONE_EACH = {"num_trainer_ranks": 1, "num_engines": 1, "engine_ranks": 1}
+NODE = {"include_dashboard": False, "object_store_memory": 1 << 28}
+"""
+
+
 def execute(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, "-c", PRELUDE + script, *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -42,10 +55,6 @@ def answer_of(script: str, *arguments: str, **environment: str) -> Any:
 
 
 DRIVER = """
-import json, os, psutil, ray, time
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
-
 cluster = Cluster.start(
     ClusterConfig(device="cpu"), num_trainer_ranks=3, num_engines=2, engine_ranks=1
 )
@@ -72,7 +81,7 @@ time.sleep(600)
 def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
     """Ray must not join another user's cluster, and more processes than cores must start."""
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
+        [sys.executable, "-c", PRELUDE + DRIVER],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -93,15 +102,10 @@ def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
 
 
 LOCAL = """
-import json, os, subprocess
-import ray
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.ray_connection import accepts_without_token
 
 for _ in range(2):
-    sizes = {"num_trainer_ranks": 1, "num_engines": 1, "engine_ranks": 1}
-    cluster = Cluster.start(ClusterConfig(device="cpu"), **sizes)
+    cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
     admits = accepts_without_token()
     token = os.environ["RAY_AUTH_TOKEN"]
     logs = ray._private.worker._global_node.get_session_dir_path()
@@ -114,9 +118,6 @@ print(json.dumps([admits, in_logs, token in seen]))
 
 AFTER_ANOTHER = (
     """
-import ray
-from pathlib import Path
-
 Path.home().joinpath(".ray").mkdir()
 Path.home().joinpath(".ray/auth_token").write_text("b" * 64)
 ray.init(address="local", include_dashboard=False, log_to_driver=False)
@@ -141,10 +142,6 @@ def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
 
 
 GPUS = """
-import json, sys, ray
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
-
 num_gpus, config, sizes = (json.loads(text) for text in sys.argv[1:])
 ray.init(
     address="local", num_cpus=2 * num_gpus, num_gpus=num_gpus, include_dashboard=False,
@@ -189,13 +186,8 @@ def test_quickstart_fits_a_single_gpu():
 
 
 ELASTIC = """
-import json, sys, time
-from pathlib import Path
 from ray.cluster_utils import Cluster as Nodes
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.nodes import NodeFolders
-from megadapo.errors import InfraError
 
 def wait_for(request, seconds):
     until = time.monotonic() + seconds
@@ -204,8 +196,7 @@ def wait_for(request, seconds):
     return place
 
 folder = Path(sys.argv[1])
-node = {"include_dashboard": False, "num_cpus": 3, "num_gpus": 3, "object_store_memory": 1 << 28}
-nodes = Nodes(initialize_head=True, head_node_args=node)
+nodes = Nodes(initialize_head=True, head_node_args={**NODE, "num_cpus": 3, "num_gpus": 3})
 config = ClusterConfig(
     device="cuda", placement="separate", address=nodes.address, allow_unauthenticated=True,
     check_nodes=False,
@@ -222,7 +213,7 @@ cluster.add_engine(5, place)
 answers["reused"] = cluster.engine_gpus(5) == (gpus[0],)
 late = cluster.request_engine(2)
 answers["one GPU"] = wait_for(late, 2) is None
-nodes.add_node(num_cpus=2, num_gpus=2, object_store_memory=1 << 28)
+nodes.add_node(num_cpus=2, num_gpus=2, **NODE)
 answers["two GPUs"] = len(wait_for(late, 60).gpus)
 cluster._folders = NodeFolders(shared=folder, present={"model.path": folder / "missing"})
 cluster.release_engine(1)
@@ -248,13 +239,11 @@ def test_engine_that_joins_waits_for_slots_and_for_a_node_that_has_the_model(tmp
 
 
 BUSY_SLOT = """
-import ray
-from megadapo.cluster.cluster import locate, reserve  # Cluster.start leaves no moment between
-from megadapo.cluster.config import ClusterConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
 config = ClusterConfig(device="cuda", start_timeout_s=3)
+# Cluster.start leaves no moment between
 group = reserve(config, 1, without=[])
 
 @ray.remote(num_cpus=0, num_gpus=1)
@@ -283,21 +272,10 @@ def test_zero_timeout_is_refused():
 
 
 STOPS = """
-import os, signal, sys
-os.environ |= {
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
-}
-import psutil, ray
 from megadapo.cluster import ray_connection
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
 
 ray_connection.LIMIT_S, ray_connection.LEAVE_S = 7.0, 3.0
-config = ClusterConfig(device="cpu")
-cluster = Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1)
+cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
 (daemon,) = [
     one for one in psutil.Process().children(recursive=True)
     if one.cmdline() and one.cmdline()[0].endswith("/" + sys.argv[1])
@@ -323,7 +301,9 @@ print("left")
 )
 def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, says):
     """Requests to a stopped daemon wait inside Ray, where no signal is handled."""
-    done = execute(STOPS, daemon, RUN_UNDER_TEST=str(tmp_path))
+    health = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 500, "failure_threshold": 3}
+    variables = {f"RAY_health_check_{name}": str(value) for name, value in health.items()}
+    done = execute(STOPS, daemon, RUN_UNDER_TEST=str(tmp_path), **variables)
     assert done.returncode == exit_code, done.stderr
     assert re.search(says, done.stderr)
     assert ("left" in done.stdout) == (exit_code == 0)
@@ -331,11 +311,7 @@ def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, sa
 
 
 JOIN = """
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
-
-config = ClusterConfig(device="cpu", address="auto")
-Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1).shutdown()
+Cluster.start(ClusterConfig(device="cpu", address="auto"), **ONE_EACH).shutdown()
 """
 
 
@@ -361,28 +337,24 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
+MODES = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
+"""Variables of which the first makes Ray listen on loopback."""
 TWO_NODES = """
-import sys
-from ray.cluster_utils import Cluster
+from ray.cluster_utils import Cluster as Nodes
 from megadapo.cli import run_command
-from megadapo.cluster import cluster as ours
-from megadapo.cluster.config import ClusterConfig
-from megadapo.errors import ConfigError
 
 path, *arguments = sys.argv[1:]
-node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 1 << 28}
-cluster = Cluster(initialize_head=True, head_node_args=node)
-cluster.add_node(**node, env_vars={"PATH": path})
-slots = {"num_trainer_ranks": 1, "num_engines": 1, "engine_ranks": 1}
-config = ClusterConfig(device="cpu", address=cluster.address)
+nodes = Nodes(initialize_head=True, head_node_args={**NODE, "num_cpus": 1})
+nodes.add_node(**NODE, num_cpus=1, env_vars={"PATH": path})
+config = ClusterConfig(device="cpu", address=nodes.address)
 try:
-    ours.Cluster.start(config, **slots)
+    Cluster.start(config, **ONE_EACH)
 except ConfigError as error:
     print(error, file=sys.stderr)
 config = config.model_copy(update={"allow_unauthenticated": True})
-ours.Cluster.start(config, **slots).shutdown()
-code = run_command(["doctor", f"--cluster={cluster.address}", *arguments])
-cluster.shutdown()
+Cluster.start(config, **ONE_EACH).shutdown()
+code = run_command(["doctor", f"--cluster={nodes.address}", *arguments])
+nodes.shutdown()
 sys.exit(code)
 """
 
@@ -395,9 +367,7 @@ def test_cluster_without_token_is_refused_and_doctor_asks_every_node(tmp_path):
     driver.chmod(0o755)
     folder = tmp_path / "run"
     arguments = [f"{driver.parent}:{os.environ['PATH']}", "--json", f"--folder={folder}"]
-    # the first makes Ray listen on loopback
-    modes = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
-    result = execute(TWO_NODES, *arguments, **modes)
+    result = execute(TWO_NODES, *arguments, **MODES)
     diagnosis = json.loads(result.stdout)
     assert result.returncode == (1 if diagnosis["errors"] else 0), result.stderr
     assert "set cluster.allow_unauthenticated = true if the network is" in result.stderr
@@ -410,3 +380,48 @@ def test_cluster_without_token_is_refused_and_doctor_asks_every_node(tmp_path):
     assert sorted(links) == [("0", "1"), ("1", "0")]
     assert all(link["gb_per_s"] > 0 for link in diagnosis["facts"]["links"])
     assert any("different GPUs: 1 x NVIDIA H200; none" in text for text in diagnosis["warnings"])
+
+
+SICK_NODE = """
+from ray.cluster_utils import Cluster as Nodes
+from ray.util.placement_group import placement_group_table
+from megadapo.cluster.health import unhealthy_nodes
+
+node = {**NODE, "num_cpus": 2, "num_gpus": 2}
+nodes = Nodes(initialize_head=True, head_node_args=node)
+sick, hung = (nodes.add_node(**node).node_id for _ in range(2))
+ray.init(address=nodes.address, log_to_driver=False)
+
+def check(num_gpus):
+    import time
+    me = ray.get_runtime_context().get_node_id()
+    time.sleep(600 if me == hung else 0)
+    return [f"one of its {num_gpus} GPUs is sick"] if me == sick else []
+
+left_out = unhealthy_nodes(check, answer_s=10.0)
+config = ClusterConfig(device="cuda", start_timeout_s=3)
+group = reserve(config, 2, without=left_out)
+used = set(placement_group_table(group)["bundles_to_node_id"].values())
+try:
+    reserve(config, 1, without=left_out)
+except Exception as error:
+    refusal = str(error)
+all_fail = unhealthy_nodes(lambda num_gpus: ["an old driver"])
+print(json.dumps([sorted(left_out) == sorted([sick, hung]), used == {nodes.head_node.node_id},
+    refusal, all_fail]))
+ray.shutdown()
+nodes.shutdown()
+"""
+
+
+@pytest.mark.fault
+def test_start_leaves_out_nodes_whose_gpus_fail():
+    """A rank on a node with a lost GPU would end every start of the run."""
+    result = execute(SICK_NODE, **MODES)
+    assert result.returncode == 0, result.stderr
+    found, healthy_used, refusal, all_fail = json.loads(result.stdout.splitlines()[-1])
+    assert found and healthy_used and all_fail == []
+    assert "6 GPUs (2 nodes that fail the health check included)" in refusal
+    assert "is left out: one of its 2 GPUs is sick" in result.stderr
+    assert "is left out: it did not report its health in time" in result.stderr
+    assert "every node fails the health check, so none is left out" in result.stderr
