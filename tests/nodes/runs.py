@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+from megadapo.errors import DataError
+from megadapo.run.state.status import Status, read_status
 from tests.nodes.machines import Machine
 
 RECIPE = (
@@ -14,6 +16,8 @@ RECIPE = (
 """The quickstart, whose model.path is relative, on the cluster that the machine is a node of."""
 SPREAD = ("--trainer.data_parallel=2", "--rollout.num_engines=2")
 """A trainer rank and an engine on each of two nodes with one core each."""
+START_S = 300
+"""Longest time that two cores take to start two ranks and two engines."""
 
 
 def begin(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -24,3 +28,11 @@ def train(machine: Machine, folder: Path, *arguments: str) -> subprocess.Complet
     process = begin(machine, folder, *arguments)
     output, _ = process.communicate(timeout=500)
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def status_of(folder: Path) -> Status:
+    """Return a run's status, also before it has written one."""
+    try:
+        return read_status(folder)
+    except DataError:
+        return Status()

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import DataError
 from megadapo.run.state.status import read_status
 from tests.nodes.machines import Machine, Network
-from tests.nodes.runs import RECIPE, begin
+from tests.nodes.runs import RECIPE, START_S, begin, status_of
 from tests.support.processes.running import wait_until
 from tests.support.runs.whole_runs import assert_same_metrics, megadapo, metrics, weights
 
@@ -19,7 +18,6 @@ ASYNC = (
     *("--sampling.mode=async", "--sampling.max_staleness=3", "--cluster.placement=separate"),
     *("--rollout.max_num_seqs=8", f"--run.num_steps={NUM_STEPS}", "--checkpoint.every=4"),
 )
-START_S = 300
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def test_async_run_that_loses_a_node_is_repeated_on_one_machine(machines, shared
     folder, repeated = shared / "async", shared / "repeated"
     run = begin(head, folder, *ASYNC, "--rollout.num_engines=2", "--restarts=3")
     try:
-        wait_until(lambda: _step(folder) >= 2, timeout_s=START_S, message="two steps")
+        wait_until(lambda: status_of(folder).step >= 2, timeout_s=START_S)
         engines = read_status(folder).engines
         assert engines["trainer_nodes"] == [head.address]
         assert {one["node"] for one in engines["engines"]} == {head.address, other.address}
@@ -60,10 +58,3 @@ def test_async_run_that_loses_a_node_is_repeated_on_one_machine(machines, shared
     assert len(metrics(folder)) == NUM_STEPS
     assert_same_metrics(repeated, folder)
     assert weights(repeated, NUM_STEPS) == weights(folder, NUM_STEPS)
-
-
-def _step(folder: Path) -> int:
-    try:
-        return read_status(folder).step
-    except DataError:
-        return 0

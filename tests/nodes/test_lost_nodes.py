@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import DataError
 from megadapo.observe.metrics.records import read_metrics
-from megadapo.run.state.status import Status, read_status
 from tests.nodes.machines import Machine, Network
-from tests.nodes.runs import SPREAD, begin
+from tests.nodes.runs import SPREAD, START_S, begin, status_of
 from tests.support.processes.running import wait_until
 
 pytestmark = pytest.mark.fault
@@ -20,8 +18,6 @@ PARTS_BEFORE = {"rollout": ["sync"], "train": [], "sync": ["train"]}
 between update and sync."""
 NUM_STEPS = 12
 """So many that the part is seen in one of them, short as it is."""
-START_S = 300
-"""Longest time that two cores take to start two ranks and two engines."""
 
 
 @pytest.fixture
@@ -89,15 +85,8 @@ def test_run_goes_on_without_node_that_stays_away(lan, shared, other):
 
 def _is_in(folder: Path, part: str) -> bool:
     """Whether the run is in this part of a step after the first one's checkpoint."""
-    status = _status(folder)
-    return status is not None and status.checkpoint_step >= 1 and status.phase == part
-
-
-def _status(folder: Path) -> Status | None:
-    try:
-        return read_status(folder)
-    except DataError:
-        return None
+    status = status_of(folder)
+    return status.checkpoint_step >= 1 and status.phase == part
 
 
 def _log(folder: Path) -> str:
