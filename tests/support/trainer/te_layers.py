@@ -29,11 +29,12 @@ from megadapo.trainer.model.parallel import (
     shard_position,
 )
 from megadapo.trainer.trainer import complete_save
-from megadapo.trainer.types import RankReport, Rendezvous
+from megadapo.trainer.types import RankReport
 from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
 from megadapo.weights.disk.sources import import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support.trainer.batches import VOCAB_SIZE
+from tests.support.trainer.fresh_ranks import Place
 
 MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce": True}
 """Marks by which megatron-core sums gradients and norms, with their defaults."""
@@ -138,14 +139,14 @@ def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) ->
 
 def compare(
     folder: Path,
-    place: Rendezvous,
+    place: Place,
     split: dict[str, int],
     lengths: list[int],
     checkpoint: Path | None,
 ) -> dict[str, Any]:
     """Return a rank's differences and marks, and whether a checkpoint in the folder kept TE's."""
     trainer = TrainerConfig(**split)
-    join_groups(place, trainer, None, seed=0)
+    join_groups(place[0], trainer, place[1], seed=0)
     local, of_te = (build(folder, trainer, lengths, as_on_gpu=gpu) for gpu in (False, True))
     tokens = torch.from_numpy(context_part().places(lengths)) * 7 % VOCAB_SIZE
     # the kernels themselves compute in fp32

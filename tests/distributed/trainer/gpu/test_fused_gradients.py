@@ -1,24 +1,17 @@
 """Weight gradients that go straight into main_grad, as on GPUs with apex, against sums by hooks."""
 
-import itertools
-import json
-import socket
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.support.processes.forked import run_processes
+from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.ranks import layout
-
-if TYPE_CHECKING:
-    from megadapo.trainer.types import Rendezvous, TrainerSettings
-
-    Place = tuple[Rendezvous, socket.socket | None]
+from tests.support.trainer.fresh_ranks import Place, with_stand_ins
+from tests.support.trainer.ranks import layout, settings_for
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
@@ -36,7 +29,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 CONFIG = "megadapo.trainer.model.model.TransformerConfig"
 
 
-def _build(place: "Place", settings: "TrainerSettings", *, is_fused: bool) -> Any:
+def _build(place: Place, settings: TrainerSettings, *, is_fused: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megadapo.trainer.rank import TrainerRank
@@ -101,42 +94,11 @@ def _output_layer(place, settings) -> list[float]:
     return [float((weight.main_grad - expected).norm() / expected.norm())]
 
 
-def _meet(rank: int, folder: Path) -> "Place":
-    """Return where both ranks meet; rank 0 writes its open port for the other."""
-    from megadapo.trainer.types import Rendezvous
-
-    listener, file = None, folder / "port"
-    if rank == 0:
-        listener = socket.create_server(("127.0.0.1", 0))
-        folder.mkdir()
-        (folder / "new").write_text(str(listener.getsockname()[1]))
-        (folder / "new").rename(file)
-    while not file.exists():
-        time.sleep(0.01)
-    port = int(file.read_text())
-    return Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=2), listener
-
-
-def _compare(rank: int, models: str, answers: str) -> None:
-    from tests.support.trainer import fused_gradients, te_stand_in
-
-    te_stand_in.install()
-    fused_gradients.install_apex()
-    # megatron-core must find both
-    from megadapo.trainer.model.cpu_platform import install_cpu_platform
-
-    install_cpu_platform()
-    import torch
-
+def _compare(meet: Callable[[], Place], models: Path) -> dict[str, Any]:
     from megadapo.trainer.model.parallel import leave_groups
-    from tests.support.trainer.ranks import settings_for
-
-    torch.set_num_threads(1)
-    numbers = itertools.count()
 
     def run(function: Any, model: str, split: dict[str, Any], **how: Any) -> Any:
-        place = _meet(rank, Path(answers) / f"{next(numbers)}")
-        found = function(place, settings_for(Path(models) / model, **split), **how)
+        found = function(meet(), settings_for(models / model, **split), **how)
         leave_groups()
         return found
 
@@ -154,15 +116,13 @@ def _compare(rank: int, models: str, answers: str) -> None:
         for name, one in pair[0].items()
     }
     found["output layer"] = run(_output_layer, "deep-tied", TENSORS)
-    (Path(answers) / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
 def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks, by layout."""
-    folder = tmp_path_factory.mktemp("answers")
-    run_processes(_compare, (str(models), str(folder)), 2, fresh=True)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return with_stand_ins(_compare, tmp_path_factory.mktemp("answers"), models, apex=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

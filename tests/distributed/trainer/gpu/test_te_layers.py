@@ -1,15 +1,13 @@
 """A GPU's layers, from megatron-core's spec, against a CPU's: weights, sums, packing and rotary."""
 
-import json
-import socket
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes.forked import run_processes
 from tests.support.runs.commands import convert
+from tests.support.trainer.fresh_ranks import Place, with_stand_ins
 
 LENGTHS = [8, 4, 12, 20]
 """Sequences that two context-parallel ranks can share."""
@@ -24,38 +22,21 @@ SPLITS = {
 SAVED = "qwen3-moe"
 
 
-def _compare(rank: int, ports: dict[str, int], models: str, answers: str) -> None:
-    from tests.support.trainer import te_stand_in
-
-    te_stand_in.install()
-    # megatron-core must find it
-    from megadapo.trainer.model.cpu_platform import install_cpu_platform
-
-    install_cpu_platform()
-    import torch
-
-    from megadapo.trainer.types import Rendezvous
+def _compare(meet: Callable[[], Place], models: Path, saved: Path) -> dict[str, Any]:
     from tests.support.trainer.te_layers import compare
 
-    torch.set_num_threads(1)
     found = {}
     for name, split in SPLITS.items():
-        place = Rendezvous(address="127.0.0.1", port=ports[name], rank=rank, world_size=2)
-        checkpoint = Path(answers) / name if name == SAVED else None
-        found[name] = compare(Path(models) / name, place, split, LENGTHS, checkpoint)
-    (Path(answers) / f"{rank}.json").write_text(json.dumps(found))
+        checkpoint = saved if name == SAVED else None
+        found[name] = compare(models / name, meet(), split, LENGTHS, checkpoint)
+    return found
 
 
 @pytest.fixture(scope="module")
 def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks, by model."""
     folder = tmp_path_factory.mktemp("answers")
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in SPLITS]
-        ports = [server.getsockname()[1] for server in servers]
-    arguments = (dict(zip(SPLITS, ports, strict=True)), str(models), str(folder))
-    run_processes(_compare, arguments, 2, fresh=True)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return with_stand_ins(_compare, folder, models, folder / "saved")
 
 
 @pytest.mark.parametrize("model", SPLITS)
