@@ -124,17 +124,12 @@ def test_layouts_agree(ranks: Ranks, name):
 def test_resumed_step_takes_the_same_order(ranks: Ranks, tmp_path):
     how = {"passes": 4, "seed": 7}
     batch = random_batch(RAGGED, num_mini_batches=4)
-    ((whole, weights),) = ranks.on("qwen2-tied", train, batch, 3, **how)
-    saving = {"save": tmp_path / "saved"}
-    ranks.on("qwen2-tied", _train_with, batch, 2, saving, **how)
-    loading = {"load": tmp_path / "saved", "first_step": 3}
-    ((again, found),) = ranks.on("qwen2-tied", _train_with, batch, 1, loading, **how)
+    saving = partial(train, save=tmp_path / "saved", save_after=2)
+    ((whole, weights),) = ranks.on("qwen2-tied", saving, batch, 3, **how)
+    loading = partial(train, load=tmp_path / "saved", first_step=3)
+    ((again, found),) = ranks.on("qwen2-tied", loading, batch, 1, **how)
     assert again[0] == whole[2]
     assert all(found[name].tobytes() == weights[name].tobytes() for name in weights)
-
-
-def _train_with(rendezvous, settings, batch, num_steps, how):
-    return train(rendezvous, settings, batch, num_steps, **how)
 
 
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "pipeline": 2}])

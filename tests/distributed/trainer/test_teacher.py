@@ -93,8 +93,8 @@ def test_resumed_run_has_the_same_teacher(ranks, models, tmp_path):
     """The checkpoint has no teacher; evicted weights must come back bit by bit."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     how = taught_by(models, "deep-untied", data=2, offload=("parameters",))
-    whole, weights = ranks.on(STUDENT, train, batch, 4, **how)[0]
-    ranks.on(STUDENT, partial(train, save=tmp_path / "saved"), batch, 2, **how)
+    saving = partial(train, save=tmp_path / "saved", save_after=2)
+    whole, weights = ranks.on(STUDENT, saving, batch, 4, **how)[0]
     assert not (tmp_path / "saved" / "reference").exists()
     go_on = partial(train, load=tmp_path / "saved", first_step=3)
     rest, again = ranks.on(STUDENT, go_on, batch, 2, **how)[0]

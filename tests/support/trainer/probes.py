@@ -245,13 +245,25 @@ def steps_of(
 
 
 def train(
-    rendezvous, settings, batch, num_steps, *, load=None, save=None, first_step=1, **how
+    rendezvous,
+    settings,
+    batch,
+    num_steps,
+    *,
+    load=None,
+    save=None,
+    save_after=None,
+    first_step=1,
+    **how,
 ) -> tuple[list[Metrics], dict[str, np.ndarray]]:
-    """Metrics of the steps and the full weights after them; on every rank."""
+    """Metrics of the steps and the full weights after them; on every rank.
+
+    `save_after`: the step whose state is saved; None: the last one's.
+    """
     rank = build(rendezvous, settings, load)
-    results = list(steps_of(rank, batch, range(first_step, first_step + num_steps), **how))
-    if save is not None:
-        save_at(rank, save)
+    steps = range(first_step, first_step + num_steps)
+    where = None if save is None else (save_after or steps[-1], save)
+    results = list(steps_of(rank, batch, steps, save=where, **how))
     return results, gathered(rank)
 
 

@@ -48,10 +48,9 @@ def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin
     """Without its moments an update moves a weight by another amount of about 1e-3."""
     model, others = ORIGINS[origin]
     batch = random_batch(RAGGED, num_mini_batches=2)
-    saving = partial(train, save=tmp_path / "saved")
-    ranks.on(model, saving, batch, 3, **layout(origin))
+    saving = partial(train, save=tmp_path / "saved", save_after=3)
+    _, expected = ranks.on(model, saving, batch, 4, **layout(origin))[0]
     go_on = partial(train, load=tmp_path / "saved", first_step=4)
-    _, expected = ranks.on(model, train, batch, 4, **layout(origin))[0]
     for split in (*others, origin):
         _, found = ranks.on(model, go_on, batch, 1, **layout(split))[0]
         for name, weight in expected.items():
@@ -64,9 +63,9 @@ def test_bf16_weights_continue_from_their_fp32_masters(ranks, tmp_path):
     """Masters rebuilt from bf16 weights would lose every update smaller than a rounding step."""
     run = partial(ranks.on, "qwen2-tied", dtype="bfloat16", lr=1e-4)
     batch = random_batch(RAGGED)
-    run(partial(train, save=tmp_path / "saved"), batch, 3, **TP2)
+    saving = partial(train, save=tmp_path / "saved", save_after=3)
+    results, expected = run(saving, batch, 4, **TP2)[0]
     go_on = partial(train, load=tmp_path / "saved", first_step=4)
-    results, expected = run(train, batch, 4, **TP2)[0]
     again, found = run(go_on, batch, 1, **TP2)[0]
     assert results[0]["policy/ratio_first_max_error"] == 0.0
     assert again[0] == results[3]
