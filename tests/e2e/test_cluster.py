@@ -104,7 +104,7 @@ def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
 LOCAL = """
 from megadapo.cluster.ray_connection import accepts_without_token
 
-for _ in range(2):
+for _ in range(int(sys.argv[1])):
     cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
     admits = accepts_without_token()
     token = os.environ["RAY_AUTH_TOKEN"]
@@ -129,14 +129,14 @@ ray.shutdown()
 
 def test_ray_of_its_own_starts_after_another_of_the_same_process(tmp_path):
     """Ray keeps the first token that a process reads, here the one of its user's own clusters."""
-    assert answer_of(AFTER_ANOTHER, HOME=str(tmp_path)) == [False, "", False]
+    assert answer_of(AFTER_ANOTHER, "1", HOME=str(tmp_path)) == [False, "", False]
 
 
 @pytest.mark.parametrize("mode", ["", "disabled", "token"])
 def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
     """Loopback belongs to all users of the machine, and Ray runs the code of any process."""
     variables = {"HOME": str(tmp_path)} | ({"RAY_AUTH_MODE": mode} if mode else {})
-    assert answer_of(LOCAL, **variables) == [False, "", False]
+    assert answer_of(LOCAL, "1" if mode else "2", **variables) == [False, "", False]
     # Ray writes a token of its own with the permissions of any file
     assert not (tmp_path / ".ray" / "auth_token").exists()
 
@@ -174,6 +174,7 @@ def test_trainer_and_engines_share_gpus_by_name(names):
     assert gpus[:4] == engine_gpus == sorted(names.split(","))
 
 
+@pytest.mark.full
 def test_quickstart_fits_a_single_gpu():
     config = load_config(REPOSITORY / "configs" / "quickstart.toml", ["cluster.device=cuda"])
     sizes = {

@@ -7,16 +7,18 @@ import pytest
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block, assert_same, measure
 from tests.support.trainer.probes import Gradients, build, update
-from tests.support.trainer.ranks import Ranks, layout
+from tests.support.trainer.ranks import Ranks, layout, with_full
 
 LAYOUTS = (
-    *("small", "dp2-ep2", "tp2-sp", "tp2-sp-etp2", "tp2-sp-ep2", "tp2-sp-cp2-ep4", "cp2-ep2"),
-    *("pp2-dp2-ep2", "dp2-ep2-recompute"),
+    *("small", "tp2-sp-etp2", "tp2-sp-ep2", "tp2-sp-cp2-ep4", "pp2-dp2-ep2", "dp2-ep2-recompute"),
 )
-FURTHER = ("dp2", "dp4-ep4-overlap", "tp2-sp-dp2-ep2", "tp2-sp-vpp2-ep2", "dp2-ep2-mlp")
+FURTHER = (
+    *("dp2", "dp2-ep2", "tp2-sp", "cp2-ep2", "dp4-ep4-overlap", "tp2-sp-dp2-ep2"),
+    *("tp2-sp-vpp2-ep2", "dp2-ep2-mlp"),
+)
 AUX_LOSS = 5.0
 """So much that most of a gradient is of the load-balancing loss."""
-BALANCED = ("small", "tp2-sp-cp2-ep4", "tp2-sp-pp2-recompute", "cp2-dp2-ep2")
+BALANCED = with_full(("small", "tp2-sp-cp2-ep4", "tp2-sp-pp2-recompute"), ["cp2-dp2-ep2"])
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,7 @@ def reference(ranks: Ranks) -> dict[float, Gradients]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
-)
+@pytest.mark.parametrize("name", with_full(LAYOUTS, FURTHER))
 def test_layout_keeps_loss_and_gradient(ranks, reference, name):
     found = measure(ranks, "qwen3-moe", random_batch(RAGGED), **layout(name))
     assert_same(found, reference[0.0])

@@ -20,7 +20,7 @@ from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import VOCAB_SIZE
 from tests.support.trainer.critics import head_weight, set_head
 from tests.support.trainer.gradients import assert_close_by_block
-from tests.support.trainer.ranks import layouts
+from tests.support.trainer.ranks import layout, with_full
 
 
 def random_pairs(*updates: list[tuple[int, int]], seed: int = 0) -> PackedBatch:
@@ -38,7 +38,7 @@ def random_pairs(*updates: list[tuple[int, int]], seed: int = 0) -> PackedBatch:
     return pack_pairs(parts)
 
 
-LAYOUTS = layouts("small", "dp2-overlap", "tp2", "pp2", "cp2-tp2-sp", "cp2-vpp2-small")
+LAYOUTS = with_full(("small", "dp2-overlap", "cp2-vpp2-small"), ("tp2", "pp2", "cp2-tp2-sp"))
 PAIRS = random_pairs([(5, 61), (33, 40), (3, 3), (90, 12), (7, 50)], [(19, 28), (20, 8)])
 """Two updates; a budget of 64 tokens separates the answers of most pairs."""
 ORIGIN = {"tensor": 2, "sequence": True}
@@ -108,8 +108,8 @@ def definition(folder: Path, batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _observe(ranks, **layout):
-    return ranks.on("deep-tied", observe, PAIRS, critic={}, **layout)[0]
+def _observe(ranks, **how):
+    return ranks.on("deep-tied", observe, PAIRS, critic={}, **how)[0]
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def test_scores_loss_and_gradients_equal_the_definition(alone, expected):
     assert_close_by_block(alone["gradients"], expected["gradients"], 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_keeps_loss_and_gradient(ranks, alone, expected, layout):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_keeps_loss_and_gradient(ranks, alone, expected, name):
     """A pair may be split over micro-batches and ranks, which must not change its loss."""
-    found = _observe(ranks, **LAYOUTS[layout])
+    found = _observe(ranks, **layout(name))
     np.testing.assert_allclose(found["scores"], alone["scores"], rtol=0, atol=2e-6)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
@@ -161,8 +161,8 @@ def test_saved_state_resumes_at_every_split_and_starts_a_critic(ranks, models, t
     arguments = (PAIRS, range(1, 4), None, folder)
     ranks.on("deep-tied", train, *arguments, critic={}, **ORIGIN)
     results = [
-        ranks.on("deep-tied", train, PAIRS, range(4, 5), folder, critic={}, **layout)
-        for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2})
+        ranks.on("deep-tied", train, PAIRS, range(4, 5), folder, critic={}, **split)
+        for split in (ORIGIN, layout("cp2-vpp2"))
     ]
     (same, weights), (other, others) = results[0][0], results[1][0]
     assert other[0]["policy/loss"] == pytest.approx(same[0]["policy/loss"], rel=1e-5)

@@ -14,7 +14,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import batch_logprobs, loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import train
-from tests.support.trainer.ranks import layouts
+from tests.support.trainer.ranks import layout, with_full
 from tests.support.trainer.reference_probes import gradients_by_estimator
 
 STUDENT = "qwen2-tied"
@@ -22,7 +22,14 @@ REVERSE = PolicyObjective(kl_coef=0.5, kl_value="k2", kl_gradient="k2")
 KL = {"k2": REVERSE}
 CASES = KL | {"k3": PolicyObjective(kl_coef=0.5)}
 TEACHERS = {"deeper": ("deep-untied", 1.0), "other-heads-and-rope": ("llama3", 0.7)}
-LAYOUTS = layouts("tp2-sp", "dp2-small", "pp2-cp2", "vpp2-dp2-overlap")
+LAYOUTS = {
+    "tp2-sp": ("deep-tied", "qwen3"),
+    "dp2-small": ("qwen3", "deep-tied"),
+    "pp2-cp2": ("qwen3", "deep-tied"),
+    "pp2-tp2": ("deep-tied", "qwen3"),
+    "vpp2-dp2-overlap": ("deep-tied", "deep-untied"),
+}
+"""Layout -> policy and teacher, which has half or twice the layers, or two chunks on each rank."""
 
 
 def taught_by(models, name, **changes):
@@ -49,18 +56,14 @@ def test_loss_and_gradients_equal_the_definition(ranks, models, case):
         assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_keeps_loss_and_gradient(ranks, models, layout):
-    """With a teacher of twice or half the layers, or as many where each rank has two chunks."""
-    pairs = [("deep-tied", "qwen3"), ("qwen3", "deep-tied")]
-    if "virtual" in LAYOUTS[layout]:
-        pairs = [("deep-tied", "deep-untied")]
-    for policy, teacher in pairs:
-        run = partial(ranks.on, policy, gradients_by_estimator, random_batch(RAGGED))
-        # the estimator of k3 grows with the exponential of a distance, and so does its rounding
-        one = run(KL, 1.0, tokens_per_micro_batch=100_000, **taught_by(models, teacher))[0]
-        split = run(KL, 1.0, **taught_by(models, teacher, **LAYOUTS[layout]))[0]
-        assert_same(split["k2"], one["k2"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_split_keeps_loss_and_gradient(ranks, models, name):
+    policy, teacher = LAYOUTS[name]
+    run = partial(ranks.on, policy, gradients_by_estimator, random_batch(RAGGED))
+    # the estimator of k3 grows with the exponential of a distance, and so does its rounding
+    one = run(KL, 1.0, tokens_per_micro_batch=100_000, **taught_by(models, teacher))[0]
+    split = run(KL, 1.0, **taught_by(models, teacher, **layout(name)))[0]
+    assert_same(split["k2"], one["k2"])
 
 
 def test_log_probs_of_the_batch_give_the_same_loss(ranks, models):
@@ -72,18 +75,18 @@ def test_log_probs_of_the_batch_give_the_same_loss(ranks, models):
     by_batch = by_folder | {"reference": ReferenceConfig()}
     run = partial(ranks.on, STUDENT, gradients_by_estimator)
     expected = run(batch, CASES, 1.0, **by_folder)[0]
-    for layout in ({}, {"pipeline": 2, "tensor": 2}):
-        found = run(known_batch, CASES, 1.0, **by_batch, **layout)[0]
+    for split in ({}, layout("pp2-tp2")):
+        found = run(known_batch, CASES, 1.0, **by_batch, **split)[0]
         for case, gradients in found.items():
             assert gradients.loss == pytest.approx(expected[case].loss, rel=1e-6)
             assert_close_by_block(gradients.by_name, expected[case].by_name, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", with_full(["bfloat16"], ["float32"]))
 def test_teacher_equal_to_the_policy_is_at_distance_zero(ranks, models, dtype):
     """Other shapes of micro-batches, or a head of its own, would round differently."""
-    layout = {"tensor": 2, "pipeline": 2, "sequence": True, "tokens_per_micro_batch": 100}
-    how = taught_by(models, STUDENT, dtype=dtype, **layout)
+    split = layout("tp2-pp2-sp") | {"tokens_per_micro_batch": 100}
+    how = taught_by(models, STUDENT, dtype=dtype, **split)
     seen, _ = ranks.on(STUDENT, train, random_batch(RAGGED), 2, **how)[0]
     assert area(seen[0], "kl") == {"mean": 0.0, "max": 0.0, "coef": 0.5}
     assert 0.0 < seen[1]["kl/mean"] < seen[1]["kl/max"]

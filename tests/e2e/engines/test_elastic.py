@@ -140,13 +140,15 @@ def pool(tmp_path: Path) -> Iterator[Elastic]:
     found.engines.shutdown()
 
 
-def test_engine_joins_while_others_generate(pool):
-    """It waits for a free slot, gets the published weights at once, and changes no response."""
+def test_engine_joins_while_others_generate(pool, monkeypatch):
+    """It waits for a place that can be used, gets the published weights at once, and changes no
+    response."""
+    monkeypatch.setattr(elastic, "RETRY_S", 0.5)
     expected = pool.generate()
     pool.want(3)
     pool.check_until(lambda: pool.reports[-1].get("waiting_for_slots") == 1)
     assert pool.generate() == expected
-    pool.places.free = ["c"]
+    pool.places.free = ["broken", "c"]
     pool.engines.submit(requests(60))
     found = pool.finish()
     assert found == expected
@@ -156,7 +158,10 @@ def test_engine_joins_while_others_generate(pool):
     before = pool.engines.members()[2].num_tokens
     assert pool.generate() == expected
     pool.check_until(lambda: pool.engines.members()[2].num_tokens > before)
-    assert pool.engines.drain_warnings() == ["rollout engine 2 joins on c"]
+    assert pool.engines.drain_warnings() == [
+        "no rollout engine joins: node broken: the model does not exist",
+        "rollout engine 2 joins on c",
+    ]
 
 
 @pytest.mark.parametrize("any_time", [False, True], ids=["own weights", "kept weights"])
@@ -208,10 +213,14 @@ def test_nothing_changes_during_a_publication(pool):
 
 
 def test_engine_leaves_when_its_groups_are_done(pool):
+    """Until then it is not probed: it gets no weights, so its scores would be of earlier ones."""
     expected = pool.generate()
     process = psutil.Process(actor_pid(pool.engines, 1))
     pool.engines.submit(requests(60))
     pool.want(1)
+    pool.check_until(lambda: pool.state_of(1) == "leaving")
+    request = ScoreRequest(token_ids=(1, 2), positions=np.array([1]), temperature=1.0)
+    assert len(pool.engines.score([request]).result()) == 1
     assert pool.finish() == expected
     pool.check_until(lambda: pool.places.released == [1])
     assert pool.states() == {0: "serving"} and pool.places.nodes == {0: "a"}
@@ -222,16 +231,6 @@ def test_engine_leaves_when_its_groups_are_done(pool):
         "rollout engine 1 leaves within 600 s",
         "rollout engine 1 has left",
     ]
-
-
-def test_engine_that_leaves_is_not_probed(pool):
-    """It gets no weights any more, so its scores would be those of earlier ones."""
-    pool.engines.submit(requests(60))
-    pool.want(1)
-    pool.check_until(lambda: pool.state_of(1) == "leaving")
-    request = ScoreRequest(token_ids=(1, 2), positions=np.array([1]), temperature=1.0)
-    assert len(pool.engines.score([request]).result()) == 1
-    pool.finish()
 
 
 def test_groups_of_an_engine_that_must_go_are_generated_by_others(pool):
@@ -291,16 +290,8 @@ def test_node_that_will_end_is_left_and_its_engines_replaced(pool):
     assert pool.places.nodes == {0: "a", 2: "c"}
 
 
-def test_place_that_cannot_be_used_is_a_warning(pool, monkeypatch):
-    monkeypatch.setattr(elastic, "RETRY_S", 0.5)
-    pool.places.free = ["broken", "c"]
-    pool.want(3)
-    pool.check_until(lambda: pool.state_of(2) == "serving")
-    first, *_ = pool.engines.drain_warnings()
-    assert first == "no rollout engine joins: node broken: the model does not exist"
-
-
-def test_withdrawn_request_asks_for_nothing(pool):
+def test_withdrawn_or_damaged_request_changes_nothing(pool):
+    expected = pool.generate()
     pool.want(4)
     pool.check_until(lambda: pool.reports[-1].get("waiting_for_slots") == 2)
     (pool.folder / REQUEST_FILE).unlink()
@@ -308,10 +299,6 @@ def test_withdrawn_request_asks_for_nothing(pool):
     pool.places.free = ["c"]
     pool.control.check()
     assert sorted(pool.places.nodes) == [0, 1]
-
-
-def test_damaged_request_changes_nothing(pool):
-    expected = pool.generate()
     pool.want(1, within_s=600.0)
     (pool.folder / REQUEST_FILE).write_text('{"num_engines": 0}')
     pool.check_until(lambda: pool.reports[-1].get("problem"))

@@ -91,7 +91,7 @@ def test_logprobs_are_the_models_and_given_tokens_are_scored(engines, reference,
 
 def test_scores_without_a_free_slot_are_given_up(engines):
     """Else the update would wait for them, or find them running."""
-    groups = make_requests(40, 4)
+    groups = make_requests(24, 4)
     engines.submit(groups)
     request = ScoreRequest(token_ids=(5, 6, 7), positions=np.array([1, 2]), temperature=1.0)
     (call,) = engines.call("score", {0: ([request], 0.0)}).values()
@@ -113,13 +113,13 @@ def test_first_tokens_follow_the_model_distribution(engines, reference):
 
 def test_response_is_independent_of_the_batch(engines):
     """Order, priority, the rest of the batch and the cache change no bit."""
-    groups = make_requests(40, 4)
+    groups = make_requests(24, 4)
     expected = bits(ask(engines, groups))
     assert bits(ask(engines, groups)) == expected
     call_all(engines, "reset_prefix_cache")
     urgent = [replace(group, priority=-group.key % 3) for group in groups[::-1]]
     assert bits(ask(engines, urgent)) == expected
-    for some in (groups[30:33], groups[4:5]):
+    for some in (groups[20:23], groups[4:5]):
         assert bits(ask(engines, some)) == {group.key: expected[group.key] for group in some}
 
 
@@ -140,7 +140,7 @@ def test_finished_groups_free_capacity(engines):
 
 def test_stopped_groups_are_continued(engines, reference):
     """No token is lost, doubled or scored at another position; seeds and limits continue."""
-    groups = make_requests(40, 4)
+    groups = make_requests(24, 4)
     whole = ask(engines, groups)
     engines.submit(groups)
     early = engines.finished()
@@ -184,7 +184,7 @@ def test_only_chosen_groups_are_stopped(engines):
 @pytest.mark.parametrize("stop", [EOS, 7], ids=["end token", "stop token"])
 def test_responses_end_at_their_end_tokens(engines, model, stop):
     """The end of a turn in a chat template, which vLLM does not know, ends them too."""
-    answers = ask(engines, make_requests(40, 4), stop_ids=() if stop == EOS else (stop,))
+    answers = ask(engines, make_requests(24, 4), stop_ids=() if stop == EOS else (stop,))
     tokenizer = AutoTokenizer.from_pretrained(model)
     last, reasons = set(), set()
     for response in (r for group in answers.values() for r in group):
@@ -306,7 +306,7 @@ def test_stopped_responses_continue_after_tool_output(engines, host, reference):
 @pytest.mark.parametrize("episode", [None, ANSWERS], ids=["no tool", "tool"])
 def test_responses_stop_at_the_tokens_of_an_earlier_stop(engines, host, episode):
     """A repeated run has no clock: it must stop and continue each response as the first run did."""
-    groups = played(make_requests(40, 4), episode)
+    groups = played(make_requests(24, 4), episode)
     engines.submit(groups)
     parts = {}
     while not parts:

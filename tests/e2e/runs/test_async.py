@@ -29,6 +29,8 @@ ASYNC = (
     "--cluster.placement=separate",
     "--evaluation.every=0",
     "--observe.saved_groups=all",
+    "--sampling.prompts_per_step=4",
+    "--algorithm.responses_per_mini_batch=16",
     # one slot: the engines are slower than the trainer, so publications stop responses
     "--rollout.max_num_seqs=1",
 )
@@ -46,7 +48,7 @@ def test_publications_stop_responses_and_none_is_too_old(first):
     for record in metrics(first):
         saved = list(read_rollouts(rollouts_path(first, record["step"])))
         trained = [group for group in saved if group.disposition == "trained"]
-        assert record["groups/kept"] == len(trained) == 8
+        assert record["groups/kept"] == len(trained) == 4
         assert record["groups/dropped"] == record["groups/stopped"] == 0
         versions = [one.response.policy_versions for group in trained for one in group.responses]
         ages = record["step"] - 1 - np.concatenate(versions)

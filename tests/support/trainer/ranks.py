@@ -6,13 +6,14 @@ import gc
 import socket
 import string
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.trainer.config import (
@@ -210,6 +211,14 @@ def layout(name: str) -> dict[str, Any]:
 
 def layouts(*names: str) -> dict[str, dict[str, Any]]:
     return {name: layout(name) for name in names}
+
+
+def with_full(names: Iterable[str], full: Iterable[str]) -> list[Any]:
+    """Return the names of `make test`, and those of `make test-all` with their mark.
+
+    The latter are parts of the former: they show where a failure is, not that there is one.
+    """
+    return [*names, *(pytest.param(name, marks=pytest.mark.full) for name in full)]
 
 
 def settings_for(

@@ -22,7 +22,7 @@ from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest
 from megadapo.weights.layout.layout import ModelLayout, layout_for
 from tests.support.trainer.batches import random_batch
-from tests.support.trainer.ranks import settings_for
+from tests.support.trainer.ranks import layout, settings_for
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Case:
 CASES = {
     "tensor, sequence, stages": Case({"tensor": 2, "pipeline": 2, "sequence": True}, 2),
     "virtual stages, full": Case({"pipeline": 2, "virtual": 2, "recompute": "full"}, 2),
-    "bfloat16, attention": Case({"dtype": "bfloat16", "recompute": ("core_attn",)}),
+    "bfloat16, attention": Case(layout("bf16-attn"), model={"num_hidden_layers": 4}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
 }
 SLOW_CASES = {

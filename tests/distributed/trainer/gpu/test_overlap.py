@@ -4,27 +4,27 @@ import pytest
 
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import traffic, train, train_and_export
-from tests.support.trainer.ranks import OVERLAP, layouts
+from tests.support.trainer.ranks import OVERLAP, layout, with_full
 
-LAYOUTS = layouts("dp2", "dp2-bf16", "pp2-dp2", "vpp2-dp2")
+LAYOUTS = with_full(("dp2-bf16", "vpp2-dp2"), ("dp2", "pp2-dp2"))
 
 
 @pytest.mark.parametrize(
     "model", ["deep-tied", pytest.param("deep-untied", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_overlap_changes_no_bit_of_weights_and_metrics(ranks, layout, model):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_overlap_changes_no_bit_of_weights_and_metrics(ranks, name, model):
     """Without clipping, whose norm is summed by bucket; an early read or sum shows in the loss."""
     batch = random_batch(RAGGED, num_mini_batches=3)
-    plain = {"grad_clip": 0.0, **LAYOUTS[layout]}
+    plain = {"grad_clip": 0.0, **layout(name)}
     expected, expected_weights = ranks.on(model, train, batch, 2, **plain)[0]
     for results, weights in ranks.on(model, train, batch, 2, **plain, **OVERLAP):
         for step, truth in zip(results, expected, strict=True):
             assert step["policy/ratio_first_max_error"] == 0.0
             assert step["policy/grad_norm"] == pytest.approx(truth["policy/grad_norm"], rel=1e-6)
             assert step | {"policy/grad_norm": 0.0} == truth | {"policy/grad_norm": 0.0}
-        for name, weight in expected_weights.items():
-            assert weights[name].tobytes() == weight.tobytes(), name
+        for key, weight in expected_weights.items():
+            assert weights[key].tobytes() == weight.tobytes(), key
 
 
 def test_export_after_an_update_has_the_new_weights(ranks, tmp_path):
@@ -50,7 +50,6 @@ def test_traffic_overlaps_compute(ranks):
 
 def test_overlap_has_no_effect_with_one_replica(ranks):
     (found, _), (expected, _) = (
-        ranks.on("qwen2-tied", train, random_batch(RAGGED), 2, **layout)[0]
-        for layout in (OVERLAP, {})
+        ranks.on("qwen2-tied", train, random_batch(RAGGED), 2, **how)[0] for how in (OVERLAP, {})
     )
     assert found == expected
