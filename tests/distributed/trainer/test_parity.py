@@ -30,10 +30,3 @@ def test_exported_weights_after_training_equal_transformers(ranks, models, tmp_p
     assert np.nanmax(np.abs(found - expected)) < 1e-5
     before = batch_logprobs(models / "qwen2-tied", batch, torch.float32)
     assert np.nanmax(np.abs(found - before)) > 1e-3, "the export must hold the trained weights"
-
-
-def test_temperature_divides_the_logits(ranks):
-    batch = random_batch([20, 31])
-    (warm,) = ranks.on("qwen2-tied", logprobs, batch)
-    (cold,) = ranks.on("qwen2-tied", logprobs, batch, temperature=0.5)
-    assert np.nanmax(np.abs(warm - cold)) > 0.1

@@ -113,15 +113,21 @@ def wait_until_gone(pids: list[int]) -> None:
     )
 
 
-def test_errors_of_a_rank_keep_their_type_and_message(ray_started, tmp_path):
-    with pytest.raises(DataError, match="model.path = 'no/such/folder'"):
-        start(settings_for("no/such/folder"), tmp_path)
-
-
 @pytest.mark.full
-def test_an_error_of_every_rank_is_one(ray_started, models, tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer.tensor_parallel = 3 .*num_attention_heads = 4"):
-        start(settings_for(str(models / "qwen2-tied"), tensor=3), tmp_path)
+@pytest.mark.parametrize(
+    ("model", "tensor", "error", "message"),
+    [
+        ("no/such/folder", 1, DataError, "model.path = '.*no/such/folder'"),
+        ("qwen2-tied", 3, ConfigError, "trainer.tensor_parallel = 3 .*num_attention_heads = 4"),
+    ],
+    ids=["of one rank", "of every rank"],
+)
+def test_error_of_ranks_keeps_its_type(
+    ray_started, models, tmp_path, model, tensor, error, message
+):
+    """tests/unit/cluster/test_calls.py has the translation alone."""
+    with pytest.raises(error, match=message):
+        start(settings_for(models / model, tensor=tensor), tmp_path)
 
 
 def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
