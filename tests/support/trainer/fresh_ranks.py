@@ -12,7 +12,7 @@ from megadapo.trainer.types import Rendezvous
 from tests.support.processes.forked import run_processes
 
 Place = tuple[Rendezvous, socket.socket | None]
-"""Where both ranks meet, and the open port of rank 0."""
+"""Meeting point of both ranks, and the open port of rank 0."""
 
 
 def with_stand_ins(
