@@ -91,7 +91,7 @@ def test_logprobs_are_the_models_and_given_tokens_are_scored(engines, reference,
 
 def test_scores_without_a_free_slot_are_given_up(engines):
     """Else the update would wait for them, or find them running."""
-    groups = make_requests(24, 4)
+    groups = make_requests(40, 4)
     engines.submit(groups)
     request = ScoreRequest(token_ids=(5, 6, 7), positions=np.array([1, 2]), temperature=1.0)
     (call,) = engines.call("score", {0: ([request], 0.0)}).values()
