@@ -132,7 +132,7 @@ def test_ray_of_its_own_starts_after_another_of_the_same_process(tmp_path):
     assert answer_of(AFTER_ANOTHER, "1", HOME=str(tmp_path)) == [False, "", False]
 
 
-@pytest.mark.parametrize("mode", ["", "disabled", "token"])
+@pytest.mark.parametrize("mode", ["", "disabled", pytest.param("token", marks=pytest.mark.full)])
 def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
     """Loopback belongs to all users of the machine, and Ray runs the code of any process."""
     variables = {"HOME": str(tmp_path)} | ({"RAY_AUTH_MODE": mode} if mode else {})

@@ -59,7 +59,9 @@ def test_publications_stop_responses_and_none_is_too_old(first):
     assert mixed > 0, "no response was stopped by a publication"
 
 
+@pytest.mark.full
 def test_repeated_run_has_the_same_weights_with_other_engines(first, tmp_path):
+    """tests/unit/rollout/sampling/test_schedule.py repeats schedules without processes."""
     folder = tmp_path / "second"
     other = ("--rollout.num_engines=2", "--rollout.max_num_seqs=8")
     out = run(folder, *ASYNC, *other, f"--schedule={first}").stdout
