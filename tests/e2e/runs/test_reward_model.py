@@ -1,4 +1,4 @@
-"""A reward model's run: stopped and resumed, exported, continued and used as a reward."""
+"""A reward model's run: exported, continued and used as a reward."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from megadapo.data import arithmetic
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
-from tests.support.runs.whole_runs import megadapo, metrics, untimed
+from tests.support.runs.whole_runs import megadapo, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -38,13 +38,10 @@ def train(folder, pairs, *overrides, num_steps=12):
     )
 
 
-def test_stopped_run_resumes_to_the_same_model_which_scores_and_starts_another(pairs, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_reward_model_learns_scores_and_starts_another(pairs, tmp_path):
+    whole = tmp_path / "whole"
     train(whole, pairs)
-    train(parts, pairs, num_steps=8)
-    train(parts, pairs)
-    steps = untimed(metrics(whole))
-    assert untimed(metrics(parts)) == steps
+    steps = metrics(whole)
     assert steps[-1]["eval/pair_accuracy"] > 0.95 > steps[0]["pairs/accuracy"]
     assert steps[3]["eval/loss"] > steps[-1]["eval/loss"]
     model = tmp_path / "reward-model"
