@@ -36,8 +36,7 @@ def measured_twice(
 
     The last value says whether all objectives shared one forward pass.
     """
-    from megadapo.lab.whatif.gradients import shares_forward
-    from megadapo.lab.whatif.measure import measure
+    from megadapo.lab.whatif.measure import measure, shares_forward
 
     rank = build(rendezvous, settings)
     first, current = measure(rank, variants, 0, None)

@@ -208,7 +208,7 @@ def full_tensors(
     """Gather the shards of all ranks into full tensors by Hugging Face name; collective."""
     import torch
 
-    from megadapo.weights.disk.load import collect_runs, match_params
+    from megadapo.weights.disk.sources import collect_runs, match_params
 
     own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     ranks = [None] * torch.distributed.get_world_size()

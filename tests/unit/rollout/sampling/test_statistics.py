@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from megadapo.data.group import Group, Response
-from megadapo.data.group_codec import encode_group
+from megadapo.data.group import Group, Response, encode_group
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.sampling.reserve import OpenEntry, Reserve
 from megadapo.rollout.sampling.sampler import PromptHistory, describe_shortfall
