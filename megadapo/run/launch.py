@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
-from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
@@ -147,9 +146,28 @@ def _start_live(
         elastic = elastic_engines(config, cluster, engines, folder, status)
         watch.add(elastic.check)
         stack.callback(elastic.close)
+    journal = None
+    if folder is not None:
+        journal = Journal(folder, samples_digest(config))
+        stack.callback(journal.close)
+    schedule = open_schedule(config, folder, repeated)
+    stack.callback(schedule.close)
+    sampler: Sampler | BackgroundSampler
+    sampler = inputs.sampler(config, evaluations.sampling_engines, journal, schedule, host)
+    if config.sampling.overlaps:
+        sampler = BackgroundSampler(sampler, config.run.num_steps)
+    stack.callback(sampler.close)
     gpus = GpuSharing(trainer, engines, reserved, keeps_weights=config.weights.mode == "delta")
-    rollouts = _live_rollouts(
-        config, stack, inputs, engines, evaluations, publisher, gpus, host, folder, repeated
+    rollouts = LiveRollouts(
+        config=config,
+        engines=engines,
+        sampler=sampler,
+        inputs=inputs,
+        evaluations=evaluations,
+        publisher=publisher,
+        gpus=gpus,
+        journal=journal,
+        host=host,
     )
     probe = ParityProbe(config, engines)
     step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data, probe)
@@ -164,43 +182,6 @@ def _reserved_engine(
         return None
     pinned = _publisher(config, trainer, reserved, sender="pinned_sender")
     return ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
-
-
-def _live_rollouts(
-    config: RunConfig,
-    stack: ExitStack,
-    inputs: SamplingInputs,
-    engines: Engines,
-    evaluations: Evaluations,
-    publisher: Publisher,
-    gpus: GpuSharing,
-    host: EpisodeHostActor | None,
-    folder: Path | None,
-    repeated: Path | None,
-) -> LiveRollouts:
-    """Return the rollouts with their journal, schedule and sampler, which end with `stack`."""
-    journal = None
-    if folder is not None:
-        journal = Journal(folder, samples_digest(config))
-        stack.callback(journal.close)
-    schedule = open_schedule(config, folder, repeated)
-    stack.callback(schedule.close)
-    sampler: Sampler | BackgroundSampler
-    sampler = inputs.sampler(config, evaluations.sampling_engines, journal, schedule, host)
-    if config.sampling.overlaps:
-        sampler = BackgroundSampler(sampler, config.run.num_steps)
-    stack.callback(sampler.close)
-    return LiveRollouts(
-        config=config,
-        engines=engines,
-        sampler=sampler,
-        inputs=inputs,
-        evaluations=evaluations,
-        publisher=publisher,
-        gpus=gpus,
-        journal=journal,
-        host=host,
-    )
 
 
 def _start_replay(
