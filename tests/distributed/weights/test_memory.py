@@ -111,6 +111,7 @@ def large_model(tmp_path, monkeypatch) -> Path:
     return make_model(tmp_path / "model", "Llama", **sizes)
 
 
+@pytest.mark.full
 def test_relay_to_three_senders_takes_two_buckets(large_model, tmp_path):
     run_ranks(relay_and_measure, 4, tmp_path, large_model, fresh=True)
 
