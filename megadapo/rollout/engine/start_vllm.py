@@ -30,14 +30,11 @@ from vllm.distributed.aux_output_connector.worker import (
     AuxOutputWorkerConnector,
     get_aux_output_connector,
 )
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
@@ -50,7 +47,9 @@ from megadapo.rollout.types import ActivityCounter
 from megadapo.weights.sync.vllm_plugin import UpdateExtension
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.models.interfaces import SupportsPP
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -75,6 +74,11 @@ _NO_REST = tuple(_REST.values())
 
 def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
     """Start vLLM's processes with the model; `counter` counts their steps."""
+    # vLLM's core and workers import this module without these
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     # our weight-transfer engine must be registered before the configuration is checked
     load_general_plugins()
     from_trainer = spec.weights_from == "trainer"
