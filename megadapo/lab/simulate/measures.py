@@ -51,7 +51,7 @@ class StepMeasures:
     generated_per_trained: float
     """Tokens generated for each token trained on."""
     kept_tokens_trained: float
-    """Share trained on, of the tokens generated for mixed groups."""
+    """Share trained on, of the tokens generated for mixed groups; 1 without any."""
     staleness_mean: float
     """Publications between sampling a token and training on it."""
     staleness_max: int
@@ -94,7 +94,7 @@ def measure(
         engines_idle=max(0.0, 1.0 - busy / present),
         slot_use=running / present / engines.num_slots,
         generated_per_trained=num_tokens / ages.total(),
-        kept_tokens_trained=min(1.0, ages.total() / mixed_tokens),
+        kept_tokens_trained=ages.total() / max(ages.total(), mixed_tokens),
         staleness_mean=sum(age * number for age, number in ages.items()) / ages.total(),
         staleness_max=max(ages),
         length_bias=_length_bias(measured, engines, is_redrawn=is_redrawn),

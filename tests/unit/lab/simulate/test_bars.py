@@ -77,6 +77,13 @@ def test_a_group_that_misses_its_batch_leaves_no_bias():
     assert abs(found["partial"].length_bias) < 0.002
 
 
+def test_batches_without_mixed_groups_are_measured():
+    """Without dynamic sampling they are used too: the share of mixed tokens divided by 0."""
+    sampling = SamplingConfig(prompts_per_step=8, selection="all")
+    found = results(sampling, 1, TaskSettings(keep_rate=1e-6), {"sync": 1})
+    assert found["sync"].kept_tokens_trained == 1.0
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

@@ -33,6 +33,7 @@ from tests.support.weights.message_order import stuck_ranks
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 NUM_LAYERS = 4
+MOST = max_bundle_bytes(BUCKET)
 """One layer per stage; all layers have the same transfers."""
 RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
 SHARED = [name for name in RECIPES if not load_config(CONFIGS / f"{name}.toml").sampling.overlaps]
@@ -160,9 +161,7 @@ def test_512_ranks_are_planned_evenly(model, trainer, engine):
     positions = replica_positions(layout, **trainer)
     assert len(positions) == 512
     shape = EngineShape(**engine, nodes=("",) * 8)
-    plan = make_plan(
-        layout, positions, shape, itemsize=2, max_bundle_bytes=max_bundle_bytes(BUCKET)
-    )
+    plan = make_plan(layout, positions, shape, itemsize=2, max_bundle_bytes=MOST)
     sent, received = Counter(), Counter()
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
@@ -179,16 +178,10 @@ def test_planning_work_is_that_of_one_replica():
 
     def calls(num_dp):
         positions = replica_positions(layout, tp_size=8, pp_size=4, num_dp=num_dp)
-        events = Counter()
+        engine, events = EngineShape(tp_size=8, nodes=("",) * 8), Counter()
         sys.setprofile(lambda frame, event, argument: events.update([event]))
         try:
-            make_plan(
-                layout,
-                positions,
-                EngineShape(tp_size=8, nodes=("",) * 8),
-                itemsize=2,
-                max_bundle_bytes=max_bundle_bytes(BUCKET),
-            )
+            make_plan(layout, positions, engine, itemsize=2, max_bundle_bytes=MOST)
         finally:
             sys.setprofile(None)
         return events.total()
@@ -269,7 +262,7 @@ def test_bytes_cross_to_each_node_once():
     places = find_topology(ranks, engine_nodes, gpus)
     plan = make_plan(
         layout, positions, EngineShape(tp_size=4, nodes=tuple(places.receivers)), itemsize=2,
-        max_bundle_bytes=max_bundle_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
+        max_bundle_bytes=MOST, source_nodes=places.sources, hosts=places.hosts,
     )  # fmt: skip
     node = [name for name, _ in ranks]
     came, crossed, in_node = Counter(), 0, 0
