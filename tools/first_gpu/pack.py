@@ -28,13 +28,8 @@ TRAINER = (
     *("psutil", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection"),
 )
 RAY = (
-    "attrs",
-    "jsonschema",
-    "jsonschema-specifications",
-    "msgpack",
-    "ray",
-    "referencing",
-    "rpds-py",
+    *("attrs", "certifi", "charset-normalizer", "idna", "jsonschema", "jsonschema-specifications"),
+    *("msgpack", "protobuf", "ray", "referencing", "requests", "rpds-py", "urllib3"),
 )
 PIECES = {"trainer": TRAINER, "ray": (*TRAINER, *RAY)}
 PINS = ("cpu.lock", "bench.txt")

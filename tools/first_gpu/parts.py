@@ -320,7 +320,8 @@ def _train(
     *,
     skipped: str | None = None,
 ) -> Part:
-    overrides = tuple(overrides)
+    # the report reads a run's own files, and a machine with torch alone has no TensorBoard
+    overrides = ("--observe.writers=[]", *overrides)
     run = setting.folder / name.replace(" ", "-")
     command = (*MEGADAPO, "train", RECIPE, f"--run.folder={run}", *overrides)
     return Part(
