@@ -138,6 +138,8 @@ def _serve(end: Connection) -> None:
     torch.set_num_threads(preload.NUM_THREADS)
     from megadapo.trainer.model.parallel import leave_groups
 
+    gc.freeze()
+
     while True:
         try:
             task = end.recv()
@@ -150,6 +152,8 @@ def _serve(end: Connection) -> None:
         leave_groups()
         # a trainer is full of cycles, and holds its groups' threads until they are collected
         gc.collect()
+        # what is left are modules: to look at them again would take longer than most tests
+        gc.freeze()
         end.send(answer)
 
 
