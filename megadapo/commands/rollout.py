@@ -107,8 +107,8 @@ def sample_steps(
             if rows is not None:
                 rows.add(entry.group for entry in done[-1].sampled.saved)
             show(_line(done[-1]))
-            sampled = done[-1].sampled
-            for line in _environment_lines({**sampled.reward_parts, **sampled.failures}):
+            counters = done[-1].sampled.counters
+            for line in _environment_lines({**counters.reward_parts, **counters.failures}):
                 show(printable(line))
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
@@ -133,15 +133,18 @@ def _environment_lines(parts: Mapping[str, float]) -> Iterator[str]:
 
 def _cells(done: RolloutStep) -> tuple[str, ...]:
     """Return one step's text for each of COLUMNS."""
-    sampled = done.sampled
+    import numpy as np
+
+    counters = done.sampled.counters
+    lengths: list[float] = [*counters.response_lengths] or [np.nan]
     return (
         str(done.step),
-        *(str(sampled.num_sampled), str(sampled.num_kept)),
-        *(str(sampled.num_all_correct), str(sampled.num_all_wrong)),
-        f"{sampled.accuracy:.4f}",
-        *(f"{sampled.response_length_mean:.1f}", f"{sampled.response_length_p95:.1f}"),
-        f"{sampled.truncated_fraction:.4f}",
-        f"{sampled.reward_seconds:.2f}",
+        *(str(len(counters.stats)), str(len(done.sampled.groups))),
+        *(str(counters.num_all_correct), str(counters.num_all_wrong)),
+        f"{counters.accuracy:.4f}",
+        *(f"{np.mean(lengths):.1f}", f"{np.quantile(lengths, 0.95):.1f}"),
+        f"{counters.truncated_fraction:.4f}",
+        f"{counters.reward_seconds:.2f}",
         str(done.num_disagreements),
     )
 

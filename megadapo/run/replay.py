@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,17 +101,9 @@ class ReplayedRollouts(Rollouts):
         )
         for group in (s.group for s in saved if s.disposition in REJECTED):
             counters.rejected.add(group)
-        batch = counters.batch(_groups(trained))
-        return replace(
-            batch,
-            num_tokens=None,
-            num_tokens_stopped=None,
-            reward_seconds=None,
-            group_seconds=(),
-            groups=in_training_order(
-                batch.groups, self.policy_version, self._config.groups_per_mini_batch
-            ),
-        )
+        size = self._config.groups_per_mini_batch
+        groups = in_training_order(_groups(trained), self.policy_version, size)
+        return SampledBatch.of(groups, counters, is_replay=True)
 
     def publish(self, policy_version: int) -> None:
         self.policy_version = policy_version

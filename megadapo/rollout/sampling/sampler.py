@@ -418,7 +418,7 @@ class Sampler:
         counters.stats.sort(key=lambda group: group.prompt_index)
         self._history.end_step(counters.stats)
         check_size(len(kept), counters, config)
-        batch = counters.batch(kept)
+        batch = SampledBatch.of(kept, counters, is_replay=False)
         if config.carries:
             self._schedule.take(self.step, self._cursor.next_index, window.open, kept)
         self._start_batch(is_ahead=config.overlaps)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, Self
-
-import numpy as np
 
 from megadapo.data.group import Group, RewardParts, decode_group, encode_group
 from megadapo.observe.config import SavedGroups
@@ -32,100 +30,6 @@ class SampledGroup:
     disposition: Disposition
     from_reserve: bool
     """Whether an earlier step finished it, and counted it in its statistics."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledBatch:
-    """The groups of one step and its statistics.
-
-    Accuracy, rewards, lengths and times are over the groups in `num_sampled`, rejected ones
-    included. Groups of earlier steps were counted when they finished.
-    """
-
-    groups: tuple[Group, ...]
-    num_sampled: int
-    """Number of groups that finished in this step: all correct, all wrong, out of band or mixed.
-
-    If groups cannot wait for a later step, those requested after the last one of the batch do not
-    count: the next step requests them again, and how many finish depends on the engines' speed."""
-    num_all_correct: int
-    num_all_wrong: int
-    num_from_reserve: int
-    """Number of groups in the batch that an earlier step finished."""
-    num_to_reserve: int
-    """Number of finished mixed groups that wait for a later step."""
-    num_dropped: int
-    """Number of mixed groups that became too old."""
-    num_surplus: int
-    """Number of mixed groups after the last one of the batch, if groups cannot wait."""
-    num_stopped: int
-    """Number of groups stopped before they finished."""
-    num_carried: int
-    """Number of unfinished groups that continue in the next step."""
-    num_overdue: int = 0
-    """Largest number of open groups that a batch with enough mixed groups waited for, because they
-    would have become too old."""
-    overdue_seconds: float = 0.0
-    """Time for which it waited for them."""
-    num_recomputed: int = 0
-    """Number of tokens that engines read again after cuts."""
-    num_unscored: int = 0
-    """Number of groups dropped because too few of their responses have a score."""
-    num_excluded: int = 0
-    """Number of responses that reward functions or environments failed on, left out of all other
-    counts."""
-    num_from_journal: int = 0
-    """Number of groups restored from the journal of a killed process."""
-    num_tokens: int | None
-    """Response tokens of the groups in `num_sampled`; None in a replay."""
-    num_tokens_stopped: int | None
-    """Response tokens of stopped or dropped groups; None in a replay."""
-    reward_seconds: float | None
-    """Time spent on scoring; None in a replay."""
-    failures: Mapping[str, float] = field(default_factory=dict)
-    """Failures of environments by metric, those of responses that were requested again included."""
-    accuracy: float
-    """Share of correct responses."""
-    reward_mean: float
-    """Mean reward of the verifier, before any shaping."""
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each part of the rewards, over the responses that have it."""
-    truncated_fraction: float
-    """Share of responses cut at the length limit."""
-    response_lengths: tuple[int, ...]
-    """Number of tokens of each response, including the end-of-sequence token."""
-    group_seconds: tuple[float, ...]
-    """Time of each group from submission to its last token."""
-    engines: tuple[EngineActivity, ...]
-    calls_per_response: float = math.nan
-    """Mean number of calls that an environment answered; those in a shared beginning count for each
-    response.
-
-    NaN, here and in the next fields, if there was nothing to count."""
-    output_token_share: float = math.nan
-    """Share of response tokens that an environment wrote."""
-    branches_per_group: float = math.nan
-    entropy_rise_mean: float = math.nan
-    """Mean difference of normalised entropy, after a tool call less at the response's start."""
-    saved: tuple[SampledGroup, ...]
-    """Groups to save, rejected ones included."""
-
-    @property
-    def response_length_mean(self) -> float:
-        """Mean length in tokens; NaN without responses."""
-        num_responses = len(self.response_lengths)
-        return sum(self.response_lengths) / num_responses if num_responses else math.nan
-
-    @property
-    def response_length_p95(self) -> float:
-        """95th percentile of the length in tokens; NaN without responses."""
-        lengths = self.response_lengths
-        return float(np.quantile(lengths, 0.95)) if lengths else math.nan
-
-    @property
-    def num_kept(self) -> int:
-        """Number of groups in the batch."""
-        return len(self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,28 +142,96 @@ class RejectedGroups:
 
 @dataclass
 class StepCounters:
-    """The statistics of one step so far."""
+    """The statistics of one step so far.
+
+    Accuracy, rewards, lengths and times are over the groups in `stats`. Groups of earlier steps
+    were counted when they finished.
+    """
 
     stats: list[GroupStats] = field(default_factory=list)
+    """Groups that finished in this step: all correct, all wrong, out of band or mixed.
+
+    If groups cannot wait for a later step, those requested after the last one of the batch do not
+    count: the next step requests them again, and how many finish depends on the engines' speed."""
     unscored: list[Group] = field(default_factory=list)
     """Groups with too few scored responses; other prompts take their places."""
     to_reserve: list[Group] = field(default_factory=list)
+    """Mixed groups that wait for a later step."""
     dropped: list[Group] = field(default_factory=list)
+    """Mixed groups that became too old."""
     surplus: list[Group] = field(default_factory=list)
+    """Mixed groups after the last one of the batch, if groups cannot wait."""
     num_surplus_unseen: int = 0
+    """Number of such groups that `stats` does not have."""
     num_stopped: int = 0
+    """Number of groups stopped before they finished."""
     num_carried: int = 0
+    """Number of unfinished groups that continue in the next step."""
     num_overdue: int = 0
+    """Largest number of open groups that a batch with enough mixed groups waited for, because they
+    would have become too old."""
     overdue_seconds: float = 0.0
+    """Time for which it waited for them."""
     num_recomputed: int = 0
+    """Number of tokens that engines read again after cuts."""
     num_from_journal: int = 0
+    """Number of groups restored from the journal of a killed process."""
     num_tokens_stopped: int = 0
+    """Response tokens of stopped or dropped groups."""
     reward_seconds: float = 0.0
     failures: Mapping[str, float] = field(default_factory=dict)
+    """Failures of environments by metric, those of responses that were requested again included."""
     engines: Sequence[EngineActivity] = ()
     overdue_since: float | None = None
     """Monotonic time since which a batch with enough mixed groups waits for others; else None."""
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
+
+    @property
+    def num_all_correct(self) -> int:
+        return sum(group.num_correct == group.num_responses for group in self.stats)
+
+    @property
+    def num_all_wrong(self) -> int:
+        return sum(not group.num_correct for group in self.stats)
+
+    @property
+    def num_surplus(self) -> int:
+        """Number of mixed groups after the last one of the batch, if groups cannot wait."""
+        return len(self.surplus) + self.num_surplus_unseen
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Number of tokens of each response, including the end-of-sequence token."""
+        return [length for group in self.stats for length in group.lengths]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct responses; NaN without responses, as in the next properties."""
+        return self.per_response(lambda group: group.num_correct)
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward of the verifier, before any shaping."""
+        return self.per_response(lambda group: group.reward_sum)
+
+    @property
+    def truncated_fraction(self) -> float:
+        """Share of responses cut at the length limit."""
+        return self.per_response(lambda group: group.num_truncated)
+
+    def per_response(self, value: Callable[[GroupStats], float]) -> float:
+        """Return the sum of a value of each group over the number of responses."""
+        num_responses = sum(group.num_responses for group in self.stats)
+        return sum(map(value, self.stats)) / num_responses if num_responses else math.nan
+
+    @property
+    def reward_parts(self) -> dict[str, float]:
+        """Mean of each reward part over the responses that have it, in alphabetical order."""
+        values: dict[str, list[float]] = defaultdict(list)
+        of_groups = [group.parts for group in self.stats] + [group.parts for group in self.unscored]
+        for name, value in chain(*of_groups):
+            values[name].append(value)
+        return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
 
     @property
     def num_excluded(self) -> int:
@@ -341,49 +313,43 @@ class StepCounters:
     def _numbers(cls) -> list[str]:
         return [name for name, value in vars(cls).items() if isinstance(value, int | float)]
 
-    def batch(self, kept: Sequence[Group]) -> SampledBatch:
-        """Return the batch of `kept`."""
-        stats = self.stats
-        counted = {group.prompt_index for group in stats}
-        numbers: dict[str, Any] = {name: getattr(self, name) for name in self._numbers()}
-        num_unseen = numbers.pop("num_surplus_unseen")
-        lengths = [n for group in stats for n in group.lengths]
+
+@dataclass(frozen=True, kw_only=True)
+class SampledBatch:
+    """The groups of one step and its statistics."""
+
+    groups: tuple[Group, ...]
+    counters: StepCounters
+    saved: tuple[SampledGroup, ...] = ()
+    """Groups to save, rejected ones included."""
+    is_replay: bool = False
+    """Whether the groups are a saved run's, so that no engine and no reward function worked."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], counters: StepCounters, *, is_replay: bool) -> Self:
+        """Return the batch of a step that has ended, and choose the groups to save."""
+        counted = {group.prompt_index for group in counters.stats}
         mixed: dict[Disposition, Sequence[Group]] = {
-            "trained": kept,
-            "to_reserve": self.to_reserve,
-            "dropped": [*self.dropped, *self.surplus],
+            "trained": groups,
+            "to_reserve": counters.to_reserve,
+            "dropped": [*counters.dropped, *counters.surplus],
         }
         sampled = [
             SampledGroup(
                 group=group, disposition=name, from_reserve=group.prompt_index not in counted
             )
-            for name, groups in mixed.items()
-            for group in groups
+            for name, members in mixed.items()
+            for group in members
         ]
-        return SampledBatch(
-            groups=tuple(kept),
-            num_sampled=len(stats),
-            num_all_correct=sum(s.num_correct == s.num_responses for s in stats),
-            num_all_wrong=sum(not s.num_correct for s in stats),
-            num_unscored=len(self.unscored),
-            num_excluded=self.num_excluded,
-            num_from_reserve=sum(group.prompt_index not in counted for group in kept),
-            num_to_reserve=len(self.to_reserve),
-            num_dropped=len(self.dropped),
-            num_surplus=len(self.surplus) + num_unseen,
-            **numbers,
-            failures=self.failures,
-            num_tokens=sum(group.num_generated for group in stats),
-            accuracy=_ratio(sum(s.num_correct for s in stats), len(lengths)),
-            reward_mean=_ratio(sum(s.reward_sum for s in stats), len(lengths)),
-            reward_parts=_part_means([*stats, *self.unscored]),
-            truncated_fraction=_ratio(sum(s.num_truncated for s in stats), len(lengths)),
-            response_lengths=tuple(lengths),
-            group_seconds=tuple(group.seconds for group in stats),
-            engines=tuple(self.engines),
-            **_tool_use(stats),
-            saved=choose_saved([*sampled, *self.rejected.counted(counted)], self.rejected.limit),
-        )
+        rejected = counters.rejected
+        saved = choose_saved([*sampled, *rejected.counted(counted)], rejected.limit)
+        return cls(groups=tuple(groups), counters=counters, saved=saved, is_replay=is_replay)
+
+    @property
+    def num_from_reserve(self) -> int:
+        """Number of groups in the batch that an earlier step finished."""
+        counted = {group.prompt_index for group in self.counters.stats}
+        return sum(group.prompt_index not in counted for group in self.groups)
 
 
 def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[SampledGroup, ...]:
@@ -409,31 +375,3 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
         for place in range(shares[disposition])
     }
     return tuple(sampled for sampled in ordered if sampled.group.prompt_index in chosen)
-
-
-def _tool_use(stats: Sequence[GroupStats]) -> dict[str, Any]:
-    """Return the statistics of tools and branches, by their field of SampledBatch."""
-    num_tokens = sum(n for group in stats for n in group.lengths)
-    rises = [rise for group in stats for rise in group.entropy_rises]
-    measured = [rise for rise in rises if not math.isnan(rise)]
-    return {
-        "calls_per_response": _ratio(
-            sum(s.num_calls for s in stats), sum(s.num_responses for s in stats)
-        ),
-        "output_token_share": _ratio(sum(s.num_output_tokens for s in stats), num_tokens),
-        "branches_per_group": _ratio(sum(s.num_branches for s in stats), len(stats)),
-        "entropy_rise_mean": _ratio(math.fsum(measured), len(measured)),
-    }
-
-
-def _part_means(stats: Iterable[GroupStats | Group]) -> dict[str, float]:
-    """Return the mean of each reward part, by name in alphabetical order."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for group in stats:
-        for name, value in group.parts:
-            values[name].append(value)
-    return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
-
-
-def _ratio(part: float, whole: int) -> float:
-    return part / whole if whole else math.nan

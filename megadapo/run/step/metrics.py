@@ -35,8 +35,8 @@ def step_metrics(
     """
     return {
         **update_metrics(step, update),
-        "time/reward_s": sampled.reward_seconds,
-        "time/overdue_s": sampled.overdue_seconds,
+        "time/reward_s": None if sampled.is_replay else sampled.counters.reward_seconds,
+        "time/overdue_s": sampled.counters.overdue_seconds,
         **_responses(sampled, config),
         **reflection_shares(
             [response.text for group in sampled.groups for response in group.responses],
@@ -67,31 +67,34 @@ def update_metrics(step: int, update: UpdateResult) -> dict[str, int | float | N
 
 def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
     """Return counts of groups, and of the tokens that engines generated for them."""
-    total = sampled.num_sampled
+    counters = sampled.counters
+    total = len(counters.stats)
+    num_tokens = sum(group.num_generated for group in counters.stats)
     return {
-        "groups/sampled": sampled.num_sampled,
-        "groups/kept": sampled.num_kept,
-        "groups/all_correct": sampled.num_all_correct,
-        "groups/all_wrong": sampled.num_all_wrong,
-        "groups/all_correct_share": sampled.num_all_correct / total if total else None,
-        "groups/all_wrong_share": sampled.num_all_wrong / total if total else None,
+        "groups/sampled": total,
+        "groups/kept": len(sampled.groups),
+        "groups/all_correct": counters.num_all_correct,
+        "groups/all_wrong": counters.num_all_wrong,
+        "groups/all_correct_share": _share(counters.num_all_correct, total),
+        "groups/all_wrong_share": _share(counters.num_all_wrong, total),
         "groups/from_reserve": sampled.num_from_reserve,
-        "groups/to_reserve": sampled.num_to_reserve,
-        "groups/dropped": sampled.num_dropped + sampled.num_surplus,
-        "groups/unscored": sampled.num_unscored,
-        "groups/stopped": sampled.num_stopped,
-        "groups/carried": sampled.num_carried,
-        "groups/overdue": sampled.num_overdue,
-        "groups/from_journal": sampled.num_from_journal,
-        "tokens/generated": sampled.num_tokens,
-        "tokens/stopped": sampled.num_tokens_stopped,
-        "tokens/recomputed": sampled.num_recomputed,
+        "groups/to_reserve": len(counters.to_reserve),
+        "groups/dropped": len(counters.dropped) + counters.num_surplus,
+        "groups/unscored": len(counters.unscored),
+        "groups/stopped": counters.num_stopped,
+        "groups/carried": counters.num_carried,
+        "groups/overdue": counters.num_overdue,
+        "groups/from_journal": counters.num_from_journal,
+        "tokens/generated": None if sampled.is_replay else num_tokens,
+        "tokens/stopped": None if sampled.is_replay else counters.num_tokens_stopped,
+        "tokens/recomputed": counters.num_recomputed,
     }
 
 
 def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | float | None]:
     """Return metrics of the step's responses; null if it completed none."""
-    lengths = np.array(sampled.response_lengths, dtype=np.float64)
+    counters = sampled.counters
+    lengths = np.array(counters.response_lengths, dtype=np.float64)
     penalties = overlong_penalties(
         lengths,
         config.algorithm,
@@ -100,50 +103,56 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
     penalty = float(penalties.mean()) if len(lengths) else math.nan
     p50, p95, longest = np.quantile(lengths, [0.5, 0.95, 1.0]) if len(lengths) else [math.nan] * 3
     values = {
-        "reward/mean": sampled.reward_mean,
-        "reward/excluded": sampled.num_excluded,
+        "reward/mean": counters.reward_mean,
+        "reward/excluded": counters.num_excluded,
         "reward/overlong_penalty_mean": penalty,
-        "reward/shaped_mean": sampled.reward_mean + penalty,
-        "accuracy/mean": sampled.accuracy,
+        "reward/shaped_mean": counters.reward_mean + penalty,
+        "accuracy/mean": counters.accuracy,
         "response_length/mean": float(lengths.mean()) if len(lengths) else math.nan,
         "response_length/p50": float(p50),
         "response_length/p95": float(p95),
         "response_length/max": float(longest),
-        "response_length/truncated_fraction": sampled.truncated_fraction,
+        "response_length/truncated_fraction": counters.truncated_fraction,
     }
-    for name, value in sampled.reward_parts.items():
+    for name, value in counters.reward_parts.items():
         # counts of environments have their own area
         values[name if name.startswith("environment/") else f"reward/{name}"] = value
-    return {name: _measured(value) for name, value in {**values, **sampled.failures}.items()}
+    return {name: _measured(value) for name, value in {**values, **counters.failures}.items()}
 
 
 def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:
     """Return metrics of tools, environments and branches; null without, and in a replay."""
-    generated = sampled.num_tokens is not None
-    calls = generated and bool(config.rollout.environments)
-    branches = generated and config.sampling.branching.is_on
+    stats = [] if sampled.is_replay else sampled.counters.stats
+    of_tools = stats if config.rollout.environments else []
+    of_branches = stats if config.sampling.branching.is_on else []
+    num_responses = sum(group.num_responses for group in of_tools)
+    num_tokens = sum(length for group in of_tools for length in group.lengths)
+    rises = [rise for group in of_branches for rise in group.entropy_rises if not math.isnan(rise)]
     return {
-        "tools/calls_per_response": _measured(sampled.calls_per_response) if calls else None,
-        "tools/token_share": _measured(sampled.output_token_share) if calls else None,
-        "tools/branches_per_group": _measured(sampled.branches_per_group) if branches else None,
-        "tools/entropy_rise": _measured(sampled.entropy_rise_mean) if branches else None,
+        "tools/calls_per_response": _share(sum(g.num_calls for g in of_tools), num_responses),
+        "tools/token_share": _share(sum(g.num_output_tokens for g in of_tools), num_tokens),
+        "tools/branches_per_group": _share(
+            sum(g.num_branches for g in of_branches), len(of_branches)
+        ),
+        "tools/entropy_rise": _share(math.fsum(rises), len(rises)),
     }
 
 
 def _engine_load(sampled: SampledBatch) -> dict[str, int | float | None]:
     """Return times of groups, and how busy the engines were."""
-    engines = [engine for engine in sampled.engines if engine.seconds > 0]
+    counters = sampled.counters
+    engines = [engine for engine in counters.engines if engine.seconds > 0]
     total = sum(engine.seconds for engine in engines)
     busy = sum(engine.busy_seconds for engine in engines)
     running = sum(engine.mean_running * engine.busy_seconds for engine in engines)
-    times = sampled.group_seconds
+    times = [] if sampled.is_replay else [group.seconds for group in counters.stats]
     return {
         "time/group_p50_s": float(np.quantile(times, 0.5)) if times else None,
         "time/group_p95_s": float(np.quantile(times, 0.95)) if times else None,
         "time/group_max_s": max(times, default=None),
-        "rollout/engine_busy_share": busy / total if total else None,
-        "rollout/slot_use": running / total if total else None,
-        "rollout/engines_lost": len(sampled.engines) - len(engines) if sampled.engines else None,
+        "rollout/engine_busy_share": _share(busy, total),
+        "rollout/slot_use": _share(running, total),
+        "rollout/engines_lost": len(counters.engines) - len(engines) if counters.engines else None,
         "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
         "rollout/kv_use_max": max((e.max_kv_use for e in engines), default=None),
         **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
@@ -151,6 +160,11 @@ def _engine_load(sampled: SampledBatch) -> dict[str, int | float | None]:
         **_spread("time/engine_{}_s", [e.busy_seconds for e in engines]),
         **_spread("memory/engine_{}_mib", [e.private_bytes / MIB for e in engines]),
     }
+
+
+def _share(part: float, whole: float) -> float | None:
+    """Return the quotient; null if there was nothing to count."""
+    return part / whole if whole else None
 
 
 def _measured(value: float) -> float | None:
@@ -170,22 +184,23 @@ def step_warnings(
     step: int, sampled: SampledBatch, update: UpdateResult, config: RunConfig
 ) -> Iterator[str]:
     """Yield a line each for missing groups, dropped groups, dropped tokens and skipped updates."""
-    prompts_per_step = config.sampling.prompts_per_step
-    if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
+    prompts_per_step, counters = config.sampling.prompts_per_step, sampled.counters
+    num_kept = len(sampled.groups)
+    if num_kept < prompts_per_step and sampled.is_replay:
         yield (
-            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups of the batch "
+            f"step {step}: only {num_kept} of {prompts_per_step} groups of the batch "
             'are saved (observe.saved_groups = "all" saves whole batches): '
-            f"{_smaller_batch(sampled.num_kept, config)}"
+            f"{_smaller_batch(num_kept, config)}"
         )
-    elif sampled.num_kept < prompts_per_step:
+    elif num_kept < prompts_per_step:
         yield (
-            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups are mixed "
-            f"among {sampled.num_sampled} sampled ({sampled.num_all_correct} all correct, "
-            f"{sampled.num_all_wrong} all incorrect): {_smaller_batch(sampled.num_kept, config)}"
+            f"step {step}: only {num_kept} of {prompts_per_step} groups are mixed "
+            f"among {len(counters.stats)} sampled ({counters.num_all_correct} all correct, "
+            f"{counters.num_all_wrong} all incorrect): {_smaller_batch(num_kept, config)}"
         )
-    if sampled.num_dropped:
+    if counters.dropped:
         yield (
-            f"step {step}: {sampled.num_dropped} groups dropped: they are older than "
+            f"step {step}: {len(counters.dropped)} groups dropped: they are older than "
             "sampling.max_staleness allows"
         )
     if update.num_dropped_tokens:

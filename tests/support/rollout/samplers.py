@@ -1,6 +1,7 @@
 """Samplers over scripted engines, and a comparison of their batches."""
 
 import json
+from dataclasses import replace
 from operator import methodcaller
 
 from megadapo.data.prompts import PromptStream
@@ -66,15 +67,13 @@ def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
     return batches
 
 
-TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surplus"} | {
-    "num_tokens_stopped",
-    "num_from_journal",
-    "num_overdue",
-    "overdue_seconds",
-    "failures",
-}
-
-
 def contents(batches: list[SampledBatch]) -> list[str]:
     """Return all that does not depend on the engines' speed, as text so that NaN equals NaN."""
-    return [repr([v for k, v in vars(b).items() if k not in TIMED]) for b in batches]
+    found = []
+    for batch in batches:
+        counters = batch.counters
+        stats = [replace(group, seconds=0.0) for group in counters.stats]
+        sizes = [len(counters.to_reserve), len(counters.dropped), len(counters.unscored)]
+        sizes += [batch.num_from_reserve, counters.num_carried, counters.num_recomputed]
+        found.append(repr([batch.groups, batch.saved, stats, sizes]))
+    return found

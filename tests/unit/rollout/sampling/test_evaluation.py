@@ -345,7 +345,7 @@ def test_training_and_evaluation_do_not_change_each_other(finish, slots, samplin
 def test_partial_step_does_not_stop_the_evaluation():
     batches, evaluations = steps(Watched(), evaluates=True, mode="partial", max_staleness=2)
     assert evaluations == [alone()] * NUM_STEPS
-    assert [batch.num_kept for batch in batches] == [8] * NUM_STEPS
+    assert [len(batch.groups) for batch in batches] == [8] * NUM_STEPS
     assert all(group.prompt_index >= 0 for batch in batches for group in batch.groups)
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from megadapo.config import RunConfig
 from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.verifier import SymbolicCounts, VerifierCounts
-from megadapo.rollout.sampling.statistics import SampledBatch
+from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch, StepCounters
 from megadapo.rollout.types import EngineActivity
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import UpdateResult
@@ -17,22 +18,32 @@ from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.runs_alone import config_of
 from tests.support.runs.step_results import UPDATE
 
-NO_GROUPS = ("from_reserve", "to_reserve", "dropped", "surplus", "stopped", "carried")
-SAMPLED = SampledBatch(
-    groups=(),
-    num_sampled=11,
-    num_all_correct=2,
-    num_all_wrong=1,
-    **{f"num_{name}": 0 for name in NO_GROUPS},
-    num_tokens=500,
+
+def group_stats(*lengths: int, num_correct: int, seconds: float = 1.0, **values) -> GroupStats:
+    return GroupStats(
+        prompt_index=0,
+        prompt_id="",
+        num_correct=num_correct,
+        num_responses=len(lengths),
+        reward_sum=2.0 * num_correct - len(lengths),
+        lengths=lengths,
+        num_truncated=0,
+        is_mixed=0 < num_correct < len(lengths),
+        seconds=seconds,
+        num_generated=sum(lengths),
+        **values,
+    )
+
+
+COUNTERS = StepCounters(
+    stats=[
+        group_stats(5, 60, num_correct=2, seconds=0.5),
+        group_stats(90, num_correct=0, seconds=1.5),
+        group_stats(100, num_correct=0, seconds=2.0),
+    ],
     num_tokens_stopped=70,
     reward_seconds=0.1,
-    accuracy=0.5,
-    reward_mean=0.0,
-    truncated_fraction=0.0,
-    response_lengths=(5, 60, 90, 100),
-    group_seconds=(0.5, 1.5, 2.0),
-    engines=(
+    engines=[
         EngineActivity(
             num_tokens=300,
             seconds=3.0,
@@ -52,8 +63,7 @@ SAMPLED = SampledBatch(
             max_kv_use=0.25,
             private_bytes=1536 << 20,
         ),
-    ),
-    saved=(),
+    ],
 )
 SIZES = {
     "rollout": {"max_response_tokens": 100},
@@ -71,8 +81,10 @@ ADDED_BY_THE_RUN = {
 }
 
 
-def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
-    return step_metrics(3, sampled, UPDATE, config=CONFIG)
+def metrics(config: RunConfig = CONFIG, *, is_replay: bool = False, **counts: object) -> dict:
+    """Return the metrics of a step with other counters."""
+    sampled = SampledBatch(groups=(), counters=replace(COUNTERS, **counts), is_replay=is_replay)
+    return step_metrics(3, sampled, UPDATE, config=config)
 
 
 def test_every_metric_name_is_given():
@@ -80,7 +92,8 @@ def test_every_metric_name_is_given():
 
 
 def test_reward_parts_have_metrics(tmp_path):
-    found = metrics(replace(SAMPLED, reward_parts={"mine/format": 0.5}))
+    stats = [group_stats(3, 5, num_correct=1, parts=(("mine/format", 0.0), ("mine/format", 1.0)))]
+    found = metrics(stats=stats)
     with MetricsLog(tmp_path) as log:
         log.record(found)
     (record,) = read_metrics(tmp_path)
@@ -95,16 +108,16 @@ def test_tool_metrics_need_a_tool():
     on = config_of(changes={**SIZES, **tools})
     names = ("calls_per_response", "token_share", "branches_per_group", "entropy_rise")
 
-    def found(config, **values):
-        record = step_metrics(3, replace(SAMPLED, **values), UPDATE, config=config)
+    def found(config, *stats, is_replay=False):
+        record = metrics(config, stats=list(stats), is_replay=is_replay)
         return [record[f"tools/{name}"] for name in names]
 
-    values = {"calls_per_response": 1.5, "output_token_share": 0.0, "branches_per_group": 2.0}
-    values["entropy_rise_mean"] = -0.1
-    assert found(on, **values) == [1.5, 0.0, 2.0, -0.1]
+    counts = {"num_calls": 3, "num_branches": 2, "entropy_rises": (-0.1, math.nan)}
+    group = group_stats(3, 5, num_correct=1, **counts)
+    assert found(on, group) == [1.5, 0.0, 2.0, -0.1]
     assert found(on) == [None, None, None, None]
-    assert found(on, num_tokens=None, **values)[:3] == [None, None, None]
-    assert found(CONFIG, **values) == [None, None, None, None]
+    assert found(on, group, is_replay=True) == [None, None, None, None]
+    assert found(CONFIG, group) == [None, None, None, None]
 
 
 def test_step_and_trainer_metrics_are_in_the_record():
@@ -115,7 +128,8 @@ def test_step_and_trainer_metrics_are_in_the_record():
 
 def test_overlong_penalty_covers_all_responses():
     """Lengths 90 and 100 are 30 and 40 of 40 tokens inside the buffer, at half weight."""
-    found = metrics(replace(SAMPLED, reward_mean=0.25))
+    stats = [replace(COUNTERS.stats[0], reward_sum=3.0), *COUNTERS.stats[1:]]
+    found = metrics(stats=stats)
     assert found["reward/overlong_penalty_mean"] == pytest.approx(-0.5 * (0.75 + 1.0) / 4)
     assert found["reward/shaped_mean"] == pytest.approx(0.25 - 0.5 * (0.75 + 1.0) / 4)
 
@@ -147,22 +161,14 @@ def test_group_times_and_engine_load():
 
 def test_groups_without_signal_are_shares_of_all_sampled():
     """Steps that sample again after a shortfall have larger counts."""
-    found = metrics(replace(SAMPLED, num_sampled=16, num_all_correct=2, num_all_wrong=4))
+    mixed = [group_stats(3, 5, num_correct=1)] * 5
+    found = metrics(stats=[*COUNTERS.stats, *mixed])
     assert found["groups/all_correct_share"] == 0.125
     assert found["groups/all_wrong_share"] == 0.25
 
 
 def test_step_without_responses_has_null_means():
-    nothing = replace(
-        SAMPLED,
-        num_sampled=0,
-        response_lengths=(),
-        group_seconds=(),
-        accuracy=math.nan,
-        reward_mean=math.nan,
-        truncated_fraction=math.nan,
-    )
-    found = metrics(nothing)
+    found = metrics(stats=[])
     responses = ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s")
     for name in (*responses, "groups/all_correct_share", "groups/all_wrong_share"):
         assert found[name] is None
@@ -171,20 +177,20 @@ def test_step_without_responses_has_null_means():
 def test_failures_of_environments_are_counted_and_not_repeated():
     """Catches a comparison of two runs that names a lost process as a difference."""
     name = "environment/Sum/failures/timeout"
-    found = metrics(replace(SAMPLED, failures={name: 3.0}, reward_parts={"rule": 0.5}))
-    assert found[name] == 3.0 and found["reward/rule"] == 0.5
+    assert metrics(failures={name: 3.0})[name] == 3.0
     assert not is_repeated(name) and is_repeated("environment/Sum/failed")
 
 
 def test_replayed_step_has_null_generation():
-    found = metrics(replace(SAMPLED, num_tokens=None, reward_seconds=None, engines=()))
+    found = metrics(is_replay=True, engines=())
     names = ("tokens/generated", "time/reward_s", "time/engine_max_s", "rollout/engine_tokens_min")
     assert [found[name] for name in names] == [None] * 4
     assert found["accuracy/mean"] == 0.5
 
 
 def notes(num_groups: int = 8, update: UpdateResult = UPDATE, **values: object) -> str:
-    sampled = replace(SAMPLED, groups=(saved_group().group,) * num_groups, **values)
+    groups = (saved_group().group,) * num_groups
+    sampled = SampledBatch(groups=groups, **{"counters": COUNTERS, **values})
     return "\n".join(step_warnings(3, sampled, update, CONFIG))
 
 
@@ -194,17 +200,18 @@ def test_healthy_step_has_no_warnings():
 
 def test_each_omission_is_a_warning_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
-    assert "5 of 8 groups of the batch are saved" in notes(5, num_tokens=None)
-    assert "5 groups dropped: they are older" in notes(num_dropped=5)
+    assert "5 of 8 groups of the batch are saved" in notes(5, is_replay=True)
+    dropped = replace(COUNTERS, dropped=[saved_group().group] * 5)
+    assert "5 groups dropped: they are older" in notes(counters=dropped)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     skipped = replace(UPDATE, metrics=UPDATE.metrics | {"policy/skipped_updates": 2})
     assert "2 updates skipped" in notes(update=skipped)
 
 
-@pytest.mark.parametrize("num_tokens", [500, None])
-def test_too_few_groups_warn_about_smaller_updates(num_tokens):
-    assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, num_tokens=num_tokens)
-    assert "with 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_too_few_groups_warn_about_smaller_updates(is_replay):
+    assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, is_replay=is_replay)
+    assert "with 2 updates of 2 groups" in notes(4, is_replay=is_replay)
 
 
 def test_disagreements_are_counted_by_side():
