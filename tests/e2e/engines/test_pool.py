@@ -3,7 +3,6 @@
 `tests/e2e/sync/test_sync_faults.py` has the same with vLLM, in whole runs.
 """
 
-import asyncio
 import os
 import signal
 import threading
@@ -26,8 +25,7 @@ from megadapo.weights.sync.peers import UpdatePeers
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
-    ScriptedEngine,
-    ScriptedGeneration,
+    EndlessEngine,
     give_version,
     start_scripted_engines,
 )
@@ -247,24 +245,6 @@ def test_driver_watches_the_trainer_while_waiting(tmp_path):
     assert len(answers(engines)) == 30
     engines.shutdown()
     assert ray.is_initialized()
-
-
-class EndlessGeneration(ScriptedGeneration):
-    """A generation whose groups end by a stop only."""
-
-    def _ended(self) -> list[int]:
-        return []
-
-
-class EndlessEngine(ScriptedEngine):
-    def _reset_generation(self) -> None:
-        self._generation = EndlessGeneration()
-
-    async def _answer_one(self) -> None:
-        """Return None: no request would end."""
-
-    async def rest(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 @pytest.fixture(scope="module")

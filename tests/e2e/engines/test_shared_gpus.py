@@ -23,8 +23,9 @@ from megadapo.run.processes import GpuSharing
 from tests.support import REPOSITORY
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
-    ScriptedEngine,
+    HoldingEngine,
     give_version,
+    note,
     start_scripted_engines,
 )
 from tests.support.rollout.engine_checks import actor_pid
@@ -36,33 +37,6 @@ RECIPES = [
     for path in sorted((REPOSITORY / "configs").glob("qwen*.toml"))
     if load_config(path).cluster.placement == "colocated"
 ]
-
-
-def note(ledger: Path, who: str, *held: str) -> None:
-    """Append what a process holds on the GPU from now on."""
-    with ledger.open("a") as file:
-        file.write(json.dumps([who, *held]) + "\n")
-
-
-class HoldingEngine(ScriptedEngine):
-    """An engine that writes down what it holds, and starts slowly if a file says so."""
-
-    async def _start_vllm(self) -> None:
-        ledger = self._spec.log_file.with_name("ledger")
-        note(ledger, f"engine {os.getpid()}", "awake")
-        if ledger.with_name("slow").exists():
-            time.sleep(2)
-        await super()._start_vllm()
-
-    async def _call(self, method: str, *args: object) -> bool:
-        held = {"sleep": "asleep", "wake_up": {"weights": "weights", "kv_cache": "awake"}}
-        what = held.get(method)
-        if isinstance(what, dict):
-            what = what[args[0][0]]
-        if what is not None:
-            ledger = self._spec.log_file.with_name("ledger")
-            note(ledger, f"engine {os.getpid()}", what)
-        return True
 
 
 class HoldingTrainer:

@@ -48,16 +48,15 @@ def parts_on_gpu(tool: SimpleNamespace, folder: Path, memory_gib: float, **more:
     return {part.name: part for part in tool.parts.all_parts(setting)}
 
 
-def test_earlier_results_are_not_overwritten(tmp_path):
-    result = run("--rehearse", str(tmp_path))
-    assert result.returncode == 2 and "name another folder" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(inspect_machine().uses_cuda, reason="needs a machine without CUDA")
-def test_machine_without_gpu_is_refused_at_once(tmp_path):
-    result = run(str(tmp_path / "results"))
-    assert result.returncode == 2 and "--rehearse" in result.stderr
+def test_earlier_results_and_a_machine_without_gpu_are_refused(tool, tmp_path, monkeypatch, capsys):
+    """Results would be overwritten, or each part would fail for itself."""
+    cases = {"name another folder": ["--rehearse", tmp_path], "--rehearse": [tmp_path / "results"]}
+    for says, arguments in cases.items():
+        monkeypatch.setattr(sys, "argv", ["first_gpu.sh", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            tool.runner.main()
+        assert ended.value.code == 2 and says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.cli import run_command
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
+from tests.support import REPOSITORY
 from tests.support.rollout.engine_checks import Reference
-from tests.support.runs.whole_runs import megadapo, metrics, run
+from tests.support.runs.whole_runs import metrics, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -19,8 +21,9 @@ LAYOUTS = {
 }
 
 
-def test_exported_checkpoint_scores_the_next_step(uninterrupted, tmp_path):
-    megadapo("export", uninterrupted, tmp_path / "model", "--step", "2")
+def test_exported_checkpoint_scores_the_next_step(uninterrupted, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    run_command(["export", str(uninterrupted), str(tmp_path / "model"), "--step", "2"])
     reference = Reference(tmp_path / "model")
     errors = {step: engine_error(reference, uninterrupted, step) for step in (2, 3, 4)}
     assert errors[3] < 1e-4

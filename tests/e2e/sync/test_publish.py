@@ -15,7 +15,7 @@ from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import EOS, Reference, start_engines
 from tests.support.weights.actors import GREEDY, PROMPTS, greedy, start_actors, start_senders
 
-LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+LAYOUTS = [{}, {"tp_size": 2, "pp_size": 2}]
 SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
 
 pytestmark = pytest.mark.usefixtures("local_ray")

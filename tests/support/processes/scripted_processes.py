@@ -1,6 +1,11 @@
-"""Engines with real processes and scripted responses, which start in a second."""
+"""Engines with real processes and scripted responses, which start in a second.
+
+Their classes are here and not in tests, whose imports each process would repeat.
+"""
 
 import asyncio
+import json
+import os
 import subprocess
 import time
 from collections.abc import Collection, Sequence
@@ -103,6 +108,51 @@ class ScriptedEngine(RolloutEngine):
 
     def child(self) -> int:
         return self._child.pid
+
+
+class EndlessGeneration(ScriptedGeneration):
+    """A generation whose groups end by a stop only."""
+
+    def _ended(self) -> list[int]:
+        return []
+
+
+class EndlessEngine(ScriptedEngine):
+    def _reset_generation(self) -> None:
+        self._generation = EndlessGeneration()
+
+    async def _answer_one(self) -> None:
+        """Return None: no request would end."""
+
+    async def rest(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def note(ledger: Path, who: str, *held: str) -> None:
+    """Append what a process holds on the GPU from now on."""
+    with ledger.open("a") as file:
+        file.write(json.dumps([who, *held]) + "\n")
+
+
+class HoldingEngine(ScriptedEngine):
+    """An engine that writes down what it holds, and starts slowly if a file says so."""
+
+    async def _start_vllm(self) -> None:
+        ledger = self._spec.log_file.with_name("ledger")
+        note(ledger, f"engine {os.getpid()}", "awake")
+        if ledger.with_name("slow").exists():
+            time.sleep(2)
+        await super()._start_vllm()
+
+    async def _call(self, method: str, *args: object) -> bool:
+        held = {"sleep": "asleep", "wake_up": {"weights": "weights", "kv_cache": "awake"}}
+        what = held.get(method)
+        if isinstance(what, dict):
+            what = what[args[0][0]]
+        if what is not None:
+            ledger = self._spec.log_file.with_name("ledger")
+            note(ledger, f"engine {os.getpid()}", what)
+        return True
 
 
 def start_scripted_engines(

@@ -20,7 +20,6 @@ from megadapo.weights.disk.sources import import_weights, open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
-from tests.support.rollout.engine_checks import all_finished
 from tests.support.rollout.engine_specs import engine_spec
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
@@ -162,6 +161,9 @@ def start_silent_engine(
 
 def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
     """Return greedy tokens and their log-probs per engine and prompt."""
+    # each rank imports this module, and would import transformers with that one
+    from tests.support.rollout.engine_checks import all_finished
+
     count = len(engines.actors)
     requests = [
         OpenGroup(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
