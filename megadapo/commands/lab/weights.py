@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.commands.plan import add_gpu, card_of
-from megadapo.errors import DataError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
@@ -30,11 +29,6 @@ def add(commands: Commands) -> None:
         reports, "plan", "bytes per link and buffers of an update", takes_overrides=True
     )
     plan.add_argument("config", type=Path, help="recipe (TOML), or the folder of a run")
-    plan.add_argument(
-        "--model-config",
-        type=Path,
-        help="config.json to plan for, if model.path is not on this machine",
-    )
     plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default 8)")
     add_gpu(plan, purpose="GPU of the forecast")
     plan.set_defaults(run=run)
@@ -42,10 +36,13 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
+    from megadapo.plan.phases import models_of
     from megadapo.plan.refit import plan_for
+    from megadapo.weights.layout.layout import ModelLayout
 
     config = load_config(arguments.config, arguments.overrides)
-    layout = model_layout(config, arguments.model_config)
+    policy = models_of(config).policy
+    layout = ModelLayout(policy.family, policy.shape)
     started = time.perf_counter()
     plan, hosts = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
     seconds = time.perf_counter() - started
@@ -134,17 +131,3 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
-
-
-def model_layout(config: RunConfig, model_config: Path | None) -> ModelLayout:
-    """Return the layout of the run's model, or of the given `config.json`."""
-    from megadapo.weights.disk.sources import read_json
-    from megadapo.weights.layout.layout import layout_for
-
-    path = model_config or Path(config.model.path) / "config.json"
-    if not path.is_file():
-        raise DataError(
-            f"{path} does not exist: name the model's config.json with --model-config "
-            "(`hf download MODEL config.json` fetches it)."
-        )
-    return layout_for(read_json(path))

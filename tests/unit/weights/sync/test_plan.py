@@ -15,7 +15,7 @@ import torch
 import megadapo
 from megadapo.cli import run_command
 from megadapo.config import load_config
-from megadapo.errors import DataError, WeightError
+from megadapo.errors import WeightError
 from megadapo.models.folder import find_hf_config
 from megadapo.plan.refit import plan_for
 from megadapo.weights.disk.sources import open_layout
@@ -27,6 +27,7 @@ from megadapo.weights.sync.buckets import max_bundle_bytes, pack
 from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, plan_from_json
 from megadapo.weights.sync.planning import find_topology, make_plan
 from megadapo.weights.sync.transports import point_to_point
+from tests.support import REPOSITORY
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B, STAGES_235B
 from tests.support.models.tiny_models import FAMILY_NAMES
 from tests.support.weights.message_order import stuck_ranks
@@ -501,9 +502,8 @@ def message_batches(case, schedule, monkeypatch):
     return {rank: group.batches for rank, group in groups.items()}
 
 
-def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""):
-    if model:
-        (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
+def plan(tmp_path, *words, placement="separate", split="", engine=""):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(path=tmp_path, placement=placement, split=split, engine=engine))
     return run_command(["weights", "plan", str(recipe), *words])
@@ -536,6 +536,7 @@ def test_report_uses_recipe_split(tmp_path, capsys):
     assert "(1.000 x)" in text
 
 
-def test_missing_model_is_named(tmp_path):
-    with pytest.raises(DataError, match="--model-config"):
-        plan(tmp_path, model=False)
+def test_update_of_a_shipped_recipe_is_planned_without_its_model(capsys):
+    """Catches a command that asks for the model's files, which `plan` does not need."""
+    run_command(["weights", "plan", str(REPOSITORY / "configs" / "qwen2.5-7b.toml")])
+    assert "driver: calls, waits" in capsys.readouterr().out
