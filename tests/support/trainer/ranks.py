@@ -138,6 +138,7 @@ def _serve(end: Connection) -> None:
     torch.set_num_threads(preload.NUM_THREADS)
     from megadapo.trainer.model.parallel import leave_groups
 
+    # or each collection below would look through all modules, longer than most tests take
     gc.freeze()
 
     while True:
@@ -152,8 +153,6 @@ def _serve(end: Connection) -> None:
         leave_groups()
         # a trainer is full of cycles, and holds its groups' threads until they are collected
         gc.collect()
-        # what is left are modules: to look at them again would take longer than most tests
-        gc.freeze()
         end.send(answer)
 
 
