@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import secrets
@@ -175,12 +176,29 @@ def _start_ray(num_slots: int) -> dict[int, str | None]:
     before = set(descendants(os.getpid()))
     # slots are logical: more processes than cores is legal on a laptop
     num_cpus = max(num_slots, os.cpu_count() or 1)
-    with _own_sigterm_handler():
+    with _own_sigterm_handler(), _sessions_of_their_own():
         # without "local" Ray would join any cluster that this machine happens to be a node of
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **_QUIET)
     daemons = set(descendants(os.getpid())) - before
     kill_after_this_process(daemons)
     return {pid: start_time(pid) for pid in daemons}
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Start each of Ray's daemons in a new session.
+
+    A signal to this process's group, as from `timeout`, systemd or a closed terminal, would end
+    them before the run is saved.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    vars(services).update(ConsolePopen=functools.partial(popen, start_new_session=True))
+    try:
+        yield
+    finally:
+        vars(services).update(ConsolePopen=popen)
 
 
 @contextmanager

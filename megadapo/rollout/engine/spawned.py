@@ -1,6 +1,6 @@
 """The program of vLLM's processes, as Python sees it: the first module that a spawned one imports.
 
-Python would take that of the process that spawns them, which is Ray's worker in an actor.
+In an actor of Ray this would be Ray's worker, which vLLM's processes do not need.
 """
 
 import gc

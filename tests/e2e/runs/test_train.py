@@ -108,7 +108,8 @@ def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
     os.kill(read_status(folder).pid, signal.SIGKILL)
     shutil.copytree(folder / JOURNAL_FOLDER, tmp_path / "journal")
     wait_for_step(process, folder, 3)
-    os.kill(read_status(folder).pid, signal.SIGTERM)
+    # as `timeout` and systemd do: Ray's daemons may not get it
+    os.killpg(read_status(folder).pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "SIGKILL after step" in output
