@@ -402,7 +402,7 @@ def check(num_gpus):
     time.sleep(600 if me == hung else 0)
     return [f"one of its {num_gpus} GPUs is sick"] if me == sick else []
 
-left_out = unhealthy_nodes(check, answer_s=4.0)
+left_out = unhealthy_nodes(check, answer_s=10.0)
 config = ClusterConfig(device="cuda", start_timeout_s=3)
 group = reserve(config, 2, without=left_out)
 used = set(placement_group_table(group)["bundles_to_node_id"].values())
