@@ -130,11 +130,11 @@ ray.shutdown()
 def test_ray_of_its_own_starts_after_another_of_the_same_process(tmp_path):
     """Ray keeps the first token that a process reads, here the one of its user's own clusters."""
     assert answer_of(AFTER_ANOTHER, "1", HOME=str(tmp_path)) == [False, "", False]
+    assert (tmp_path / ".ray" / "auth_token").read_text() == "b" * 64
 
 
-@pytest.mark.parametrize(
-    "mode", ["", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("disabled", "token"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["", "disabled", "token"])
 def test_ray_of_its_own_takes_no_strangers(mode, tmp_path):
     """Loopback belongs to all users of the machine, and Ray runs the code of any process."""
     variables = {"HOME": str(tmp_path)} | ({"RAY_AUTH_MODE": mode} if mode else {})

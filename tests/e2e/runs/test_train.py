@@ -75,6 +75,7 @@ def test_oracles_hold_on_every_step(uninterrupted):
         assert record["parity/logprob_abs_max"] < 1e-4
 
 
+@pytest.mark.full
 def test_finished_run_starts_nothing(uninterrupted):
     start = time.monotonic()
     assert "before and after" in run(uninterrupted).stdout
