@@ -278,7 +278,7 @@ for step in range(1, 10_000):
 
 @pytest.mark.fault
 def test_random_sigkill_keeps_newest_checkpoint(tmp_path):
-    for attempt in range(30):
+    for attempt in range(0, 30, 3):
         folder = tmp_path / str(attempt)
         process = subprocess.Popen(
             [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True
