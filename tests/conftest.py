@@ -1,6 +1,8 @@
 """Fixtures that several folders of tests share."""
 
+import asyncio
 import gc
+import inspect
 import os
 from pathlib import Path
 
@@ -17,6 +19,16 @@ gc.set_threshold(*COLLECTOR_THRESHOLD)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)])
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines, each in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

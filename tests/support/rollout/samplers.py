@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from operator import methodcaller
 
+import numpy as np
+
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
@@ -75,5 +77,7 @@ def contents(batches: list[SampledBatch]) -> list[str]:
         stats = [replace(group, seconds=0.0) for group in counters.stats]
         sizes = [len(counters.to_reserve), len(counters.dropped), len(counters.unscored)]
         sizes += [batch.num_from_reserve, counters.num_carried, counters.num_recomputed]
-        found.append(repr([batch.groups, batch.saved, stats, sizes]))
+        # exact, and faster than numpy's own text
+        with np.printoptions(override_repr=lambda array: f"{array.dtype}{array.tolist()}"):
+            found.append(repr([batch.groups, batch.saved, stats, sizes]))
     return found

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -55,12 +56,11 @@ class ScriptedEngines:
 
     def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         keys = list(self._in_flight)
-        lengths = {key: sum(_lengths(group)) for key, group in self._in_flight.items()}
         match self._finish:
             case "last first":
                 keys.reverse()
             case "short first":
-                keys.sort(key=lengths.__getitem__)
+                keys.sort(key=lambda key: _num_tokens(self._in_flight[key]))
             case "at random":
                 self._random.shuffle(keys)
         done = keys[: self._at_once]
@@ -114,8 +114,20 @@ class KilledAfter(ScriptedEngines):
         return super().finished(timeout_s)
 
 
-def _lengths(group: OpenGroup) -> list[int]:
-    return [len(respond(seed, group.settings, 0).token_ids) for seed in group.seeds]
+def _num_tokens(group: OpenGroup) -> int:
+    return sum(len(_drawn(seed, group.settings.max_tokens)[0]) for seed in group.seeds)
+
+
+@cache
+def _drawn(seed: int, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and log-probs of a whole response, which nothing may change."""
+    source = random.Random(seed)
+    length = source.randint(1, max_tokens)
+    ids = np.array([source.randint(3, 12) for _ in range(length)], dtype=np.int32)
+    logprobs = np.array([-source.random() for _ in ids], dtype=np.float32)
+    logprobs[::max_tokens] = np.nan
+    ids.flags.writeable = logprobs.flags.writeable = False
+    return ids, logprobs
 
 
 def respond(
@@ -130,11 +142,8 @@ def respond(
 
     A response in `begun` is continued, with tokens of this version.
     """
-    source = random.Random(seed)
-    length = source.randint(1, settings.max_tokens)
-    ids = np.array([source.randint(3, 12) for _ in range(length)], dtype=np.int32)
-    logprobs = np.array([-source.random() for _ in ids], dtype=np.float32)
-    logprobs[:: settings.max_tokens] = np.nan
+    ids, logprobs = _drawn(seed, settings.max_tokens)
+    length = len(ids)
     num_begun = 0 if begun is None else len(begun.token_ids)
     versions = np.full(length, policy_version, dtype=np.int32)
     if begun is not None:
@@ -145,7 +154,7 @@ def respond(
         token_ids=ids[:end],
         logprobs=logprobs[:end],
         finish_reason=whole if end == length else "unfinished",
-        text="".join(str(i - 3) for i in ids[:end]),
+        text="".join(str(i - 3) for i in ids[:end].tolist()),
         policy_versions=versions[:end],
     )
 

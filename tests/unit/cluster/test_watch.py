@@ -74,24 +74,22 @@ def test_nothing_marked_outlives_a_killed_process() -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("ending", ["hangs", "exits"])
-def test_listed_processes_are_killed_unless_the_exit_is_orderly(ending: str) -> None:
-    parent = start(LISTED, ending)
-    pid = int(parent.stdout.readline())
+def test_listed_processes_are_killed_unless_the_exit_is_orderly() -> None:
+    hanging, exiting = parents = [start(LISTED, ending) for ending in ("hangs", "exits")]
+    lost, left = [int(parent.stdout.readline()) for parent in parents]
     try:
-        if ending == "hangs":
-            parent.kill()
-            wait_until(lambda: not is_running(pid), timeout_s=20)
-        else:
-            assert parent.wait(timeout=20) == 0
-            # the guard needs GRACE_S = 3 s before it would kill
-            time.sleep(4)
-            assert is_running(pid)
+        assert exiting.wait(timeout=20) == 0
+        hanging.kill()
+        # the guards need GRACE_S = 3 s before they kill
+        wait_until(lambda: not is_running(lost), timeout_s=20)
+        time.sleep(1)
+        assert is_running(left)
     finally:
-        parent.kill()
-        parent.wait()
-        if is_running(pid):
-            os.kill(pid, 9)
+        for parent, pid in zip(parents, (lost, left), strict=True):
+            parent.kill()
+            parent.wait()
+            if is_running(pid):
+                os.kill(pid, 9)
 
 
 def test_kill_marked_spares_the_caller_and_unmarked_shared_memory() -> None:
@@ -184,7 +182,7 @@ def test_limit_grows_to_ten_times_the_slowest_progress(ranks: Ranks) -> None:
 @pytest.mark.parametrize("doing", ["load", ""])
 def test_calls_without_progress_and_idle_processes_have_no_limit(ranks: Ranks, doing: str) -> None:
     ranks.set(doing=doing)
-    ranks.run(10 * LIMIT_S)
+    ranks.run(3 * LIMIT_S)
 
 
 def test_suspended_reader_blames_no_process(ranks: Ranks) -> None:

@@ -48,6 +48,8 @@ class Judge(FakeServer):
         if path == "/classify":
             return 200, {"data": [{"probs": [0.1, len(text) / 2]}]}
         said = "I cannot say." if "unclear" in text else self.said
+        if text.startswith("Score: "):
+            said = text
         return 200, {"choices": [{"message": {"content": said}}] if "empty" not in text else []}
 
 
@@ -84,20 +86,11 @@ def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) ->
     assert "Be brief.\n\n1+1=?" in asked and "The right answer: 2" in asked
 
 
-def test_broken_http_fails_only_its_response(server: Judge) -> None:
-    texts = ["no HTTP", "half", "four", "five"]
-    scores = ask("reward_model", texts, url=server.url, index=1, retries=1)[:3]
-    assert [one.score for one in scores] == [0.0, 0.0, 2.0]
-    assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure
-    assert all("after 1 retries" in one.failure for one in scores[:2])
-
-
-@pytest.mark.parametrize("said", ["Score: 1000", "Score: -3", "Score: 10.1"])
-def test_score_outside_scale_is_a_failure(server: Judge, said: str) -> None:
+def test_score_outside_scale_is_a_failure(server: Judge) -> None:
     """A response that persuades its judge to say 1000 would be worth 100 right ones."""
-    server.said = said
-    (score,) = ask("judge", ["a"], url=f"{server.url}/v1")
-    assert score.score == 0.0 and "is not from 0 to 10" in score.failure
+    template = {"template": "$response", "url": f"{server.url}/v1"}
+    for one in ask("judge", ["Score: 1000", "Score: -3", "Score: 10.1"], **template):
+        assert one.score == 0.0 and "is not from 0 to 10" in one.failure
 
 
 def test_key_is_sent_only_if_named(server: Judge, monkeypatch) -> None:
@@ -115,8 +108,12 @@ def test_custom_template_and_pattern(server: Judge) -> None:
 
 
 def test_reward_model_scores_whole_conversation(server: Judge) -> None:
-    scores = ask("reward_model", ["four", "busy"], url=server.url, index=1)
-    assert [one.score for one in scores] == [2.0, 2.0]
+    """Broken HTTP fails only its response."""
+    texts = ["four", "busy", "no HTTP", "half"]
+    scores = ask("reward_model", texts, url=server.url, index=1)
+    assert [one.score for one in scores] == [2.0, 2.0, 0.0, 0.0]
+    assert "BadStatusLine" in scores[2].failure and "IncompleteRead" in scores[3].failure
+    assert all("after 2 retries" in one.failure for one in scores[2:])
     roles = [message["role"] for message in server.seen[0][2]["messages"]]
     assert roles == ["system", "user", "assistant"]
     assert server.seen[0][2]["use_activation"] is False
@@ -138,12 +135,12 @@ def test_explicit_reactions_to_a_missing_server() -> None:
 
 
 def test_retry_waits_for_every_response_and_exclude_for_two(server: Judge) -> None:
-    texts, url = ["one", "two", "cut off"], f"{server.url}/v1"
-    assert [one.is_outage for one in ask("judge", texts, url=url)] == [False, False, True]
-    with pytest.raises(RewardOutageError, match="after 2 retries"):
-        ask("judge", texts, url=url, on_failure="retry")
-    with pytest.raises(RewardOutageError, match="after 2 retries"):
-        ask("judge", texts[1:], url=url)
+    texts, keys = ["one", "two", "cut off"], {"url": f"{server.url}/v1", "retries": 0}
+    assert [one.is_outage for one in ask("judge", texts, **keys)] == [False, False, True]
+    with pytest.raises(RewardOutageError, match="after 0 retries"):
+        ask("judge", texts, **keys, on_failure="retry")
+    with pytest.raises(RewardOutageError, match="after 0 retries"):
+        ask("judge", texts[1:], **keys)
 
 
 def test_server_that_answers_has_no_outage(server: Judge) -> None:

@@ -20,6 +20,7 @@ import pytest
 from megadapo.data.group import Score
 from megadapo.errors import InfraError
 from megadapo.observe.metrics.reflection import reflection_shares
+from megadapo.rewards import verifier as verifier_module
 from megadapo.rewards.builtin import format_reward
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import extract_answer, score
@@ -141,6 +142,20 @@ def pool() -> Iterator[SymbolicPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def losing() -> Iterator[SymbolicPool]:
+    """A pool whose worker is killed and replaced."""
+    pool = start_pool(timeout_s=2.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def one_worker(monkeypatch) -> None:
+    """Each start of a worker takes seconds; the shared pool has two."""
+    monkeypatch.setattr(verifier_module, "NUM_SYMBOLIC_WORKERS", 1)
+
+
 def test_known_answers_get_the_right_result(pool: SymbolicPool) -> None:
     pairs = [pair for pair, _ in RIGHT_AND_WRONG]
     assert pool.check_batch(pairs) == [expected for _, expected in RIGHT_AND_WRONG]
@@ -191,24 +206,24 @@ def test_code_in_answer_does_not_run(pool: SymbolicPool, tmp_path) -> None:
 
 
 @pytest.mark.fault
-def test_slow_comparison_is_killed_and_the_rest_completes() -> None:
-    pool = start_pool(timeout_s=1.0)
-    first = pool.process_ids
+def test_slow_comparison_is_killed_and_the_rest_completes(losing: SymbolicPool) -> None:
+    (first,), before = losing.process_ids, losing.counts
     started = time.perf_counter()
-    results = pool.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
-    elapsed = time.perf_counter() - started
+    results = losing.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
+    assert time.perf_counter() - started < 20
     assert results == [True, None, True, False]
-    assert elapsed < 20
-    assert pool.counts.num_timeouts == 1
-    assert pool.counts.num_checked == 3
-    assert pool.process_ids != first and not is_running(first[0])
-    pool.close()
+    assert losing.counts == SymbolicCounts(
+        num_checked=before.num_checked + 3,
+        num_timeouts=before.num_timeouts + 1,
+        num_crashes=before.num_crashes,
+    )
+    assert losing.process_ids != [first] and not is_running(first)
 
 
 @pytest.mark.fault
 def test_slow_answers_are_limited_per_minute() -> None:
     """Otherwise a policy that learns to write them makes every step take an hour."""
-    pool = start_pool(timeout_s=0.5, seconds_per_minute=1.5)
+    pool = start_pool(timeout_s=0.5, seconds_per_minute=0.8)
     started = time.perf_counter()
     for batch in range(20):
         pairs = [(SLOW, str(10 * batch + i)) for i in range(10)]
@@ -221,16 +236,17 @@ def test_slow_answers_are_limited_per_minute() -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_lost_worker_costs_one_result_and_is_replaced(number: signal.Signals) -> None:
-    is_stopped = number == signal.SIGSTOP
-    pool = start_pool(timeout_s=3.0 if is_stopped else 30.0)
-    os.kill(pool.process_ids[0], number)
-    results = pool.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_worker_costs_one_result_and_is_replaced(losing: SymbolicPool, number: int) -> None:
+    before, is_stopped = losing.counts, number == signal.SIGSTOP
+    os.kill(losing.process_ids[0], number)
+    results = losing.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
     assert results == [None, True, True]
-    lost = {"num_timeouts": 1} if is_stopped else {"num_crashes": 1}
-    assert pool.counts == SymbolicCounts(num_checked=2, **lost)
-    pool.close()
+    assert losing.counts == SymbolicCounts(
+        num_checked=before.num_checked + 2,
+        num_timeouts=before.num_timeouts + is_stopped,
+        num_crashes=before.num_crashes + (not is_stopped),
+    )
 
 
 @pytest.mark.fault
@@ -241,24 +257,12 @@ def test_idle_workers_have_lowest_priority_and_cpu_limits() -> None:
     assert pool.check_batch([("1", "1")]) == [True]
     assert os.sched_getscheduler(pid) == os.SCHED_IDLE
     os.kill(pid, signal.SIGSTOP)
-    resume = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+    resume = threading.Timer(1.0, os.kill, (pid, signal.SIGCONT))
     resume.start()
     assert pool.check_batch([("2", "2")]) == [True]
     assert pool.check_batch([(SLOW, "42"), ("3", "3")]) == [None, True]
     assert pool.counts == SymbolicCounts(num_checked=3, num_timeouts=1)
     pool.close()
-
-
-@pytest.mark.fault
-def test_close_ends_batch_in_progress() -> None:
-    pool = start_pool(timeout_s=300.0)
-    with ThreadPoolExecutor(1) as threads:
-        batch = threads.submit(pool.check_batch, [(SLOW, "42"), ("3", "3")])
-        time.sleep(0.5)
-        started = time.perf_counter()
-        pool.close()
-        assert batch.result() == [None, None]
-        assert time.perf_counter() - started < 5
 
 
 def test_memory_is_limited() -> None:
@@ -316,22 +320,20 @@ def test_results_do_not_depend_on_the_thread(pool: SymbolicPool) -> None:
     assert asyncio.run(ask()) == expected
 
 
-def test_pool_starts_in_a_thread() -> None:
-    def work() -> list[bool | None]:
-        pool = start_pool()
-        results = pool.check_batch([("1/2", "0.5"), ("1", "2")])
-        pool.close()
-        return results
-
+@pytest.mark.fault
+def test_pool_that_a_thread_started_ends_batch_and_processes_when_closed() -> None:
     with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(work).result() == [True, False]
-
-
-def test_close_ends_processes_and_later_use_fails() -> None:
-    pool = start_pool(num_workers=2)
-    running = pool.process_ids
-    assert all(is_running(pid) for pid in running)
-    pool.close()
+        pool = threads.submit(start_pool, num_workers=2, timeout_s=300.0).result()
+        results = threads.submit(pool.check_batch, [("1/2", "0.5"), ("1", "2")]).result()
+        assert results == [True, False]
+        running = pool.process_ids
+        assert all(is_running(pid) for pid in running)
+        batch = threads.submit(pool.check_batch, [(SLOW, "42"), (SLOW, "43"), ("3", "3")])
+        time.sleep(0.5)
+        started = time.perf_counter()
+        pool.close()
+        assert batch.result() == [None] * 3
+        assert time.perf_counter() - started < 5
     pool.close()
     assert not any(is_running(pid) for pid in running)
     with pytest.raises(InfraError, match="closed"):
@@ -343,7 +345,7 @@ def test_busy_workers_do_not_outlive_a_killed_run() -> None:
     program = (
         "import json, threading, time\n"
         "from megadapo.rewards.verifier import SymbolicPool\n"
-        "options = {'timeout_s': 2, 'seconds_per_minute': 60, 'memory_bytes': 1 << 30}\n"
+        "options = {'timeout_s': 1, 'seconds_per_minute': 60, 'memory_bytes': 1 << 30}\n"
         "pool = SymbolicPool(num_workers=2, **options)\n"
         f"pairs = [({SLOW!r}, '1')]\n"
         "threading.Thread(target=pool.check_batch, args=(pairs,)).start()\n"
@@ -377,26 +379,7 @@ def compare(verifier: Verifier) -> None:
     verifier.finish_cross_check(SOON_S)
 
 
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
-        yield verifier
-
-
-def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
-    assert verifier.score_batch(RESPONSES, GOLDS) == [
-        Score(1.0, True, "42"),
-        Score(-1.0, False, "42."),
-        Score(-1.0, False, "[INVALID]"),
-        Score(-1.0, False, "7"),
-        Score(-1.0, False, "[INVALID]"),
-    ]
-    assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
-    compare(verifier)
-    assert verifier.cross_checks(RESPONSES, "42") == [True, True, None, False, None]
-
-
-def test_disagreements_are_counted(monkeypatch) -> None:
+def test_cross_check_follows_the_rule_and_counts_disagreements(monkeypatch, one_worker) -> None:
     compared, ask = [], CrossCheck.ask
 
     def watched(self, pairs):
@@ -405,11 +388,19 @@ def test_disagreements_are_counted(monkeypatch) -> None:
 
     monkeypatch.setattr(CrossCheck, "ask", watched)
     with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
-        verifier.score_batch(RESPONSES, GOLDS)
+        assert verifier.score_batch(RESPONSES, GOLDS) == [
+            Score(1.0, True, "42"),
+            Score(-1.0, False, "42."),
+            Score(-1.0, False, "[INVALID]"),
+            Score(-1.0, False, "7"),
+            Score(-1.0, False, "[INVALID]"),
+        ]
+        assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
         # the rule removes "cm", the symbolic comparison does not know it
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
         verifier.ask_cross_check([("Answer: 42.", "42"), ("not scored", "1")])
         verifier.finish_cross_check(SOON_S)
+        assert verifier.cross_checks(RESPONSES, "42") == [True, True, None, False, None]
         counts = verifier.counts
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert counts.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
@@ -426,7 +417,7 @@ def test_disagreements_are_counted(monkeypatch) -> None:
 
 
 @pytest.mark.fault
-def test_slow_cross_check_drops_and_counts_pairs() -> None:
+def test_slow_cross_check_drops_and_counts_pairs(one_worker) -> None:
     config = RewardConfig()
     with Verifier(config, symbolic_timeout_s=300.0) as verifier:
         started = time.perf_counter()
@@ -449,7 +440,9 @@ def test_slow_cross_check_drops_and_counts_pairs() -> None:
     ("executable", "reason"),
     [("/bin/false", "3 times before it was ready"), ("/does/not/exist", "No such file")],
 )
-def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable, reason) -> None:
+def test_irreplaceable_workers_only_stop_the_cross_check(
+    monkeypatch, one_worker, executable, reason
+) -> None:
     """The cross-check only observes, so it must not end a long run, but must report its end."""
     with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
         monkeypatch.setattr(sys, "executable", executable)
@@ -470,7 +463,7 @@ def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch, executable
 
 
 @pytest.mark.fault
-def test_hung_workers_delay_nothing() -> None:
+def test_hung_workers_delay_nothing(one_worker) -> None:
     """All of them hang, also after they are replaced."""
     with Verifier(RewardConfig(), symbolic_timeout_s=1.0) as verifier:
         started = time.perf_counter()
@@ -497,7 +490,7 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
         Verifier(RewardConfig(symbolic="decide"))
 
 
-def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
+def test_symbolic_decides_if_chosen_with_the_rule_as_fallback(one_worker) -> None:
     """Only an answer at the place of reward.rule counts."""
     config = RewardConfig(symbolic="decide")
     with Verifier(config, symbolic_timeout_s=30.0) as verifier:
@@ -528,18 +521,19 @@ def test_configured_rule_scores() -> None:
             assert [v.correct for v in verifier.score_batch(RESPONSES[:3], GOLDS[:3])] == expected
 
 
-def test_batch_needs_a_gold_per_response(verifier: Verifier) -> None:
-    assert verifier.score_batch([], []) == []
-    with pytest.raises(ValueError, match="2 responses for 1 gold"):
-        verifier.score_batch(["a", "b"], ["1"])
+def test_batch_needs_a_gold_per_response() -> None:
+    with Verifier(RewardConfig(symbolic="off")) as verifier:
+        assert verifier.score_batch([], []) == []
+        with pytest.raises(ValueError, match="2 responses for 1 gold"):
+            verifier.score_batch(["a", "b"], ["1"])
 
 
 @pytest.mark.fault
-def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
+def test_lost_comparisons_warn_and_keep_the_reward(caplog, one_worker) -> None:
     """Without a warning, every reward could be 0."""
     config = RewardConfig()
     texts = [f"Answer: {SLOW}", "Answer: 42"]
-    with caplog.at_level(logging.WARNING), Verifier(config, symbolic_timeout_s=3.0) as verifier:
+    with caplog.at_level(logging.WARNING), Verifier(config, symbolic_timeout_s=1.0) as verifier:
         assert [v.correct for v in verifier.score_batch(texts, ["42", "42"])] == [False, True]
         verifier.finish_cross_check(SOON_S)
         assert verifier.cross_checks(texts, "42") == [None, True]

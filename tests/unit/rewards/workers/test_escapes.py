@@ -283,9 +283,10 @@ def test_ordinary_programs_work(setting) -> None:
 def test_without_namespaces_a_program_is_one_process(as_root) -> None:
     """Its children would outlive it, since only a PID namespace ends them all."""
     setting = Setting(as_root=as_root, namespaces=False)
-    starts = "import os, subprocess\ntry:\n    {}\nexcept OSError as error: print(error.errno)"
-    for how in ("os.fork()", "subprocess.run(['/bin/true'])", "os.setsid()"):
-        assert setting.run(starts.format(how))["output"] == "1\n"
+    starts = "try:\n    {}\nexcept OSError as error: print(error.errno)\n"
+    ways = ("os.fork()", "subprocess.run(['/bin/true'])", "os.setsid()")
+    run = setting.run("import os, subprocess\n" + "".join(starts.format(how) for how in ways))
+    assert run["output"] == "1\n" * 3
     run = setting.run("import signal, time\nsignal.alarm(0)\nwhile True: time.sleep(9)", "", 1.0)
     assert run["ending"] == "timeout"
 

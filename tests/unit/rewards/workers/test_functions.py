@@ -233,11 +233,10 @@ def test_format_and_length() -> None:
     pattern = {"function": "format", "options": {"pattern": "<think>.*</think>.*"}}
     keys = {"function": "format", "name": "json", "options": {"json_keys": ["answer"]}}
     texts = ["<think>\n</think> 3", "3", '```json\n{"answer": 3}\n```', '{"other": 1}', "[" * 9999]
+    texts.append('```python\nx\n```\nprints\n```JSON\n{"answer": 3}\n```\n')
     scores = score(texts, pattern, keys)
-    assert [one.reward for one in scores] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [one.reward for one in scores] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert dict(scores[2].parts)["json/json"] == 1.0
-    after_code = '```python\nx\n```\nprints\n```JSON\n{"answer": 3}\n```\n'
-    assert score([after_code], keys)[0].reward == 1.0
     options = {"min_tokens": 2, "max_tokens": 4, "buffer": 4}
     length = {"function": "length", "options": options}
     by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)

@@ -126,17 +126,17 @@ def test_few_messages_per_step(tiny_model):
     """With 512 responses the messages of a step would cost as much time as the step on a GPU."""
     per_step = {}
     for kind in (AsyncScheduler, AsyncBatchingScheduler):
-        steps = make_steps(tiny_model, kind, num_blocks=8192)
-        for number in range(512):
+        steps = make_steps(tiny_model, kind, num_blocks=2048)
+        for number in range(128):
             # these do not end early
             steps.add(str(64 * number), num_prompt=5, max_tokens=60)
         steps.run(3)
         steps.counts.clear()
         steps.run(40)
-        assert steps.scheduler.get_request_counts() == (512, 0)
+        assert steps.scheduler.get_request_counts() == (128, 0)
         per_step[kind] = {name: steps.counts[name] / 40 for name in ("outputs", "bytes")}
     stock, ours = per_step.values()
-    assert stock["outputs"] == 512 and ours["outputs"] <= 512 / 15
+    assert stock["outputs"] == 128 and ours["outputs"] <= 128 / 15
     assert ours["bytes"] < stock["bytes"] / 3
 
 

@@ -262,23 +262,24 @@ def test_episode_without_records_survives_two_restarts(tmp_path):
         with_host([counting(tmp_path)], run, tmp_path / "journal")
 
 
-@pytest.mark.parametrize("recovery", RECOVERIES)
-def test_episode_dropped_in_the_middle_of_an_action_is_not_kept(tmp_path, recovery):
+def test_episodes_dropped_in_the_middle_of_an_action_are_not_kept(tmp_path):
     """Catches records that each file of later weights copies until the run ends."""
     folder = tmp_path / "journal"
     options = {"path": str(tmp_path / "actions.txt"), "seconds": 0.5}
 
     async def run(host):
-        await host.open("a", 0, task_of("a"))
-        playing = asyncio.create_task(host.step("a", 0, TURNS[0]))
+        for index, name in enumerate(RECOVERIES):
+            await host.open(name, index, task_of(name))
+        playing = [asyncio.create_task(host.step(one, 0, TURNS[0])) for one in RECOVERIES]
         await asyncio.sleep(0.2)
-        closing = asyncio.create_task(host.close(["a"]))
+        closing = asyncio.create_task(host.close(RECOVERIES))
         await asyncio.sleep(0.1)
         host.begin(2, "newer")
-        await asyncio.gather(playing, closing)
+        await asyncio.gather(*playing, closing)
         host.begin(3, "newest")
 
-    with_host([config_of("Counting", options=options, recovery=recovery)], run, folder)
+    configs = [config_of("Counting", options=options, recovery=how) for how in RECOVERIES]
+    with_host(configs, run, folder)
     assert (folder / "environments-version-3.log").stat().st_size == 0
 
 

@@ -327,19 +327,19 @@ def alone() -> Evaluation:
         return running.finish()
 
 
-@pytest.mark.parametrize("finish", ["short first", "last first", "at random"])
-@pytest.mark.parametrize("slots", [3, 24, 400])
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"mode": "rounds"}, {"mode": "one_step_off", "max_staleness": 1}],
     ids=["sync", "rounds", "one_step_off"],
 )
-def test_training_and_evaluation_do_not_change_each_other(finish, slots, sampling):
-    engines = Watched(finish, slots=slots, at_once=3)
-    batches, evaluations = steps(engines, evaluates=True, **sampling)
-    undisturbed, _ = steps(ScriptedEngines(), evaluates=False, **sampling)
-    assert contents(batches) == contents(undisturbed)
-    assert evaluations == [alone()] * NUM_STEPS
+def test_training_and_evaluation_do_not_change_each_other(sampling):
+    undisturbed, by_itself = steps(ScriptedEngines(), evaluates=False, **sampling)[0], alone()
+    orders = ("short first", "last first", "at random")
+    for finish, slots in itertools.product(orders, (3, 24, 400)):
+        engines = Watched(finish, slots=slots, at_once=3)
+        batches, evaluations = steps(engines, evaluates=True, **sampling)
+        assert contents(batches) == contents(undisturbed), (finish, slots)
+        assert evaluations == [by_itself] * NUM_STEPS, (finish, slots)
 
 
 def test_partial_step_does_not_stop_the_evaluation():

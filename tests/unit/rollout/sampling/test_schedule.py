@@ -172,7 +172,7 @@ def test_run_resumed_at_a_cut_equals_an_undisturbed_one(mode, tmp_path):
 
 def test_async_trains_every_mixed_group_once_and_none_too_old():
     mode, oldest = ASYNC | {"max_staleness": 3}, 0
-    for seed in range(6):
+    for seed in range(3):
         run = Run(mode, random.Random(seed), SamplingSchedule(), num_engines=3, slots=90)
         batches = run.steps(14)
         trained = [group.prompt_index for batch in batches for group in batch.groups]

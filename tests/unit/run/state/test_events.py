@@ -14,7 +14,7 @@ from megadapo.errors import ConfigError, InfraError, OracleError
 from megadapo.run.run import Run
 from megadapo.run.state.events import EventHook, is_supervised
 from megadapo.run.step.record_writer import StepWriter
-from tests.support.processes.running import wait_until
+from tests.support.processes.running import is_running, wait_until
 from tests.support.processes.supervised import supervise
 from tests.support.runs.runs_alone import advance, config_of, record_step
 
@@ -161,14 +161,6 @@ def test_hanging_command_is_killed_with_its_children(tmp_path, script):
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
     wait_until(lambda: not any(is_running(int(pid)) for pid in pids), timeout_s=10)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_background_of_a_command_ends_with_it(tmp_path, script):

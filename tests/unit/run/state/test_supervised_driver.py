@@ -32,7 +32,7 @@ def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
         from megadapo.run.state.lease import Lease
         Lease.take(folder, heartbeat_s=0.1)
         if num == 1: os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(3)
         """,
     )
     assert (code, len(starts)) == (0, 2)
@@ -48,15 +48,16 @@ def test_driver_without_progress_writes_its_stacks_and_is_restarted(tmp_path, mo
         from megadapo.cluster.process_log import driver_log, stacks_on_quit
         from megadapo.run.state.lease import Lease
         Lease.take(folder, heartbeat_s=0.1)
+        if num == 2: sys.exit(0)
         status = resume_and_complete(2)
-        for tokens in range(30):
+        for tokens in range(25):
             time.sleep(0.1)
             status.report_progress(0, tokens)
             status._write()
         def wait_for_ever():
             time.sleep(60)
         with stacks_on_quit(driver_log(folder)):
-            if num == 1: wait_for_ever()
+            wait_for_ever()
         """,
     )
     assert (code, len(starts)) == (0, 2)
@@ -226,7 +227,7 @@ def test_supervisor_suspended_with_its_driver_kills_nothing(tmp_path):
     os.kill(driver, signal.SIGSTOP)
     time.sleep(0.5)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(2.2)
     process.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     os.kill(driver, signal.SIGCONT)

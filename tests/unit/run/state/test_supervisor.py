@@ -29,40 +29,36 @@ def test_failures_preemption_and_kills_are_restarted(tmp_path):
     assert "exit code 5 after step 1; restart 1 of 5" in output and "SIGKILL after step 3" in output
 
 
-@pytest.mark.parametrize("says", [True, False])
-def test_unexpected_end_is_restarted(tmp_path, says):
+def test_unexpected_end_is_restarted(tmp_path):
     """Ray's core ends the process with exit code 1, as Python does after an unforeseen error."""
     _, _, starts = supervise(
         tmp_path,
-        f"""
+        """
         status = StatusFile(folder, num_steps=9)
-        if {says}: status.end(ValueError("no number"))
-        os._exit(1 if num == 1 else 2)
+        if num == 1: status.end(ValueError("no number"))
+        os._exit(1 if num < 3 else 2)
         """,
-        restarts=1,
+        restarts=2,
     )
-    assert len(starts) == 2
+    assert len(starts) == 3
 
 
 def test_starts_that_never_reach_the_run_are_repeated_for_a_time(tmp_path):
     """A head that reboots for an hour ended a run of two weeks within 35 s."""
-    code, output, starts = supervise(tmp_path, "sys.exit(5 if num < 8 else 0)", restarts=1)
-    assert (code, len(starts)) == (0, 8)
-    assert "try 8 since the last progress in 0.64 s" in output
+    code, output, starts = supervise(tmp_path, "sys.exit(5 if num < 5 else 0)", restarts=1)
+    assert (code, len(starts)) == (0, 5)
+    assert "try 5 since the last progress in 0.08 s" in output
 
 
-@pytest.mark.parametrize("earlier_step", [None, 5])
-def test_starts_that_never_reach_the_run_end_after_a_time(tmp_path, earlier_step):
+def test_starts_that_never_reach_the_run_end_after_a_time(tmp_path):
     """The progress of an earlier driver is not the new one's."""
-    if earlier_step:
-        status = {"num_steps": 9, "step": 5, "checkpoint_step": 5, "resumed_from": 0}
-        process = {"host": "h", "pid": os.getpid(), "started": "t", "updated": "t"}
-        (tmp_path / "status.json").write_text(json.dumps(status | process))
-    code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50, give_up_after_s=3.0)
+    status = {"num_steps": 9, "step": 5, "checkpoint_step": 5, "resumed_from": 0}
+    process = {"host": "h", "pid": os.getpid(), "started": "t", "updated": "t"}
+    (tmp_path / "status.json").write_text(json.dumps(status | process))
+    code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50, give_up_after_s=2.0)
     assert code == 5 and len(starts) > 1
     assert "(--give-up-after) made no progress" in output
-    if earlier_step:
-        assert read_status(tmp_path).state == "failed"
+    assert read_status(tmp_path).state == "failed"
 
 
 def test_step_that_always_ends_with_one_message_is_given_up(tmp_path):
@@ -101,10 +97,10 @@ def test_number_of_restarts_is_limited_despite_progress(tmp_path):
         resume_and_complete(num)
         sys.exit(5)
         """,
-        restarts=3,
+        restarts=2,
     )
-    assert (code, len(starts)) == (5, 4)
-    assert "the limit of 3 restarts is reached" in output
+    assert (code, len(starts)) == (5, 3)
+    assert "the limit of 2 restarts is reached" in output
 
 
 def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
