@@ -16,17 +16,19 @@ from megadapo.weights.sync.buckets import (
 )
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B, STAGES_235B
+from tests.support.models.large import (
+    BUCKET,
+    QWEN_32B,
+    QWEN_235B,
+    SHALLOW_235B,
+    SHALLOW_STAGES,
+    STAGES_235B,
+)
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
 EXPERTS = {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2}
 MOE = (QWEN_235B, EXPERTS | {"stages": STAGES_235B}, {"expert_parallel": True})
-SHALLOW = (
-    QWEN_235B | {"num_hidden_layers": 24},
-    EXPERTS | {"stages": [tuple(range(first, first + 6)) for first in range(0, 24, 6)]},
-    {"expert_parallel": True},
-)
-"""A quarter of its layers, which are planned in a quarter of the time."""
+SHALLOW = (SHALLOW_235B, EXPERTS | {"stages": SHALLOW_STAGES}, {"expert_parallel": True})
 RANK_NODES = [f"node {rank // 8}" for rank in range(512)]
 PLACES = {
     "apart": (None, ("",) * 8),
