@@ -122,7 +122,7 @@ def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
 
 @per_page
 def test_keys_metrics_and_errors_exist(page):
-    keys = set(known_keys(RunConfig))
+    keys = _keys()
     sections = {key for key in keys if "." not in key}
     areas = {name.partition("/")[0] for name in METRIC_NAMES if "/" in name}
     wrong = []
@@ -177,9 +177,17 @@ def test_toml_is_valid_configuration(page):
             from_dict(merge_tables(REQUIRED, table))
 
 
+# built once: the pages have hundreds of commands
+_parser = cache(build_parser)
+
+
+@cache
+def _keys() -> frozenset[str]:
+    return frozenset(known_keys(RunConfig))
+
+
 def _is_command(words: list[str]) -> bool:
-    known = set(known_keys(RunConfig))
-    parser = build_parser()
+    parser = _parser()
     while (inner := _subcommands(parser)) and words:
         names, *words = words
         if not all(name in inner for name in names.split("|")):
@@ -188,7 +196,7 @@ def _is_command(words: list[str]) -> bool:
     # argparse shows its options in no other way
     options = {text for action in parser._actions for text in action.option_strings}
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-        is_key = option[2:] in known | {"section.key"} and parser.get_default("takes_overrides")
+        is_key = option[2:] in _keys() | {"section.key"} and parser.get_default("takes_overrides")
         if not (option in options or is_key):
             return False
     return True

@@ -50,7 +50,7 @@ def train(sampler: Sampler, engines: VirtualEngines, train_s: float) -> Iterator
             waited_s=waited_s,
             version=engines.policy_version,
             groups=trained_groups(batch),
-            num_dropped=batch.num_dropped,
+            num_dropped=len(batch.counters.dropped),
         )
         engines.publish()
         sampler.resume_sampling(engines.policy_version)

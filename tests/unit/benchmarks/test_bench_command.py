@@ -23,11 +23,11 @@ def test_every_script_is_listed(capsys):
 def test_script_gets_all_further_arguments_and_gives_its_exit_code(tmp_path):
     """In another folder and without PYTHONPATH the script imports the megadapo that started it."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from megadapo.cli import main; main()"
-    command = [sys.executable, "-E", "-c", code, str(REPOSITORY), "bench", "head"]
-    shape = ["--shape=8,x,3,float32", "--device=cpu"]
-    done = subprocess.run([*command, *shape], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == ConfigError.exit_code, done.stderr
-    assert "--shape=8,x,3,float32: expected" in done.stderr
+    command = [sys.executable, "-E", "-c", code, str(REPOSITORY), "bench"]
+    command += ["published_times", "--fit", "--shape=8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "published_times.py: error: unrecognized arguments: --shape=8\n" in done.stderr
 
 
 def test_installation_without_the_scripts_says_where_they_are(monkeypatch, tmp_path):

@@ -51,7 +51,8 @@ def step_time(
 
 
 def settings_of(tmp_path, *overrides, **trl_arguments):
-    config = load_config(QUICKSTART, ["run.num_steps=5", *OVERRIDES, *SPEED_ALONE, *overrides])
+    few = ["run.num_steps=5", "data.train=arithmetic:train:256"]
+    config = load_config(QUICKSTART, [*few, *OVERRIDES, *SPEED_ALONE, *overrides])
     prompts = RunPrompts.load(config)
     return config, prompts, trl_settings(config, prompts, None, tmp_path, trl_arguments)
 

@@ -329,11 +329,15 @@ def test_every_command_has_help(capsys):
 
 
 LARGE = str(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+FEW_RESPONSES = (
+    *("--sampling.prompts_per_step=8", "--sampling.responses_per_prompt=4"),
+    "--algorithm.responses_per_mini_batch=8",
+)
 
 
 def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     json_file = tmp_path / "results.json"
-    sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1", "--seeds", "2")
+    sizes = ("--engines", "1", *FEW_RESPONSES, "--steps", "1", "--seeds", "2")
     assert main(["simulate", LARGE, *sizes, "--json", str(json_file)]) == 0
     document = json.loads(json_file.read_text())
     assert document["machine"]["versions"]["numpy"] and document["engines"]["num_engines"] == 1
@@ -346,10 +350,7 @@ def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     assert all(name in shown for name in names)
 
 
-SMALL_CLUSTER = (
-    *("--sampling.prompts_per_step=32", "--algorithm.responses_per_mini_batch=32"),
-    *("--gpus", "24", "--trainer-gpus", "8", "--steps", "2"),
-)
+SMALL_CLUSTER = (*FEW_RESPONSES, "--gpus", "24", "--trainer-gpus", "8", "--steps", "2")
 
 
 def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):

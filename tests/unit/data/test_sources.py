@@ -188,38 +188,38 @@ def hub(tmp_path) -> Iterator[str]:
         server.shutdown()
 
 
-def read_from_hub(endpoint: str, cache: Path, source: str, **environment: str) -> str:
+def read_from_hub(endpoint: str, cache: Path, *sources: str, **environment: str) -> list[str]:
     """Read in a fresh process: huggingface_hub reads its settings once, when it is imported."""
     program = (
         "import sys\n"
         "from megadapo.data.sources import read_rows\n"
         "from megadapo.errors import MegadapoError\n"
-        "try:\n    print(sum(1 for _ in read_rows(sys.argv[1])))\n"
-        "except MegadapoError as error:\n    print(type(error).__name__, error)\n"
+        "for source in sys.argv[1:]:\n"
+        "    try:\n        print(sum(1 for _ in read_rows(source)))\n"
+        "    except MegadapoError as error:\n"
+        "        print(type(error).__name__, repr(str(error)))\n"
     )
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "*"}
-    done = run_python(program, source, **environment)
-    return done.stdout.strip()
+    return run_python(program, *sources, **environment).stdout.splitlines()
 
 
 def test_hub_dataset_folder_and_file(hub: str, tmp_path) -> None:
-    cache = tmp_path / "cache"
-    assert read_from_hub(hub, cache, "org/sums") == "8"
-    assert read_from_hub(hub, cache, "org/sums/large") == "5"
-    assert read_from_hub(hub, cache, f"org/sums@{COMMIT}/small/sums.parquet") == "3"
-    assert "has no file or folder medium" in read_from_hub(hub, cache, "org/sums/medium")
-
-
-def test_unknown_dataset_and_unreachable_hub(hub: str, tmp_path) -> None:
-    cache = tmp_path / "cache"
-    unknown = read_from_hub(hub, cache, "org/other")
+    sources = ("org/sums", "org/sums/large", f"org/sums@{COMMIT}/small/sums.parquet")
+    *numbers, missing, unknown = read_from_hub(
+        hub, tmp_path / "cache", *sources, "org/sums/medium", "org/other"
+    )
+    assert numbers == ["8", "5", "3"]
+    assert "has no file or folder medium" in missing
     assert "org/other is no local file or folder, and the Hub dataset org/other" in unknown
-    refused = read_from_hub("http://127.0.0.1:9", cache, "org/sums")
+    assert unknown.startswith("DataError")
+
+
+def test_only_an_unreachable_hub_is_worth_another_start(hub: str, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    (refused,) = read_from_hub("http://127.0.0.1:9", cache, "org/sums")
     assert "org/sums is no local file or folder, and the Hub dataset org/sums" in refused
-    # only a Hub that may come back is worth another start
-    offline = read_from_hub(hub, cache, "org/sums", HF_HUB_OFFLINE="1")
-    names = [text.split()[0] for text in (unknown, refused, offline)]
-    assert names == ["DataError", "InfraError", "DataError"]
+    (offline,) = read_from_hub(hub, cache, "org/sums", HF_HUB_OFFLINE="1")
+    assert [text.split()[0] for text in (refused, offline)] == ["InfraError", "DataError"]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import json
 import socket
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from megadapo.cli import main, run_command
+from megadapo.cluster import health
 from megadapo.cluster.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 from megadapo.cluster.this_node import ClockOffset
 from megadapo.doctor.cluster import (
@@ -120,10 +122,13 @@ def test_facts_agree_with_the_packages():
     assert machine.num_cores >= 1 and machine.memory_gib > 1
 
 
-def test_doctor_of_a_node_fails_without_the_gpus_it_must_have(capsys):
+def test_doctor_of_a_node_fails_without_the_gpus_it_must_have(capsys, monkeypatch):
     """tools/launch/slurm.sh excludes a node by this exit code."""
+    loopback_problem = Mock(return_value=None)
+    monkeypatch.setattr(health, "loopback_problem", loopback_problem)
     assert main(["doctor", "--node", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"errors": [], "warnings": []}
+    loopback_problem.assert_called_once_with(2, "cpu")
     assert main(["doctor", "--node=8"]) == 1
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and f"node {socket.gethostname()}: nvidia-smi fails" in said

@@ -13,40 +13,35 @@ from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.panels import HELD_OUT, SECTIONS, sections_with_values
-from megadapo.observe.plot import COLOURS, draw_runs, plot_run, plot_runs
+from megadapo.observe.plot import COLOURS, draw_runs, plot_run, plot_runs, save
 from megadapo.observe.report.page import render
 from megadapo.observe.run_records import RunRecords
-from tests.support.runs.recorded_runs import record_run
+from tests.support.runs.recorded_runs import evaluation_record, record_run
 
 
 def drawn(*folders):
     return draw_runs([RunRecords(folder) for folder in folders]).axes
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 60])
-def test_every_panel_shows_a_run_of_any_length(tmp_path, num_steps):
-    folder = record_run(tmp_path / "run", num_steps=num_steps)
-    assert plot_run(folder) == folder / "plot.png"
-    assert imread(folder / "plot.png").shape[1] == 2275
-    for axes in drawn(folder):
-        # a line through one point is seen by its marker alone
-        seen = [line for line in axes.lines if num_steps > 1 or line.get_marker() != "None"]
-        assert seen == list(axes.lines) != [], axes.get_title("left")
-
-
-def test_runs_drawn_over_each_other_are_all_seen(tmp_path):
-    runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
-    assert plot_runs(runs, tmp_path / "deep" / "both.png").exists()
-    for axes in drawn(*runs):
-        assert {line.get_color() for line in axes.lines} == set(COLOURS[:2])
-
-
-def test_lines_of_one_run_have_their_own_colours(tmp_path):
-    for axes in drawn(record_run(tmp_path, num_steps=3)):
+def test_every_panel_shows_a_run_of_one_step(tmp_path):
+    """A line through one point is seen by its marker alone, and lines by their own colours."""
+    figure = draw_runs([RunRecords(record_run(tmp_path / "run", num_steps=1))])
+    for axes in figure.axes:
+        assert axes.lines, axes.get_title("left")
+        assert all(line.get_marker() != "None" for line in axes.lines), axes.get_title("left")
         lines = [
             line for line in axes.lines if line.get_label() not in ("each step", "the last step")
         ]
         assert len({line.get_color() for line in lines}) == len(lines)
+
+
+def test_every_panel_shows_runs_drawn_over_each_other(tmp_path):
+    runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
+    figure = draw_runs([RunRecords(folder) for folder in runs])
+    save(figure, tmp_path / "both.png")
+    assert imread(tmp_path / "both.png").shape[1] == 2275
+    for axes in figure.axes:
+        assert {line.get_color() for line in axes.lines} == set(COLOURS[:2])
 
 
 def test_band_is_filled_over_the_steps_that_have_both_metrics(tmp_path):
@@ -60,11 +55,6 @@ def test_band_is_filled_over_the_steps_that_have_both_metrics(tmp_path):
     assert area.get_label() == "not trained on"
     points = area.get_paths()[0].vertices
     assert (points[:, 0].min(), points[:, 1].min(), points[:, 1].max()) == (2, 5, 9)
-
-
-def test_more_runs_than_colours(tmp_path):
-    runs = [record_run(tmp_path / f"{i}", num_steps=2) for i in range(len(COLOURS) + 1)]
-    assert plot_runs(runs, tmp_path / "many.png").exists()
 
 
 def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_path):
@@ -87,15 +77,28 @@ def test_run_without_steps_is_a_clear_error(tmp_path, capsys):
 
 
 def test_plot_command_says_where_the_plot_is(tmp_path, capsys):
-    run = record_run(tmp_path / "run", num_steps=3)
+    """A run of one step has a log axis, a band and a curve of evaluations of one point."""
+    run = recorded(
+        tmp_path / "run",
+        steps=1,
+        **{"parity/logprob_abs_max": 1e-6, "tokens/generated": 9, "tokens/trained": 5},
+    )
+    with MetricsLog(run) as log:
+        log.record_evaluation(evaluation_record(1))
     assert main(["plot", str(run)]) == 0
     assert Path(capsys.readouterr().out.strip()) == run / "plot.png"
-    assert main(["plot", str(run), str(run), "--output", str(tmp_path / "x.png")]) == 0
-    assert (tmp_path / "x.png").exists()
+    assert (run / "plot.png").exists()
+
+
+def test_more_runs_than_colours_in_a_new_folder(tmp_path):
+    runs = [recorded(tmp_path / f"{i}", **{"policy/entropy": 0.5}) for i in range(len(COLOURS) + 1)]
+    plot = tmp_path / "new" / "many.png"
+    assert main(["plot", *map(str, runs), "--output", str(plot)]) == 0
+    assert plot.exists()
 
 
 def test_unwritable_output_is_a_clear_error(tmp_path):
-    run = record_run(tmp_path / "run", num_steps=2)
+    run = recorded(tmp_path / "run", **{"policy/entropy": 0.5})
     (tmp_path / "file").write_text("")
     with pytest.raises(InfraError, match="cannot be written"):
         plot_runs([run], tmp_path / "file" / "plot.png")
@@ -139,10 +142,14 @@ def shown(folder):
 
 @pytest.mark.parametrize("title", OPTIONAL)
 def test_panel_appears_in_both_if_its_metrics_have_values(tmp_path, title):
-    plotted, reported = shown(recorded(tmp_path / "with", **OPTIONAL[title]))
+    plotted, reported = shown(recorded(tmp_path, **OPTIONAL[title]))
     assert plotted == [title] and reported == [title]
-    plotted, reported = shown(recorded(tmp_path / "without", **{"policy/entropy": 0.5}))
-    assert plotted == ["Entropy"] and reported == ["Entropy"]
+
+
+def test_run_without_their_values_has_no_other_panel(tmp_path):
+    entropy = recorded(tmp_path / "entropy", **{"policy/entropy": 0.5})
+    assert shown(entropy) == (["Entropy"], ["Entropy"])
+    assert shown(recorded(tmp_path / "nothing")) == ([], [])
 
 
 def test_only_measured_lines_of_a_panel_are_drawn(tmp_path):
@@ -157,10 +164,6 @@ def test_panels_appear_if_one_of_several_runs_has_values(tmp_path):
     critic = recorded(tmp_path / "critic", **{"critic/loss": 0.5})
     figure = draw_runs([RunRecords(folder) for folder in (plain, critic)])
     assert [axes.get_title("left") for axes in figure.axes] == ["Entropy", "Critic's loss"]
-
-
-def test_run_without_values_has_no_panel(tmp_path):
-    assert shown(recorded(tmp_path)) == ([], [])
 
 
 def test_every_metric_has_a_panel_or_a_phase():

@@ -64,7 +64,9 @@ def test_failure_that_is_trained_on_and_false_rewards_are_found(
 
 def test_server_counts_actions_and_a_kill_ends_its_sessions(tmp_path):
     """Catches actions that are lost from the log or sessions that outlive their server."""
-    server = load_tool("faults/episode_server").EpisodeServer(tmp_path)
+    tool = load_tool("faults/episode_server")
+    tool.LONGEST_AWAY_S = 0.1
+    server = tool.EpisodeServer(tmp_path)
     url = f"ws://127.0.0.1:{server.port}"
     begun = task("7", episode="1-5", question="Find my number from 3 to 9.", number=7)
     try:

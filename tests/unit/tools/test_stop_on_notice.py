@@ -122,7 +122,7 @@ def test_hook_waits_until_the_driver_has_saved(tmp_path, next_driver):
     wait_until((tmp_path / "stop").exists, timeout_s=20)
     assert restarts_after(take_stop_file(tmp_path))
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=2.5)
+        process.wait(timeout=1.5)
     lease.close()
     if next_driver:
         lease = Lease.take(tmp_path)

@@ -55,11 +55,11 @@ def test_gate_beside_entropy_or_kl_matches_fp64(options):
     check_fp32(make_case(70, 24, 500, padded=504, objective=objective, extras=True))
 
 
+@pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
-def test_large_vocabularies(vocab_size, padded):
+def test_large_vocabularies(vocab_size, padded, kind):
     """The vocabularies where padded columns entered a baseline's log-sum-exp."""
-    for kind in ("random", "peaked", "negative"):
-        check_fp32(make_case(17, 32, vocab_size, padded=padded, kind=kind))
+    check_fp32(make_case(17, 32, vocab_size, padded=padded, kind=kind))
 
 
 @pytest.mark.parametrize("num_tokens, vocab_size", [(4099, 320), (33, 1021)])
@@ -76,7 +76,7 @@ def test_bf16_gradients_and_clip_counts(padded):
 
 
 def test_padded_vocabulary_never_enters():
-    case = make_case(50, 16, 600, padded=640, objective=EVERYTHING, extras=True)
+    case = make_case(20, 16, 600, padded=640, objective=EVERYTHING, extras=True)
     expected = case.run()
     case.weight[600:] = 1e4
     got = case.run()
@@ -179,7 +179,7 @@ def test_same_bits_on_every_run():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_first_ratio_is_exactly_one(dtype):
-    case = make_case(75, 32, 512, dtype=dtype, temperature=0.9)
+    case = make_case(48, 32, 512, dtype=dtype, temperature=0.9)
     old, entropy = token_logprobs(
         case.hidden,
         case.weight,
@@ -255,14 +255,14 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_tokens_times_vocabulary(dtype):
-    case = make_case(1024, 16, 1024, dtype=dtype, masked=0.0)
+    case = make_case(512, 16, 512, dtype=dtype, masked=0.0)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     with _LargestTensor() as largest:
         loss = policy_head_loss(hidden, weight, case.targets, chunk_tokens=64, **case.kwargs).loss
         loss.backward()
         values, entropy = token_logprobs(hidden, weight, case.targets, chunk_tokens=64)
         (values.sum() + entropy.sum()).backward()
-    assert largest.numel <= 64 * 1024
+    assert largest.numel <= 64 * 512
 
 
 def test_int32_targets_and_strided_hidden():

@@ -46,25 +46,29 @@ def _terms_kernel(
     RATIO,
     KL,
     FLAGS,
+    num_rows,
     numbers,
     SWITCHES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    # all rows in one program: the interpreter takes as long for a block as for a number
+    row = tl.arange(0, BLOCK)
+    inside = row < num_rows
     loss, d_logprob, ratio, kl, flags = token_terms(
-        logprob=tl.load(LOGPROBS + row),
-        entropy=tl.load(ENTROPY + row),
-        logprob_old=tl.load(LOGPROBS_OLD + row),
-        advantage=tl.load(ADVANTAGES + row),
-        importance_weight=tl.load(IMPORTANCE_WEIGHTS + row),
-        logprob_ref=tl.load(LOGPROBS_REF + row),
+        logprob=tl.load(LOGPROBS + row, mask=inside),
+        entropy=tl.load(ENTROPY + row, mask=inside),
+        logprob_old=tl.load(LOGPROBS_OLD + row, mask=inside),
+        advantage=tl.load(ADVANTAGES + row, mask=inside),
+        importance_weight=tl.load(IMPORTANCE_WEIGHTS + row, mask=inside),
+        logprob_ref=tl.load(LOGPROBS_REF + row, mask=inside),
         numbers=numbers,
         SWITCHES=SWITCHES,
     )
-    tl.store(LOSS + row, loss)
-    tl.store(D_LOGPROBS + row, d_logprob)
-    tl.store(RATIO + row, ratio)
-    tl.store(KL + row, kl)
-    tl.store(FLAGS + row, flags.to(tl.uint8))
+    tl.store(LOSS + row, loss, mask=inside)
+    tl.store(D_LOGPROBS + row, d_logprob, mask=inside)
+    tl.store(RATIO + row, ratio, mask=inside)
+    tl.store(KL + row, kl, mask=inside)
+    tl.store(FLAGS + row, flags.to(tl.uint8), mask=inside)
 
 
 def make_inputs(log_ratios: tuple[float, ...], ref_gaps: tuple[float, ...]) -> dict[str, Tensor]:
@@ -93,7 +97,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
     switches, numbers = describe_terms(objective, has_reference=True, has_importance_weights=True)
     loss, d_logprobs, ratio, kl = torch.empty(4, len(inputs.advantages)).unbind()
     flags = torch.empty(len(loss), dtype=torch.uint8)
-    _terms_kernel[(len(loss),)](
+    _terms_kernel[(1,)](
         LOGPROBS=values["logprobs"],
         ENTROPY=values["entropy"],
         LOGPROBS_OLD=inputs.logprobs_old,
@@ -105,8 +109,10 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
         RATIO=ratio,
         KL=kl,
         FLAGS=flags,
+        num_rows=len(loss),
         numbers=numbers,
         SWITCHES=switches,
+        BLOCK=triton.next_power_of_2(len(loss)),
     )
     return TokenTerms(loss=loss, d_logprobs=d_logprobs, ratio=ratio, kl=kl, flags=flags)
 

@@ -19,7 +19,14 @@ from megadapo.lab.ablation.measures import (
     measure,
     trained_not_mixed_share,
 )
-from megadapo.lab.ablation.report import Effect, ablation_tables, collect, markdown, write_reports
+from megadapo.lab.ablation.report import (
+    AblationResult,
+    Effect,
+    ablation_tables,
+    collect,
+    markdown,
+    write_reports,
+)
 from megadapo.lab.ablation.rows import Ablation, Expectation
 from megadapo.lab.ablation.runner import RunFailure
 from megadapo.observe.metrics.records import MetricsLog
@@ -37,12 +44,17 @@ def finished(folder: Path) -> Ablation:
     return ablation
 
 
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> AblationResult:
+    """Results of an ablation whose runs are all finished."""
+    return collect(finished(tmp_path_factory.mktemp("finished")))
+
+
 def table_lines(page: str) -> list[str]:
     return [line for line in page.splitlines() if line.startswith("| ")]
 
 
-def test_files_hold_every_row_difference_and_effect(tmp_path):
-    result = collect(finished(tmp_path))
+def test_files_hold_every_row_difference_and_effect(result):
     tables = ablation_tables(result)
     paths = write_reports(result, tables)
     names = ["ablation.json", "ablation.md", "ablation.png", "report.html"]
@@ -60,8 +72,8 @@ def test_files_hold_every_row_difference_and_effect(tmp_path):
     assert len(page["runs"]) == 6
 
 
-def test_markdown_cells_are_escaped(tmp_path):
-    page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
+def test_markdown_cells_are_escaped(result):
+    page = markdown("Title", ablation_tables(result))
     lines = table_lines(page)
     rows = [line for line in lines if line.startswith("| + ")]
     assert len(rows) == 3
@@ -70,8 +82,8 @@ def test_markdown_cells_are_escaped(tmp_path):
     assert len(set(bars)) == 3, "one width for each of the three tables"
 
 
-def test_numbers_are_aligned_right_and_words_left(tmp_path):
-    page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
+def test_numbers_are_aligned_right_and_words_left(result):
+    page = markdown("Title", ablation_tables(result))
     _, _, effects = [line for line in table_lines(page) if line.startswith("| ---")]
     assert effects == "| --- | --- | ---: | ---: | --- | --- |"
     words, numbers = "| --- | --- |", "| --- | ---: |"
@@ -80,8 +92,8 @@ def test_numbers_are_aligned_right_and_words_left(tmp_path):
         assert expected in markdown("Title", [table])
 
 
-def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path):
-    rows = ablation_tables(collect(finished(tmp_path)))[0]
+def test_steps_to_accuracy_count_the_runs_that_reached_it(result):
+    rows = ablation_tables(result)[0]
     steps = rows.head.index("steps to accuracy")
     # 0.67, 0.69 and 0.71 at the last step
     assert [row[steps] for row in rows.rows] == ["6.0 (1/3)", "6.0 (1/3)"]
@@ -100,27 +112,26 @@ def test_bounds_are_shown_only_where_a_row_has_them(tmp_path):
         assert differences.rows[0][differences.head.index(name)] == "-"
 
 
-def test_rows_with_identical_results_are_flagged(tmp_path):
+def test_rows_with_identical_results_are_flagged(tmp_path, result):
     ablation = ablation_of(tmp_path, num_seeds=2)
     for number, run in enumerate(ablation.runs):
         finish(run, entropy=0.2 + 0.01 * run.seed, seconds=1.0 + number)
-    result = collect(ablation)
-    tables = ablation_tables(result)
-    assert result.unchanged == ["+ clip | higher"]
+    same = collect(ablation)
+    tables = ablation_tables(same)
+    assert same.unchanged == ["+ clip | higher"]
     assert "+ clip | higher. Their change had no effect in these runs." in tables[1].note
     assert tables[2].rows[0][4] == "not shown: no difference in any seed"
-    other = finished(tmp_path / "other")
-    assert "no effect" not in ablation_tables(collect(other))[1].note
+    assert "no effect" not in ablation_tables(result)[1].note
 
 
-def test_numbers_leave_out_failed_and_missing_runs(tmp_path):
+def test_numbers_leave_out_failed_and_missing_runs(tmp_path, result):
     ablation = ablation_of(tmp_path)
     finish(ablation.runs[0])
     failure = RunFailure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")
     rows, differences, effects, failures = ablation_tables(collect(ablation, [failure]))
     assert all(cell == "-" for cell in rows.rows[1][1:-1])
     assert rows.note.endswith("incomplete rows: plain: 1; + clip | higher: 0.")
-    assert "incomplete" not in ablation_tables(collect(finished(tmp_path / "whole")))[0].note
+    assert "incomplete" not in ablation_tables(result)[0].note
     assert all(cell == "-" for cell in differences.rows[0][1:])
     assert effects.rows[0][4] == "not measured"
     assert failures.rows == [
@@ -157,7 +168,7 @@ def test_committed_ablations_are_ready_to_run(tmp_path, monkeypatch, capsys):
     assert files
     for rows in files:
         words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--dry-run"]
-        assert main([*words, "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
+        assert main([*words, "--seeds=1", "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
 
 
 def test_comparison_of_teachers_is_ready_to_run(tmp_path, monkeypatch, capsys):
@@ -169,11 +180,11 @@ def test_comparison_of_teachers_is_ready_to_run(tmp_path, monkeypatch, capsys):
         (tmp_path / "runs" / name).symlink_to(REPOSITORY / "configs" / "quickstart-base")
     monkeypatch.chdir(tmp_path)
     words = ["ablate", "configs/quickstart.toml", "--rows", "benchmarks/distillation.toml"]
-    assert main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    assert main([*words, "--dry-run", "--seeds=1"]) == 0, capsys.readouterr().err
 
 
-def test_wide_tables_are_split_without_loss(tmp_path):
-    table = ablation_tables(collect(finished(tmp_path)))[0]
+def test_wide_tables_are_split_without_loss(result):
+    table = ablation_tables(result)[0]
     whole = table.text().splitlines()
     parts = [part.splitlines() for part in table.text(80).split("\n\n")]
     assert len(parts) > 2 and parts[-1] == [table.note] and parts[0].pop(0) == table.title

@@ -173,7 +173,7 @@ def step_s(mode: str, staleness: int, num_engines: int, train_s: float, mean: fl
     engines = VirtualEngines(settings, task)
     steps = train(OurSampler(sampling, engines, task).sampler, engines, train_s)
     list(islice(steps, 4))
-    return float(np.mean([step.seconds for step in islice(steps, 16)]))
+    return float(np.mean([step.seconds for step in islice(steps, 8)]))
 
 
 def test_published_gain_of_async_is_predicted():

@@ -213,7 +213,7 @@ def test_groups_are_streamed(tmp_path):
 
     def groups() -> Iterator[SavedGroup]:
         for index in range(50):
-            text = "x" * 10_000
+            text = "x" * 1000
             alive.append(index)
             yield saved_group(saved_response(text), prompt_index=index)
 

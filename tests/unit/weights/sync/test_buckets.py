@@ -16,15 +16,19 @@ from megadapo.weights.sync.buckets import (
 )
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B, STAGES_235B
+from tests.support.models.large import (
+    BUCKET,
+    QWEN_32B,
+    QWEN_235B,
+    SHALLOW_235B,
+    SHALLOW_STAGES,
+    STAGES_235B,
+)
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
-MOE = (
-    QWEN_235B,
-    {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
-     "stages": STAGES_235B},
-    {"expert_parallel": True},
-)  # fmt: skip
+EXPERTS = {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2}
+MOE = (QWEN_235B, EXPERTS | {"stages": STAGES_235B}, {"expert_parallel": True})
+SHALLOW = (SHALLOW_235B, EXPERTS | {"stages": SHALLOW_STAGES}, {"expert_parallel": True})
 RANK_NODES = [f"node {rank // 8}" for rank in range(512)]
 PLACES = {
     "apart": (None, ("",) * 8),
@@ -57,7 +61,14 @@ def ranges_in_buckets(plan, schedule):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", [DENSE, MOE], ids=["32B", "235B"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(DENSE, id="32B"),
+        pytest.param(SHALLOW, id="235B, 24 layers"),
+        pytest.param(MOE, id="235B", marks=pytest.mark.full),
+    ],
+)
 def test_update_of_64_ranks_from_512_fits_in_two_buckets(case, place):
     plan = plan_of(case, place)
     schedule = pack(plan, BUCKET)
