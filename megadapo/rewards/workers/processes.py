@@ -92,7 +92,7 @@ class WorkerProcess:
         self.number: int | None = None
         """Number of the request in progress."""
         self._idle = program.idle
-        self._unread = b""
+        self._unread = bytearray()
         settings = json.dumps(
             {
                 "memory_bytes": program.memory_bytes,
@@ -123,7 +123,7 @@ class WorkerProcess:
         # a worker that does not read must not block the caller
         os.set_blocking(self.requests, False)
         # options may hold secrets, and arguments of a process are visible to every user
-        self.unsent = settings.encode() + b"\n"
+        self.unsent = memoryview(settings.encode() + b"\n")
         """Rest of the settings or a request, which the pipe has not taken yet."""
         self.send()
         self._limit(START_TIMEOUT_S)
@@ -133,7 +133,7 @@ class WorkerProcess:
         self.number = number
         self._limit(timeout_s)
         line = json.dumps({"cpu_s": math.ceil(timeout_s) + 1, "request": request}) + "\n"
-        self.unsent = line.encode()
+        self.unsent = memoryview(line.encode())
         self.send()
 
     def send(self) -> None:
@@ -143,7 +143,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.unsent = b""
+            self.unsent = memoryview(b"")
 
     def _limit(self, seconds: float) -> None:
         self._limit_s = seconds
@@ -168,11 +168,11 @@ class WorkerProcess:
         chunk = os.read(self.replies, 1 << 20)
         self._unread += chunk
         if not chunk or len(self._unread) > MAX_REPLY_BYTES:
-            self._unread = b""
+            self._unread = bytearray()
             return None
         if not self._unread.endswith(b"\n"):
             return None
-        line, self._unread = self._unread, b""
+        line, self._unread = self._unread, bytearray()
         try:
             reply = json.loads(line)
         except ValueError:

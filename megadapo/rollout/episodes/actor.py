@@ -11,7 +11,7 @@ from megadapo.cluster.calls import gather
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.errors import ProcessDiedError
 from megadapo.rollout.episodes.host import EpisodeHost
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

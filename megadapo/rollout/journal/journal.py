@@ -19,11 +19,10 @@ from typing import Any
 
 from megadapo.data.group import Group, decode_group, encode_group
 from megadapo.data.prompts import Prompt
-from megadapo.rollout.journal.record_log import RecordLog
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER, RecordLog
 from megadapo.rollout.types import OpenGroup
 
 _LOGGER = logging.getLogger("megadapo.rollout")
-JOURNAL_FOLDER = "journal"
 FORMAT = 1
 """Version of the records; a journal with another version is discarded."""
 _FILE_NAME = re.compile(r"version-(\d+)\.log")

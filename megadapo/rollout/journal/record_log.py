@@ -17,6 +17,8 @@ from pathlib import Path
 
 from megadapo.weights.disk.files import sync_path
 
+JOURNAL_FOLDER = "journal"
+"""Folder of a run's logs of groups and episodes."""
 _LENGTH = struct.Struct("<Q")
 _PREFIX = struct.Struct("<QI16s")
 

@@ -20,7 +20,7 @@ from typing import Any
 from megadapo.cluster.process_log import QUIT_SIGNAL, driver_log
 from megadapo.cluster.processes import descendants
 from megadapo.errors import DataError, InfraError, MegadapoError, RunInterruptedError
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.run.state.events import SUPERVISOR, Event, EventHook
 from megadapo.run.state.lease import STALE_S, heartbeat_of, holder_of
 from megadapo.run.state.status import STALL_S, Status, read_status, rewrite_status

@@ -16,7 +16,8 @@ from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import encode_saved
-from megadapo.rollout.journal.journal import DIGEST_BYTES, JOURNAL_FOLDER
+from megadapo.rollout.journal.journal import DIGEST_BYTES
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.rollout.pool.pool import MAX_RESTARTS
 from megadapo.run.state.status import read_status
 from tests.support.rollout.groups import payloads

@@ -17,7 +17,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER, delete_journals_before
+from megadapo.rollout.journal.journal import delete_journals_before
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megadapo.errors import OracleError
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal
+from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.rollout.sampling.schedule import WEIGHTS_DIGITS, SamplingSchedule, Take
 from tests.support.rollout.clocked_engines import ClockedEngines, weights_after
 from tests.support.rollout.groups import BATCH, COUNTS, make_group, payloads, write_schedule

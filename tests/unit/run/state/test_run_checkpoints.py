@@ -19,7 +19,7 @@ from megadapo.errors import (
     RunInterruptedError,
 )
 from megadapo.observe.metrics.records import read_metrics
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.run.run import Run
 from megadapo.run.state import run_checkpoints
 from megadapo.run.state.checkpoint import EVALUATING
