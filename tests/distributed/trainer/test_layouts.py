@@ -24,6 +24,7 @@ DEEP_LAYOUTS = (
 )
 PARTS = (
     *("one", "pp2", "recompute", "dp2-small", "tp2-dp2-sp-overlap", "cp2-dp2-overlap", "vpp2"),
+    *("large", "tp2-sp", "dp2-overlap", "attn+mlp"),
 )
 """Layouts whose parts others have too: they show where a failure is, not that there is one."""
 BOTH = ("tp2", "tp2-pp2-sp", "cp2", "vpp2-dp2-overlap")

@@ -31,7 +31,7 @@ CASES = {
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
 }
 TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
-LAYOUTS = with_full(("tp2", "pp2", "cp2-dp2-small", "cp2-tp2-sp"), ["one"])
+LAYOUTS = with_full(("cp2-dp2-small", "tp2-pp2-sp"), ("one", "tp2", "pp2", "cp2-tp2-sp"))
 
 
 def make_batch(num_mini_batches: int = 1) -> PackedBatch:

@@ -22,7 +22,7 @@ from tests.support.trainer.probes import train, updates_with_texts
 from tests.support.trainer.ranks import Ranks, layout
 
 BATCH = random_batch(RAGGED, num_mini_batches=2)
-LAYOUTS = {"dapo": ("dp2", "tp2-sp", "cp2-pp2-small"), "gspo": ("tp2-sp",), "bapo": ("dp2",)}
+LAYOUTS = {"dapo": ("tp2-sp", "cp2-pp2-small"), "gspo": ("tp2-sp",), "bapo": ("dp2",)}
 """Objective -> layouts: the order of updates does not depend on the objective."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dapo": {"objective": PolicyObjective(clip_low=0.004, clip_high=0.005)},

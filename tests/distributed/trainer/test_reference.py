@@ -40,7 +40,7 @@ CASES = {
     name: PolicyObjective(kl_coef=0.5, kl_value=value, kl_gradient=gradient)
     for name, (value, gradient) in ESTIMATORS.items()
 }
-LAYOUTS = layouts("tp2-sp", "cp2-dp2-small", "pp2-large", "vpp2-dp2-overlap")
+LAYOUTS = layouts("tp2-sp", "cp2-dp2-small", "vpp2-dp2-overlap")
 IN_LOSS = PolicyObjective(kl_coef=0.5)
 IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 RULES = ["grpo", "rloo", "reinforce++"]

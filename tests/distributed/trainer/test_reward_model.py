@@ -38,7 +38,7 @@ def random_pairs(*updates: list[tuple[int, int]], seed: int = 0) -> PackedBatch:
     return pack_pairs(parts)
 
 
-LAYOUTS = with_full(("small", "dp2-overlap", "cp2-vpp2-small"), ("tp2", "pp2", "cp2-tp2-sp"))
+LAYOUTS = with_full(("dp2-overlap", "cp2-vpp2-small"), ("small", "tp2", "pp2", "cp2-tp2-sp"))
 PAIRS = random_pairs([(5, 61), (33, 40), (3, 3), (90, 12), (7, 50)], [(19, 28), (20, 8)])
 """Two updates; a budget of 64 tokens separates the answers of most pairs."""
 ORIGIN = {"tensor": 2, "sequence": True}

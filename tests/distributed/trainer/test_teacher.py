@@ -23,10 +23,8 @@ KL = {"k2": REVERSE}
 CASES = KL | {"k3": PolicyObjective(kl_coef=0.5)}
 TEACHERS = {"deeper": ("deep-untied", 1.0), "other-heads-and-rope": ("llama3", 0.7)}
 LAYOUTS = {
-    "tp2-sp": ("deep-tied", "qwen3"),
-    "dp2-small": ("qwen3", "deep-tied"),
     "pp2-cp2": ("qwen3", "deep-tied"),
-    "pp2-tp2": ("deep-tied", "qwen3"),
+    "tp2-pp2-sp": ("deep-tied", "qwen3"),
     "vpp2-dp2-overlap": ("deep-tied", "deep-untied"),
 }
 """Layout -> policy and teacher, which has half or twice the layers, or two chunks on each rank."""

@@ -19,7 +19,7 @@ from tests.support.trainer.probes import (
     train,
     update,
 )
-from tests.support.trainer.ranks import layout
+from tests.support.trainer.ranks import layout, with_full
 
 TP2 = {"tensor": 2}
 ORIGINS = {
@@ -37,12 +37,13 @@ ORIGINS = {
     "tp2-dp2-sp-ep2": ("qwen3-moe", ["pp2-dp2-ep2"]),
 }
 """Split that saves -> model, and further splits that load."""
-SLOW = [pytest.mark.full, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     "origin",
-    [pytest.param(name, marks=SLOW if name in ("vpp2", "pp2-last1") else []) for name in ORIGINS],
+    with_full(
+        ("cp2-pp2", "vpp2-dp2-overlap", "tp2-dp2-sp-ep2"), ("tp2", "one", "vpp2", "pp2-last1")
+    ),
 )
 def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin):
     """Without its moments an update moves a weight by another amount of about 1e-3."""
