@@ -109,7 +109,7 @@ def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, n
     answers = ranks.on("qwen2-tied", measured_twice, variants, old, **how)
     metrics, *_ = ranks.on("qwen2-tied", first_update, batch, **how)
     first, second, _, is_shared = answers[0]
-    assert is_shared == ("pipeline" not in layout)
+    assert is_shared == ("pipeline" not in how)
     assert all(answer[:2] == (first, second) for answer in answers)
 
     assert (first[0].loss, first[0].grad_norm) == (
