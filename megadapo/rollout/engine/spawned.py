@@ -7,5 +7,15 @@ import gc
 
 from megadapo.cluster.processes import COLLECTOR_THRESHOLD
 
-# until the model is loaded; then vLLM freezes what it has
+BEFORE = gc.get_threshold()
+
+
+def collect_as_before(phase: str, info: dict[str, int]) -> None:
+    """Restore the collector after the first full collection: vLLM requests it after its imports."""
+    if phase == "stop" and info["generation"] == 2:
+        gc.callbacks.remove(collect_as_before)
+        gc.set_threshold(*BEFORE)
+
+
 gc.set_threshold(*COLLECTOR_THRESHOLD)
+gc.callbacks.append(collect_as_before)

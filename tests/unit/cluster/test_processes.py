@@ -114,6 +114,18 @@ def test_collector_runs_as_before_after_a_start() -> None:
         gc.set_threshold(*of_the_tests)
 
 
+def test_collector_of_a_spawned_process_runs_as_before_after_its_imports() -> None:
+    program = """
+import gc, runpy
+before = gc.get_threshold()
+runpy.run_module("megadapo.rollout.engine.spawned", run_name="__mp_main__", alter_sys=True)
+assert gc.get_threshold()[0] == 50_000
+gc.collect()
+assert gc.get_threshold() == before and gc.callbacks == []
+"""
+    run_python(program)
+
+
 @INTEL
 def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing path would only cause a warning; the user's own LD_PRELOAD must stay."""
