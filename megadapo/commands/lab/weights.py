@@ -36,12 +36,13 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.plan.phases import models_of
+    from megadapo.models.description import describe_model
+    from megadapo.models.folder import find_hf_config
     from megadapo.plan.refit import plan_for
     from megadapo.weights.layout.layout import ModelLayout
 
     config = load_config(arguments.config, arguments.overrides)
-    policy = models_of(config).policy
+    policy = describe_model(find_hf_config(config.model.path))
     layout = ModelLayout(policy.family, policy.shape)
     started = time.perf_counter()
     plan, hosts = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
