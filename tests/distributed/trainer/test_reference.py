@@ -19,7 +19,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import load_wide, loss_and_gradients, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, load_refusal, train
-from tests.support.trainer.ranks import Ranks, layouts
+from tests.support.trainer.ranks import Ranks, layouts, with_full
 from tests.support.trainer.reference_probes import (
     advantages_by_rule,
     follow,
@@ -40,7 +40,7 @@ CASES = {
     name: PolicyObjective(kl_coef=0.5, kl_value=value, kl_gradient=gradient)
     for name, (value, gradient) in ESTIMATORS.items()
 }
-LAYOUTS = layouts("tp2-sp", "cp2-dp2-small", "vpp2-dp2-overlap")
+LAYOUTS = layouts("tp2-sp", "cp2-dp2-small", "vpp2-dp2-overlap", "pp2-large")
 IN_LOSS = PolicyObjective(kl_coef=0.5)
 IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 RULES = ["grpo", "rloo", "reinforce++"]
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_the_definition(models, one_rank, case):
     assert_close_by_block(found.by_name, by_name, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_full([*LAYOUTS][:3], ["pp2-large"]))
 def test_split_keeps_loss_and_gradient(ranks, one_rank, layout):
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
     found = run(

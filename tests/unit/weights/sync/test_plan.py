@@ -28,7 +28,14 @@ from megadapo.weights.sync.plan import ALIGNMENT, EngineShape, plan_from_json
 from megadapo.weights.sync.planning import find_topology, make_plan
 from megadapo.weights.sync.transports import point_to_point
 from tests.support import REPOSITORY
-from tests.support.models.large import BUCKET, QWEN_32B, SHALLOW_235B, SHALLOW_STAGES
+from tests.support.models.large import (
+    BUCKET,
+    QWEN_32B,
+    QWEN_235B,
+    SHALLOW_235B,
+    SHALLOW_STAGES,
+    STAGES_235B,
+)
 from tests.support.models.tiny_models import FAMILY_NAMES
 from tests.support.weights.message_order import stuck_ranks
 
@@ -155,7 +162,11 @@ def test_copies_carry_the_bytes_they_claim(model_folders, family):
                     "stages": SHALLOW_STAGES}, {"tp_size": 8}),
     (SHALLOW_235B, {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
                     "stages": SHALLOW_STAGES}, {"tp_size": 8, "expert_parallel": True}),
-], ids=["32B", "235B EP32", "235B EP16 to EP8"])  # fmt: skip
+    pytest.param(
+        QWEN_235B, {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
+                    "stages": STAGES_235B}, {"tp_size": 8, "expert_parallel": True},
+        marks=pytest.mark.full),
+], ids=["32B", "EP32, 24 layers", "EP16 to EP8, 24 layers", "235B EP16 to EP8"])  # fmt: skip
 def test_512_ranks_are_planned_evenly(model, trainer, engine):
     """Catches one replica that sends everything."""
     layout = layout_for(model)
