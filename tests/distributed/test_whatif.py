@@ -15,7 +15,7 @@ from megadapo.trainer.types import Metrics
 from tests.support.trainer.batches import RAGGED, signed_batch, stale_batch
 from tests.support.trainer.definition import BAPO, loss_and_gradients
 from tests.support.trainer.probes import build, update
-from tests.support.trainer.ranks import DISCOUNT, layout, with_full
+from tests.support.trainer.ranks import DISCOUNT, layout, with_marks
 
 OBJECTIVES = {
     "own": PolicyObjective(clip_low=0.05, clip_high=0.08),
@@ -95,7 +95,9 @@ def variant(batch, objective: PolicyObjective) -> Variant:
     return Variant(algorithm=algorithm, batch=batch, num_mini_batches=1)
 
 
-@pytest.mark.parametrize("name", with_full(("dp2-cp2-small", "tp2-sp"), ("one", "pp2")))
+@pytest.mark.parametrize(
+    "name", with_marks(["tp2-sp"], slow=["dp2-cp2-small"], full=("one", "pp2"))
+)
 def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, name):
     """The update's for the run's own objective to the bit; fp64's where ratios differ from 1.
 
@@ -162,7 +164,13 @@ def test_further_inputs_are_those_of_an_update(ranks, algorithm):
 
 
 @pytest.mark.parametrize(
-    ("name", "kl_coef"), [("one", 0.3), ("dp2-cp2-small", 0.3), ("tp2-sp", 0.0), ("pp2", 0.0)]
+    ("name", "kl_coef"),
+    [
+        ("one", 0.3),
+        ("pp2", 0.0),
+        pytest.param("dp2-cp2-small", 0.3, marks=pytest.mark.slow),
+        pytest.param("tp2-sp", 0.0, marks=pytest.mark.slow),
+    ],
 )
 def test_critics_advantages_are_those_of_an_update(ranks, name, kl_coef):
     """To the bit, with the objective's own lambda and tokens, also as an alternative."""

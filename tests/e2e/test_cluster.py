@@ -127,6 +127,7 @@ ray.shutdown()
 )
 
 
+@pytest.mark.slow
 def test_ray_of_its_own_starts_after_another_of_the_same_process(tmp_path):
     """Ray keeps the first token that a process reads, here the one of its user's own clusters."""
     assert answer_of(AFTER_ANOTHER, "1", HOME=str(tmp_path)) == [False, "", False]
@@ -363,6 +364,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_cluster_without_token_is_refused_and_doctor_asks_every_node(tmp_path):
     """The second node claims to have a GPU, which the first has not; the doctor must see that."""
     driver = tmp_path / "bin" / "nvidia-smi"
@@ -419,6 +421,7 @@ nodes.shutdown()
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_start_leaves_out_nodes_whose_gpus_fail():
     """A rank on a node with a lost GPU would end every start of the run."""
     result = execute(SICK_NODE, **MODES)

@@ -16,9 +16,9 @@ from megadapo.trainer.types import CRITIC_FOLDER
 from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block
-from tests.support.trainer.ranks import Ranks, layout, with_full
+from tests.support.trainer.ranks import Ranks, layout, with_marks
 
-LAYOUTS = with_full(("dp2-overlap", "cp2-tp2-sp", "cp2-vpp2-small"), ("small", "tp2"))
+LAYOUTS = with_marks(("cp2-tp2-sp", "cp2-vpp2-small"), slow=["dp2-overlap"], full=("small", "tp2"))
 
 
 def _batch():
@@ -119,6 +119,7 @@ def test_critic_warm_up_changes_no_bit_of_the_policy(ranks, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_saved_critics_resume_at_every_split(ranks, saved):
     """Without its moments an update moves a weight by another amount of about 1e-3."""
     folder, result, expected = saved

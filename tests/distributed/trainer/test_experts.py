@@ -7,16 +7,17 @@ import pytest
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block, assert_same, measure
 from tests.support.trainer.probes import Gradients, build, update
-from tests.support.trainer.ranks import Ranks, layout, with_full
+from tests.support.trainer.ranks import Ranks, layout, with_marks
 
-LAYOUTS = ("tp2-sp-etp2", "tp2-sp-cp2-ep4", "pp2-dp2-ep2", "dp2-ep2-recompute")
+LAYOUTS = ("tp2-sp-cp2-ep4", "pp2-dp2-ep2")
+SLOW = ("tp2-sp-etp2", "dp2-ep2-recompute")
 FURTHER = (
     *("small", "dp2", "dp2-ep2", "tp2-sp", "cp2-ep2", "dp4-ep4-overlap", "tp2-sp-dp2-ep2"),
     *("tp2-sp-vpp2-ep2", "dp2-ep2-mlp", "tp2-sp-ep2"),
 )
 AUX_LOSS = 5.0
 """So much that most of a gradient is of the load-balancing loss."""
-BALANCED = with_full(("tp2-sp-cp2-ep4", "tp2-sp-pp2-recompute"), ("small", "cp2-dp2-ep2"))
+BALANCED = with_marks(("tp2-sp-cp2-ep4", "tp2-sp-pp2-recompute"), full=("small", "cp2-dp2-ep2"))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def reference(ranks: Ranks) -> dict[float, Gradients]:
     }
 
 
-@pytest.mark.parametrize("name", with_full(LAYOUTS, FURTHER))
+@pytest.mark.parametrize("name", with_marks(LAYOUTS, slow=SLOW, full=FURTHER))
 def test_layout_keeps_loss_and_gradient(ranks, reference, name):
     found = measure(ranks, "qwen3-moe", random_batch(RAGGED), **layout(name))
     assert_same(found, reference[0.0])

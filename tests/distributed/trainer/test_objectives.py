@@ -18,7 +18,7 @@ from tests.support.trainer.probes import (
     train,
     updates_with_texts,
 )
-from tests.support.trainer.ranks import OVERLAP, Ranks, layout, with_full
+from tests.support.trainer.ranks import OVERLAP, Ranks, layout, with_marks
 
 CASES = {
     "gspo": PolicyObjective(ratio="sequence", clip_low=0.01, clip_high=0.01),
@@ -31,7 +31,9 @@ CASES = {
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
 }
 TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
-LAYOUTS = with_full(("cp2-dp2-small", "tp2-pp2-sp"), ("one", "tp2", "pp2", "cp2-tp2-sp"))
+LAYOUTS = with_marks(
+    ["tp2-pp2-sp"], slow=["cp2-dp2-small"], full=("one", "tp2", "pp2", "cp2-tp2-sp")
+)
 
 
 def make_batch(num_mini_batches: int = 1) -> PackedBatch:

@@ -19,7 +19,7 @@ from tests.support.trainer.probes import (
     train,
     train_with_separate_pass,
 )
-from tests.support.trainer.ranks import Ranks, layouts, with_full
+from tests.support.trainer.ranks import Ranks, layouts, with_marks
 
 PRESENT = 7
 CASES = {
@@ -57,7 +57,9 @@ def test_loss_and_gradients_equal_the_definition(models, reference):
     assert len(set(losses)) == len(CASES), "two cases that give the same are no two tests"
 
 
-@pytest.mark.parametrize("layout", with_full(("cp2-dp2-small", "tp2-pp2-sp"), ("tp2", "cp2-pp2")))
+@pytest.mark.parametrize(
+    "layout", with_marks(["cp2-dp2-small"], slow=["tp2-pp2-sp"], full=("tp2", "cp2-pp2"))
+)
 def test_split_keeps_loss_and_gradient(ranks, reference, layout):
     found = measure(ranks, **LAYOUTS[layout])
     for name, gradients in found.items():

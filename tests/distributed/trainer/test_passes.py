@@ -19,7 +19,7 @@ from tests.support.trainer import critics
 from tests.support.trainer.batches import RAGGED, random_batch, random_texts, stale_batch
 from tests.support.trainer.definition import load_wide, one_thread, sequence_logprobs, sequences
 from tests.support.trainer.probes import train, updates_with_texts
-from tests.support.trainer.ranks import Ranks, layout
+from tests.support.trainer.ranks import Ranks, layout, with_marks
 
 BATCH = random_batch(RAGGED, num_mini_batches=2)
 LAYOUTS = {"dapo": ("tp2-sp", "cp2-pp2-small"), "gspo": ("tp2-sp",), "bapo": ("dp2",)}
@@ -106,7 +106,7 @@ def test_step_counts_its_tokens_once(ranks: Ranks):
     assert three["policy/approx_kl"] > one["policy/approx_kl"] > 0.0
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", with_marks(["dapo"], slow=("gspo", "bapo")))
 def test_layouts_agree(ranks: Ranks, name):
     """An order drawn by each rank for itself would mix gradients of different mini-batches."""
     how = {"passes": 3, "lr": 1e-4} | OBJECTIVES[name]

@@ -19,7 +19,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import load_wide, loss_and_gradients, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, load_refusal, train
-from tests.support.trainer.ranks import Ranks, layouts, with_full
+from tests.support.trainer.ranks import Ranks, layouts, with_marks
 from tests.support.trainer.reference_probes import (
     advantages_by_rule,
     follow,
@@ -28,7 +28,7 @@ from tests.support.trainer.reference_probes import (
 
 SCALE = 0.9
 """Below 1: larger weights make a model that rounding sways more."""
-FULL = [pytest.mark.full, pytest.mark.slow]
+FULL = pytest.mark.full
 ESTIMATORS = {
     "k1": ("k1", "k1"),
     "k2": ("k2", "k2"),
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_the_definition(models, one_rank, case):
     assert_close_by_block(found.by_name, by_name, 1e-5)
 
 
-@pytest.mark.parametrize("layout", with_full([*LAYOUTS][:3], ["pp2-large"]))
+@pytest.mark.parametrize("layout", with_marks([*LAYOUTS][:3], full=["pp2-large"]))
 def test_split_keeps_loss_and_gradient(ranks, one_rank, layout):
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
     found = run(
@@ -172,7 +172,9 @@ def test_reference_is_refreshed_after_every_second_step(ranks):
 @pytest.mark.parametrize(
     ("model", "sizes", "dtype"),
     [
-        ("deep-tied", {"tensor": 2, "context": 2}, "bfloat16"),
+        pytest.param(
+            *("deep-tied", {"tensor": 2, "context": 2}, "bfloat16"), marks=pytest.mark.slow
+        ),
         ("qwen3-moe", {"data": 2, "expert": 2}, "float32"),
     ],
     ids=["bf16", "expert-parallel"],

@@ -20,7 +20,7 @@ from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import VOCAB_SIZE
 from tests.support.trainer.critics import head_weight, set_head
 from tests.support.trainer.gradients import assert_close_by_block
-from tests.support.trainer.ranks import layout, with_full
+from tests.support.trainer.ranks import layout, with_marks
 
 
 def random_pairs(*updates: list[tuple[int, int]], seed: int = 0) -> PackedBatch:
@@ -38,7 +38,7 @@ def random_pairs(*updates: list[tuple[int, int]], seed: int = 0) -> PackedBatch:
     return pack_pairs(parts)
 
 
-LAYOUTS = with_full(("dp2-overlap", "cp2-vpp2-small"), ("small", "tp2", "pp2", "cp2-tp2-sp"))
+LAYOUTS = with_marks(("dp2-overlap", "cp2-vpp2-small"), full=("small", "tp2", "pp2", "cp2-tp2-sp"))
 PAIRS = random_pairs([(5, 61), (33, 40), (3, 3), (90, 12), (7, 50)], [(19, 28), (20, 8)])
 """Two updates; a budget of 64 tokens separates the answers of most pairs."""
 ORIGIN = {"tensor": 2, "sequence": True}
@@ -153,6 +153,7 @@ def test_training_orders_its_pairs(ranks):
     assert metrics[-1]["policy/skipped_updates"] == 0
 
 
+@pytest.mark.slow
 def test_saved_state_resumes_at_every_split_and_starts_a_critic(ranks, models, tmp_path):
     """Moments, weights and value head are all needed for the same next step."""
     from transformers import AutoModelForSequenceClassification

@@ -16,7 +16,7 @@ from tests.support.trainer import critics
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_same, measure
 from tests.support.trainer.probes import Gradients, build, logprobs, update
-from tests.support.trainer.ranks import Ranks, layout, with_full
+from tests.support.trainer.ranks import Ranks, layout, with_marks
 
 LAYOUTS = ("tp2-sp-cp2-ep4", "pp2-dp2-ep2-recompute")
 FURTHER = ("small", "tp2-sp-vpp2-mlp-small", "recompute-small")
@@ -42,7 +42,7 @@ def reference(ranks: Ranks, told: PackedBatch) -> Gradients:
     return measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout("whole"))
 
 
-@pytest.mark.parametrize("name", with_full(LAYOUTS, FURTHER))
+@pytest.mark.parametrize("name", with_marks(LAYOUTS, full=FURTHER))
 def test_layout_keeps_loss_and_gradient(ranks, told, reference, name):
     found = measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout(name))
     assert_same(found, reference)

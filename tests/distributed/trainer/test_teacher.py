@@ -14,7 +14,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import batch_logprobs, loss_and_gradients
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import train
-from tests.support.trainer.ranks import layout, with_full
+from tests.support.trainer.ranks import layout, with_marks
 from tests.support.trainer.reference_probes import gradients_by_estimator
 
 STUDENT = "qwen2-tied"
@@ -57,7 +57,8 @@ def test_loss_and_gradients_equal_the_definition(ranks, models, case):
 
 
 @pytest.mark.parametrize(
-    "name", with_full(("pp2-cp2", "tp2-pp2-sp", "vpp2-dp2-overlap"), ("tp2-sp", "dp2-small"))
+    "name",
+    with_marks(("pp2-cp2", "vpp2-dp2-overlap"), slow=["tp2-pp2-sp"], full=("tp2-sp", "dp2-small")),
 )
 def test_split_keeps_loss_and_gradient(ranks, models, name):
     policy, teacher = LAYOUTS[name]
@@ -84,7 +85,7 @@ def test_log_probs_of_the_batch_give_the_same_loss(ranks, models):
             assert_close_by_block(gradients.by_name, expected[case].by_name, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", with_full(["bfloat16"], ["float32"]))
+@pytest.mark.parametrize("dtype", with_marks(["bfloat16"], full=["float32"]))
 def test_teacher_equal_to_the_policy_is_at_distance_zero(ranks, models, dtype):
     """Other shapes of micro-batches, or a head of its own, would round differently."""
     split = layout("tp2-pp2-sp") | {"tokens_per_micro_batch": 100}

@@ -20,7 +20,7 @@ from megadapo.rollout.types import ActivityCounter, SamplingSettings
 from tests.support.rollout.engine_checks import bits, make_requests
 from tests.support.rollout.engine_specs import engine_spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=100)
 # 120 responses of up to 270 tokens do not fit: vLLM preempts some

@@ -26,7 +26,7 @@ SIZES = {
     "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True,
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("local_ray")]
 
 
 EXPERTS = RolloutConfig(

@@ -22,7 +22,7 @@ from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import give_version, start_scripted_engines
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 DRIVER = "this driver"
 
@@ -140,6 +140,7 @@ def pool(tmp_path: Path) -> Iterator[Elastic]:
     found.engines.shutdown()
 
 
+@pytest.mark.slow
 def test_engine_joins_while_others_generate(pool, monkeypatch):
     """It waits for a place that can be used, gets the published weights at once, and changes no
     response."""
@@ -244,6 +245,7 @@ def test_groups_of_an_engine_that_must_go_are_generated_by_others(pool):
     assert pool.places.nodes == {1: "b"}
 
 
+@pytest.mark.slow
 def test_last_serving_engine_leaves_after_another_one_serves(pool):
     """A run without an engine would wait for nothing."""
     pool.want(1, leave=(0, 1), within_s=0.0)
@@ -255,6 +257,7 @@ def test_last_serving_engine_leaves_after_another_one_serves(pool):
     assert pool.generate() == expected
 
 
+@pytest.mark.slow
 def test_lost_node_is_replaced_by_another_one(pool):
     """A joined node has other GPUs, so an engine cannot restart in the old place."""
     expected = pool.generate()
@@ -290,6 +293,7 @@ def test_node_that_will_end_is_left_and_its_engines_replaced(pool):
     assert pool.places.nodes == {0: "a", 2: "c"}
 
 
+@pytest.mark.slow
 def test_withdrawn_or_damaged_request_changes_nothing(pool):
     expected = pool.generate()
     pool.want(4)

@@ -40,8 +40,6 @@ from tests.support.rollout.engine_checks import (
     worst_error,
 )
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def model(tiny_model, tmp_path_factory):
@@ -281,6 +279,7 @@ def test_tool_output_is_not_sampled(engines, host, reference, model):
     assert {response.finish_reason for response in full} == {"length"}
 
 
+@pytest.mark.slow
 def test_stopped_responses_continue_after_tool_output(engines, host, reference):
     """Earlier calls count, and their output is still no sample."""
     groups = played(make_requests(24, 4), ANSWERS)
@@ -345,6 +344,7 @@ def with_responses(groups, responses):
 
 
 @pytest.mark.parametrize("episode", [ANSWERS, MARK], ids=["answers", "mark"])
+@pytest.mark.slow
 def test_branches_are_independent_of_the_batch(engines, host, reference, episode):
     """The tree has the same bits; a branch has its parent's prefix and its own end."""
     branching = BranchingConfig(initial_rollouts=3, num_tokens=4)
@@ -399,6 +399,7 @@ def test_evaluation_on_a_real_engine(engines, held_out):
     assert result.standard_error == pytest.approx(0.03, rel=0.5)
 
 
+@pytest.mark.slow
 def test_interleaved_evaluation_changes_no_result(engines, model, held_out):
     """Both share the engine's batches, and neither may change a bit of the other."""
     expected = make_sampler(engines, model, prompts_per_step=12).next_batch()

@@ -18,7 +18,7 @@ from tests.support.rollout.engine_checks import (
     worst_error,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
+pytestmark = [pytest.mark.fault, pytest.mark.full]
 
 
 @pytest.mark.parametrize(

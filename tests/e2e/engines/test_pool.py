@@ -31,7 +31,7 @@ from tests.support.processes.scripted_processes import (
 )
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("local_ray")]
 
 NUM_SLOTS = 10
 """Capacity of an idle engine."""
@@ -105,6 +105,7 @@ def test_dead_engine_restarts_and_its_groups_are_generated(engines, how):
     assert alive == []
 
 
+@pytest.mark.slow
 def test_hung_idle_engine_is_found_and_its_stack_saved(engines):
     """It is found while the trainer works, before the next step waits for it."""
     place, pid = engines.incarnation(2), actor_pid(engines, 2)
@@ -197,6 +198,7 @@ def test_without_restarts_the_last_death_ends_the_run(tmp_path):
     engines.shutdown()
 
 
+@pytest.mark.slow
 def test_restarts_come_back_with_time(engines, monkeypatch):
     """Catches a limit for the life of a driver: after two weeks every loss would be for good."""
     monkeypatch.setattr(pool, "RESTART_WINDOW_S", 12.0)
@@ -282,6 +284,7 @@ def waiting(engines: Engines) -> Iterator[Future[list[OpenGroup]]]:
         future.result(timeout=10.0)
 
 
+@pytest.mark.slow
 def test_waiting_thread_keeps_no_other_one_out(endless):
     """The lock is unfair: a thread that waits with it would delay a publication by seconds."""
     with waiting(endless) as future:
@@ -294,6 +297,7 @@ def test_waiting_thread_keeps_no_other_one_out(endless):
         assert future.result(timeout=5.0) == []
 
 
+@pytest.mark.slow
 def test_engine_that_two_threads_find_dead_is_restarted_once(endless):
     with waiting(endless):
         number, num_starts = endless.incarnation(1)
@@ -307,6 +311,7 @@ def test_engine_that_two_threads_find_dead_is_restarted_once(endless):
         wait_until(lambda: endless.incarnation(1) == again and len(endless.updatable()) == 3)
 
 
+@pytest.mark.slow
 def test_engine_restarted_during_an_update_waits_for_its_end(endless):
     """It is not connected: an update that reached it would fail, or two would run at once."""
     republished: list[int] = []

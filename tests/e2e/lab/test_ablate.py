@@ -18,7 +18,7 @@ from tests.support.runs.whole_runs import (
     wait_for_step,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 ROWS = """
 [overrides]

@@ -18,7 +18,6 @@ SHIPPED = {
 """The task of each shipped base model."""
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_tool_learns_and_exports_its_weights(tmp_path):

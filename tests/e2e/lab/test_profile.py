@@ -7,7 +7,6 @@ import pytest
 from tests.support.runs.whole_runs import megadapo
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
     trace = tmp_path / "trace.json"

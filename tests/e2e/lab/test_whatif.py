@@ -10,7 +10,7 @@ import pytest
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from tests.support.runs.whole_runs import megadapo, metrics, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 SAME = "algorithm.objective.clip_high=0.28"
 CHOICES = ("--set", SAME, "--set", "algorithm.objective.clip_low=0.01,algorithm.advantage=rloo")

@@ -14,7 +14,7 @@ from megadapo.lab.diff.compare import compare_runs
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from tests.support.runs.whole_runs import injecting, marked, start_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fault, pytest.mark.full, pytest.mark.timeout(600)]
 
 RECIPE = [
     "--run.num_steps=3",

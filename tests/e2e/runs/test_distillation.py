@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.runs.whole_runs import metrics, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def test_teacher_with_the_policys_weights_teaches_nothing(tmp_path):

@@ -17,7 +17,7 @@ from tests.support.runs.whole_runs import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 NUM_STEPS = 90
 """Number of steps that take longer than the start of an engine beside them."""

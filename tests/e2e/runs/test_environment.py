@@ -10,7 +10,7 @@ from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import megadapo
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.runs.whole_runs import metrics, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 ASYNC = [
     "--sampling.mode=async",

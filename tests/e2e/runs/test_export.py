@@ -12,7 +12,7 @@ from tests.support import REPOSITORY
 from tests.support.rollout.engine_checks import Reference
 from tests.support.runs.whole_runs import metrics, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 LAYOUTS = {
     "tp2-pp2": ("--trainer.pipeline_parallel=2", "--rollout.num_engines=2"),

@@ -14,7 +14,7 @@ from megadapo.observe.metrics.records import read_evaluations
 from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import NUM_STEPS, assert_same_metrics, descendants, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
+pytestmark = [pytest.mark.fault, pytest.mark.full]
 
 NUM_KILLS = int(os.environ.get("MEGADAPO_KILLS", "50"))
 POINTS = {

@@ -11,7 +11,7 @@ from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_
 from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
 from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 NUM_STEPS = 3
 NEEDS_ENGINES = {

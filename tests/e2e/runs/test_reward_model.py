@@ -13,7 +13,7 @@ from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import start_runner
 from tests.support.runs.whole_runs import megadapo, metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

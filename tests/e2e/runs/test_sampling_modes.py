@@ -21,7 +21,7 @@ from tests.support.runs.whole_runs import (
     start_command,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 PARTIAL = (
     "--sampling.mode=partial",

@@ -22,7 +22,7 @@ from megadapo.rewards.config import RewardFunction
 from megadapo.rewards.function_runners import FunctionScore, start_runner
 from tests.support.processes.running import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 BASE = Path("configs/quickstart-base").resolve()
 PROMPT = Prompt("id", (("user", "12+34+56=?"),), "102", "arithmetic")

@@ -34,7 +34,7 @@ from tests.support.runs.whole_runs import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_run_writes_its_files_and_its_oracles_hold(uninterrupted):
@@ -93,6 +93,7 @@ AWAY = ('--trainer.offload=["optimizer", "gradients", "parameters"]',)
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
     """All state comes back, and no group that the journal has is generated again.
 

@@ -50,7 +50,6 @@ SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every", deadline_s=20.0)
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.full,
-    pytest.mark.slow,
     pytest.mark.usefixtures("local_ray"),
 ]
 

@@ -10,7 +10,6 @@ from tests.support import REPOSITORY
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_weights_benchmark_sends_the_engines_shard_only(tmp_path):
     sizes = {"layers": "2", "hidden": "128", "vocab": "512", "repeat": "1", "bucket-mib": "0.25"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", value)]

@@ -29,7 +29,6 @@ VERIFYING = CONFIG.model_copy(update={"verify": "every"})
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.full,
-    pytest.mark.slow,
     pytest.mark.usefixtures("local_ray"),
 ]
 

@@ -28,7 +28,7 @@ MANY_BUCKETS = (
 )
 """Options that make an update take seconds, in hundreds of rounds."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fault, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 def processes_named(folder: Path, name: str) -> list[int]:

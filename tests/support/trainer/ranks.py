@@ -216,12 +216,18 @@ def layouts(*names: str) -> dict[str, dict[str, Any]]:
     return {name: layout(name) for name in names}
 
 
-def with_full(names: Iterable[str], full: Iterable[str]) -> list[Any]:
-    """Return the names of `make test`, and those of `make test-all` with their mark.
+def with_marks(
+    names: Iterable[str], *, slow: Iterable[str] = (), full: Iterable[str] = ()
+) -> list[Any]:
+    """Return the names of `make test`, and with their marks those of `test-slow` and `test-all`.
 
-    The latter are parts of the former: they show where a failure is, not that there is one.
+    Full ones are parts of the others: they show where a failure is, not that there is one.
     """
-    return [*names, *(pytest.param(name, marks=pytest.mark.full) for name in full)]
+    return [
+        *names,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in slow),
+        *(pytest.param(name, marks=pytest.mark.full) for name in full),
+    ]
 
 
 def settings_for(

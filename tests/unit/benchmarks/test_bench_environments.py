@@ -37,7 +37,6 @@ def test_impossible_settings_are_refused_before_a_model_is_made(word):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_conversations_have_the_same_tokens_and_read_earlier_turns_from_the_cache(tmp_path):
     """The benchmark itself compares the tokens, which waiting must not change.
 

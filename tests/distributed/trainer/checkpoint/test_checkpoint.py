@@ -19,7 +19,7 @@ from tests.support.trainer.probes import (
     train,
     update,
 )
-from tests.support.trainer.ranks import layout, with_full
+from tests.support.trainer.ranks import layout, with_marks
 
 TP2 = {"tensor": 2}
 ORIGINS = {
@@ -41,8 +41,10 @@ ORIGINS = {
 
 @pytest.mark.parametrize(
     "origin",
-    with_full(
-        ("cp2-pp2", "vpp2-dp2-overlap", "tp2-dp2-sp-ep2"), ("tp2", "one", "vpp2", "pp2-last1")
+    with_marks(
+        ["tp2-dp2-sp-ep2"],
+        slow=("cp2-pp2", "vpp2-dp2-overlap"),
+        full=("tp2", "one", "vpp2", "pp2-last1"),
     ),
 )
 def test_loading_at_another_split_continues_the_training(ranks, tmp_path, origin):

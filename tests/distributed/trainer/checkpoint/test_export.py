@@ -58,7 +58,6 @@ def _save(rendezvous, settings, folder):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_memory_is_bounded_by_a_file(ranks, tmp_path):
     """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}

@@ -62,6 +62,7 @@ def stop_the_second_in_an_update(trainer, path: Path) -> None:
         trainer.chunks[0].register_forward_pre_hook(stop)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
@@ -130,6 +131,7 @@ def test_error_of_ranks_keeps_its_type(
         start(settings_for(models / model, tensor=tensor), tmp_path)
 
 
+@pytest.mark.slow
 def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
     """Its silence alone tells; the other rank, which waits for it in a collective, is as late."""
     settings = settings_for(str(models / "qwen2-tied"), data=2)

@@ -70,17 +70,21 @@ def _load_and_save(rendezvous, settings, source, destination, per_layer):
 
 
 # families differ in their tensors, not in how a split cuts them: tests/unit/weights/layout
-ALWAYS = {
+ALWAYS = {("Qwen2", "vpp2"), *((family, "tp2-pp2-sp") for family in FAMILY_NAMES)}
+SLOW = {
     *(("Qwen2", split) for split in EXPERTS),
     *(("Qwen3Moe", split) for split in ("tp2-sp", "pp2-last1", "tp2-dp2-sp")),
-    *((family, "tp2-pp2-sp") for family in FAMILY_NAMES),
-}
-FURTHER = {*itertools.product(FAMILY_NAMES, EXPERTS)} - ALWAYS
+} - ALWAYS
+FURTHER = {*itertools.product(FAMILY_NAMES, EXPERTS)} - ALWAYS - SLOW
 
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [*sorted(ALWAYS), *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(FURTHER))],
+    [
+        *sorted(ALWAYS),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in sorted(SLOW)),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in sorted(FURTHER)),
+    ],
 )
 def test_megatron_core_loads_and_saves_the_model(ranks, families, tmp_path, family, split):
     from megadapo.weights.disk.torch_checkpoint import StoredTensors

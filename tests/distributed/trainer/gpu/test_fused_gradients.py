@@ -13,7 +13,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.fresh_ranks import Place, with_stand_ins
 from tests.support.trainer.ranks import layout, settings_for
 
-pytestmark = [pytest.mark.full, pytest.mark.slow]
+pytestmark = pytest.mark.full
 
 TENSORS = layout("tp2-sp")
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

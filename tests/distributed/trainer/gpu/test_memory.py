@@ -63,11 +63,13 @@ class Case:
 
 CASES = {
     "tensor, sequence, stages": Case({"tensor": 2, "pipeline": 2, "sequence": True}, 2),
+}
+SLOW_CASES = {
     "virtual stages, full": Case({"pipeline": 2, "virtual": 2, "recompute": "full"}, 2),
     "bfloat16, attention": Case(layout("bf16-attn"), model={"num_hidden_layers": 4}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
 }
-SLOW_CASES = {
+FULL_CASES = {
     "data, selective, overlap": Case({"data": 2, "recompute": ("mlp",), "overlap": True}),
     "context": Case({"context": 2}),
     "experts": Case({"data": 2, "expert": 2}, 1, EXPERTS),
@@ -192,7 +194,8 @@ def _largest(profile: torch.profiler.profile) -> Allocated:
     "case",
     [
         *(pytest.param(case, id=name) for name, case in CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.full) for name, case in SLOW_CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.full) for name, case in FULL_CASES.items()),
     ],
 )
 def test_a_rank_allocates_what_was_planned(ranks, tmp_path, case):

@@ -16,7 +16,7 @@ from megadapo.trainer.config import StateKind
 from megadapo.trainer.types import TrainerSettings, UpdateRequest
 from tests.support.trainer.batches import random_batch
 from tests.support.trainer.probes import build, save_at, state_bits, update
-from tests.support.trainer.ranks import layout, layouts, settings_for
+from tests.support.trainer.ranks import layout, layouts, settings_for, with_marks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 KINDS: tuple[StateKind, ...] = get_args(StateKind)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    **layouts("tp2-sp-bf16", "dp2-overlap"),
     "pp2, reference": layout("pp2") | {"objective": PolicyObjective(kl_coef=0.1)},
+    **layouts("tp2-sp-bf16", "dp2-overlap", "vpp2-bf16"),
 }
-SLOW_LAYOUTS = layouts("vpp2-bf16")
 BATCH = random_batch([5, 21, 2, 13, 9, 30], num_mini_batches=2)
 
 
@@ -144,11 +143,10 @@ def sent(rank: TrainerRank) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW_LAYOUTS)],
+    "name", with_marks(["pp2, reference"], slow=("tp2-sp-bf16", "dp2-overlap"), full=["vpp2-bf16"])
 )
 def test_offload_changes_no_bit_and_frees_memory(ranks, models, tmp_path, name):
-    settings = settings_for(models / "deep-tied", **(LAYOUTS | SLOW_LAYOUTS)[name])
+    settings = settings_for(models / "deep-tied", **LAYOUTS[name])
     stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
     moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
     for before, after in zip(stayed, moved, strict=True):

@@ -9,6 +9,8 @@ import pytest
 from tests.support.runs.commands import convert
 from tests.support.trainer.fresh_ranks import Place, with_stand_ins
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [8, 4, 12, 20]
 """Sequences that two context-parallel ranks can share."""
 TENSORS = {"tensor_parallel": 2, "sequence_parallel": True}

@@ -86,7 +86,6 @@ def test_batches_without_mixed_groups_are_measured():
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("keep_rate", "size", "num_engines", "num_steps", "sync", "partial"),
