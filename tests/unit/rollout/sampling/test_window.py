@@ -1,7 +1,9 @@
 """The window: batches that depend on who finishes first, and too few or too many requests."""
 
+import itertools
 import math
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -15,33 +17,89 @@ from megadapo.rollout.sampling.window import (
     should_oversample,
     would_go_stale,
 )
-from tests.support.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 
 ANY = KeepRate()
 
 
-def plan_and_window(source: random.Random) -> tuple[Plan, Window]:
-    """Return a mode's rule written out, and the window in this mode."""
+@dataclass
+class Step:
+    """All that has happened in a step, and the rules of its mode as functions of it."""
+
+    mode: str
+    needed: int
+    limit: int
+    size: int
+    """Groups of a round."""
+    staleness: int
+    asked: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    due: set[int] = field(default_factory=set)
+    finished: dict[int, bool] = field(default_factory=dict)
+    """Whether each finished group is mixed."""
+    most_open: int = 1
+
+    @property
+    def mixed(self) -> list[int]:
+        return sorted(index for index, is_mixed in self.finished.items() if is_mixed)
+
+    @property
+    def is_in_a_round(self) -> bool:
+        return len(self.asked) < self.limit and len(self.asked) % self.size > 0
+
+    def chosen(self) -> list[int]:
+        if self.mode != "sync":
+            return self.mixed[: self.needed]
+        # a batch of the groups that finish first would be one of short responses
+        whole = itertools.takewhile(self.finished.__contains__, self.asked)
+        return [index for index in whole if self.finished[index]][: self.needed]
+
+    def is_full(self) -> bool:
+        if len(self.chosen()) < self.needed:
+            return False
+        match self.mode:
+            case "rounds":
+                return not self.open and not self.is_in_a_round
+            case "partial":
+                return self.due.isdisjoint(self.open)
+        return True
+
+    def useless(self) -> list[int]:
+        if self.mode != "sync" or len(self.mixed) < self.needed:
+            return []
+        last = self.mixed[self.needed - 1]
+        return [index for index in self.open if index > last]
+
+    def wants(self) -> bool:
+        if len(self.asked) >= self.limit:
+            return False
+        if self.mode == "rounds":
+            return self.is_in_a_round or not self.open
+        expected, num_mixed = expected_mixed(len(self.open), ANY), len(self.mixed)
+        if self.mode == "partial":
+            usable = self.needed + self.staleness * self.needed // 2
+            return not would_go_stale(usable, num_mixed, expected)
+        missing = self.needed - num_mixed
+        return should_oversample(missing, expected, ANY, num_at_once=self.most_open)
+
+
+def step_and_window(source: random.Random) -> tuple[Step, Window]:
+    """Return a step of a random mode, maybe with carried groups, and the window in this mode."""
     needed, limit = source.randint(1, 6), source.randint(6, 40)
-    match source.choice(["sync", "rounds", "partial"]):
-        case "sync":
-            return SyncPlan(needed, limit), Window(needed, limit)
-        case "rounds":
-            size = source.randint(needed, limit)
-            window = Window(needed, limit, round_size=size)
-            return RoundsPlan(needed, limit, round_size=size), window
-    staleness = source.randint(1, 3)
-    plan = PartialPlan(needed, limit, num_usable=needed + staleness * needed // 2)
+    mode, staleness = source.choice(["sync", "rounds", "partial"]), source.randint(1, 3)
+    step = Step(mode, needed, limit, source.randint(needed, limit), staleness)
+    if mode != "partial":
+        return step, Window(needed, limit, round_size=step.size if mode == "rounds" else None)
     window = Window(needed, limit, step=5, max_staleness=staleness)
     for index in range(source.randint(0, 5)):
         if source.random() < 0.5:
-            plan.add_reserved(index)
+            step.finished[index] = True
             window.carry(index, None, 4)
         else:
             version = source.randint(4 - staleness, 4)
-            plan.resume(index, ANY, due=version == 4 - staleness)
+            step.open.append(index)
+            step.due |= {index} if version == 4 - staleness else set()
             window.carry(index, ANY, version)
-    return plan, window
+    return step, window
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -49,27 +107,29 @@ def test_window_follows_the_rule_of_its_mode(part):
     """On 10,000 random orders of finishing."""
     for seed in range(1000 * part, 1000 * (part + 1)):
         source = random.Random(seed)
-        plan, window = plan_and_window(source)
-        index = 10
-        while not plan.is_full:
-            assert not window.is_full
-            while not plan.is_full and plan.wants(ANY) and source.random() < 0.9:
-                assert window.wants(ANY, 4)
-                plan.ask(index, ANY)
+        step, window = step_and_window(source)
+        indices = itertools.count(10)
+        while not step.is_full():
+            wants = step.wants()
+            assert not window.is_full and window.wants(ANY, 4) == wants
+            if wants and (not step.open or source.random() < 0.8):
+                step.asked.append(index := next(indices))
+                step.open.append(index)
+                step.most_open = max(step.most_open, len(step.open))
                 window.ask(index, ANY, 4)
-                index += 1
-            hopeless = plan.cannot_make_batch()
-            assert sorted(window.cannot_make_batch()) == sorted(hopeless)
-            plan.drop(hopeless)
-            window.drop(hopeless)
-            assert plan.wants(ANY) == window.wants(ANY, 4)
-            if not plan.open:
+                continue
+            useless = step.useless()
+            assert sorted(window.cannot_make_batch()) == useless
+            step.open = [index for index in step.open if index not in useless]
+            window.drop(useless)
+            assert list(window.open) == step.open
+            if not step.open:
                 break
-            done, is_mixed = source.choice(list(plan.open)), source.random() < 0.4
-            plan.finish(done, is_mixed)
+            done, is_mixed = source.choice(step.open), source.random() < 0.4
+            step.open.remove(done)
+            step.finished[done] = is_mixed
             window.finish(done, is_mixed)
-            assert list(window.open) == list(plan.open)
-        assert window.is_full == plan.is_full and window.chosen() == plan.chosen()
+        assert window.is_full == step.is_full() and window.chosen() == step.chosen()
 
 
 def test_a_batch_leaves_room_for_groups_that_are_due_soon():
