@@ -1,6 +1,7 @@
 """A killed run resumes by itself, has the same numbers, and leaves no process or file behind.
 
 MEGADAPO_KILLS sets the number of random kills in each mode: 50, which in "async" are 100 schedules.
+Runs with an environment, which check that no action is done twice, have a fifth of them.
 tools/kills.py spreads them over several sittings.
 """
 
@@ -41,10 +42,13 @@ its state and its manifest, is renamed and pruned."""
 
 
 @pytest.mark.timeout(18_000)
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async", "replay", "state", "once"])
 def test_random_kills_change_no_metric(tmp_path, mode):
-    words = (tmp_path, "--kills", NUM_KILLS, "--mode", mode)
-    words += ("--changes", 2 * NUM_KILLS) if mode == "async" else ()
+    how = {
+        "sync": ("--kills", NUM_KILLS),
+        "async": ("--kills", NUM_KILLS, "--mode", "async", "--changes", 2 * NUM_KILLS),
+    }
+    words = (tmp_path, *how.get(mode, ("--kills", NUM_KILLS // 5, "--environment", mode)))
     done = subprocess.run(
         [sys.executable, REPOSITORY / "tools" / "kills.py", *map(str, words)],
         capture_output=True,
