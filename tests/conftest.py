@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a random two-layer Qwen2 with a character tokenizer."""
     return make_text_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Start Ray with CPUs for several placement groups."""
+    import ray
+
+    # as in a run: Ray's default lets its processes starve beside any other program
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()

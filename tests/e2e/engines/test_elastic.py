@@ -11,8 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from megadapo.cluster.places import Place, PlaceRequest, Slot
-from megadapo.errors import InfraError
 from megadapo.rollout.pool import elastic
 from megadapo.rollout.pool.elastic import ElasticEngines
 from megadapo.rollout.pool.engines import Engines
@@ -20,6 +18,7 @@ from megadapo.rollout.pool.request import REQUEST_FILE, EngineRequest, write_req
 from megadapo.rollout.types import OpenGroup, ScoreRequest
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import give_version, start_scripted_engines
+from tests.support.rollout.elastic_places import Places
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -30,52 +29,6 @@ DRIVER = "this driver"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(elastic, "CHECK_S", 0.1)
-
-
-class Places:
-    """A cluster whose nodes and free slots a test decides."""
-
-    def __init__(self, nodes: list[str]) -> None:
-        self.nodes = dict(enumerate(nodes))
-        self.alive = {"a", "b", "c"}
-        self.free: list[str] = []
-        self.released: list[int] = []
-
-    def alive_nodes(self) -> set[str]:
-        return self.alive
-
-    def engine_node(self, index: int) -> str:
-        return self.nodes[index]
-
-    def trainer_nodes(self) -> list[str]:
-        return ["head"]
-
-    def request_engine(self, num_ranks: int, *, without=()) -> "Waiting":
-        return Waiting(self, set(without))
-
-    def add_engine(self, index: int, place: Place) -> None:
-        self.nodes[index] = place.node
-
-    def release_engine(self, index: int) -> None:
-        self.released.append(index)
-        del self.nodes[index]
-
-
-class Waiting(PlaceRequest):
-    def __init__(self, places: Places, without: set[str]) -> None:
-        self._places, self._without = places, without
-
-    def poll(self) -> Place | None:
-        for node in self._places.free:
-            if node not in self._without:
-                self._places.free.remove(node)
-                if node == "broken":
-                    raise InfraError("node broken: the model does not exist")
-                return Place(None, [Slot(0, node, None)])
-        return None
-
-    def cancel(self) -> None:
-        pass
 
 
 class Elastic:
@@ -272,14 +225,6 @@ def test_lost_node_is_replaced_by_another_one(pool):
     assert pool.generate() == expected
     warnings = pool.engines.drain_warnings()
     assert "rollout engine 1 is gone with its node b; another one starts" in " ".join(warnings)
-
-
-def test_loss_of_every_node_ends_the_run(pool):
-    pool.places.alive.clear()
-    for number in (0, 1):
-        os.kill(actor_pid(pool.engines, number), signal.SIGKILL)
-    with pytest.raises(InfraError, match="gone with its node .*no engine is left"):
-        pool.check_until(lambda: False)
 
 
 def test_node_that_will_end_is_left_and_its_engines_replaced(pool):

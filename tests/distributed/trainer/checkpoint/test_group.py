@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,21 +18,6 @@ from megadapo.trainer.types import UpdateRequest
 from tests.support.processes.running import wait_until
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.ranks import settings_for
-
-
-@pytest.fixture(scope="module")
-def ray_started() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
 
 
 def start(settings, log_folder: Path) -> Trainer:
@@ -63,7 +47,7 @@ def stop_the_second_in_an_update(trainer, path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_save_load_and_die(ray_started, models, tmp_path):
+def test_two_ranks_train_save_load_and_die(local_ray, models, tmp_path):
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
     group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
@@ -123,16 +107,14 @@ def wait_until_gone(pids: list[int]) -> None:
     ],
     ids=["of one rank", "of every rank"],
 )
-def test_error_of_ranks_keeps_its_type(
-    ray_started, models, tmp_path, model, tensor, error, message
-):
+def test_error_of_ranks_keeps_its_type(local_ray, models, tmp_path, model, tensor, error, message):
     """tests/unit/cluster/test_calls.py has the translation alone."""
     with pytest.raises(error, match=message):
         start(settings_for(models / model, tensor=tensor), tmp_path)
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_named_within_the_deadline(ray_started, models, tmp_path):
+def test_stopped_rank_is_named_within_the_deadline(local_ray, models, tmp_path):
     """Its silence alone tells; the other rank, which waits for it in a collective, is as late."""
     settings = settings_for(str(models / "qwen2-tied"), data=2)
     trainer = settings.trainer.model_copy(update={"timeout_s": 18.0})

@@ -5,13 +5,13 @@ import time
 import pytest
 import ray
 
-from megadapo.cluster.places import Place, Slot
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.pool.elastic import ElasticEngines
 from megadapo.rollout.pool.engines import UNASSIGNED, Engines
 from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.pool.request import EngineRequest, write_request
+from tests.support.rollout.elastic_places import Places
 from tests.support.rollout.engine_checks import group_request
 from tests.support.rollout.engine_specs import engine_spec
 
@@ -42,35 +42,6 @@ def make_handle(index, state="starting"):
     return handle
 
 
-class Places:
-    """A cluster on which a request for an engine finds node c at once."""
-
-    def __init__(self):
-        self.nodes = {0: "a", 1: "b"}
-        self.alive = {"a", "b", "c"}
-
-    def alive_nodes(self):
-        return self.alive
-
-    def engine_node(self, index):
-        return self.nodes[index]
-
-    def trainer_nodes(self):
-        return ["head"]
-
-    def request_engine(self, num_ranks, *, without=()):
-        return self
-
-    def poll(self):
-        return Place(None, [Slot(0, "c", None)])
-
-    def add_engine(self, index, place):
-        self.nodes[index] = place.node
-
-    def release_engine(self, index):
-        del self.nodes[index]
-
-
 @pytest.fixture
 def pool(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda actor: None)
@@ -85,7 +56,8 @@ def elastic(pool, tmp_path):
         control._check_at = 0.0
         control.check()
 
-    places = Places()
+    places = Places(["a", "b"])
+    places.free = ["c"] * 9
     control = ElasticEngines(
         pool,
         places,
