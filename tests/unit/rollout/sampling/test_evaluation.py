@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,32 +175,17 @@ class ThreeAtATime(RightAtLeast):
     """A scorer that needs three groups at the same time."""
 
     num_threads = 3
+    _together = threading.Barrier(3)
 
-    def __init__(self, bound: int) -> None:
-        super().__init__(bound)
-        self._together = threading.Barrier(3)
-        self._lock = threading.Lock()
-        self._num_in_flight = self.most_in_flight = 0
-
-    def score_group(
-        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
-    ) -> list[Score]:
-        with self._lock:
-            self._num_in_flight += 1
-            self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+    def score_group(self, *given: Any) -> list[Score]:
         self._together.wait(timeout=10)
-        scores = super().score_group(prompt, texts, token_ids)
-        with self._lock:
-            self._num_in_flight -= 1
-        return scores
+        return super().score_group(*given)
 
 
 def test_groups_are_scored_in_parallel():
-    scorer = ThreeAtATime(BOUND)
-    engines = ScriptedEngines("at random", at_once=4)
-    with EvaluationInProgress(engines, scorer, held_out(make_prompts(12))) as running:
+    engines, asked = ScriptedEngines("at random", at_once=4), held_out(make_prompts(12))
+    with EvaluationInProgress(engines, ThreeAtATime(BOUND), asked) as running:
         found = running.finish()
-    assert scorer.most_in_flight == 3
     assert found == run(make_prompts(12))
 
 
@@ -208,28 +193,6 @@ def test_number_of_problems():
     assert math.isnan(run(make_prompts(1)).standard_error)
     with pytest.raises(DataError, match="held-out"):
         run([])
-
-
-def cut_off(prompts: list[Prompt], path: Path, num_groups: int) -> int:
-    """Evaluate until `num_groups` groups have finished; return the number of results kept."""
-    engines = KilledAfter(num_groups, finish="at random")
-    with pytest.raises(KilledError):
-        run(prompts, engines, EvaluationJournal(path, "weights"))
-    journal = EvaluationJournal(path, "weights")
-    journal.close()
-    return len(journal.results)
-
-
-def test_results_survive_a_kill(tmp_path):
-    prompts, path = make_prompts(12), tmp_path / "answers.log"
-    num_kept = cut_off(prompts, path, 8)
-    assert 0 < num_kept <= 8
-    engines = ScriptedEngines()
-    assert run(prompts, engines, EvaluationJournal(path, "weights")) == run(prompts)
-    assert len(engines.asked) == 12 - num_kept
-    again = ScriptedEngines()
-    assert run(prompts, again, EvaluationJournal(path, "weights")) == run(prompts)
-    assert again.asked == []
 
 
 def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monkeypatch):
@@ -254,21 +217,14 @@ def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monk
 )
 def test_results_of_other_weights_or_requests_are_ignored(tmp_path, weights, change):
     prompts, path = make_prompts(6), tmp_path / "answers.log"
-    cut_off(prompts, path, 5)
+    with pytest.raises(KilledError):
+        killed = KilledAfter(5, finish="at random")
+        run(prompts, killed, EvaluationJournal(path, "weights"))
     engines = ScriptedEngines()
     assert run(prompts, engines, EvaluationJournal(path, weights), **change) == run(
         prompts, **change
     )
     assert len(engines.asked) == 6
-
-
-def test_torn_result_is_requested_again(tmp_path):
-    prompts, path = make_prompts(6), tmp_path / "answers.log"
-    num_kept = cut_off(prompts, path, 5)
-    path.write_bytes(path.read_bytes()[:-1])
-    engines = ScriptedEngines()
-    assert run(prompts, engines, EvaluationJournal(path, "weights")) == run(prompts)
-    assert len(engines.asked) == 6 - (num_kept - 1)
 
 
 def test_held_out_requests_have_environments_and_never_branch():

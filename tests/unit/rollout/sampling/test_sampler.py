@@ -14,7 +14,6 @@ import pytest
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, DataError, SamplingError
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.samplers import (
     HALF,
@@ -113,12 +112,6 @@ def test_stragglers_are_cancelled_once_useless():
     (batch,) = take(make_sampler(engines), 1)
     assert batch.counters.num_stopped + batch.counters.num_surplus > 0
     assert batch.counters.num_tokens_stopped > 0 and engines.num_in_flight == 0
-
-
-def test_seeds_give_different_responses():
-    assert contents(take(make_sampler(ScriptedEngines(), seed=0), 1)) != contents(
-        take(make_sampler(ScriptedEngines(), seed=1), 1)
-    )
 
 
 @pytest.mark.parametrize(("bound", "histogram"), [(10_000, "  0 of 3"), (-1, "  3 of 3")])
@@ -220,36 +213,6 @@ def test_accuracy_range():
     assert set(right) == {1}
     out = [s for b in batches for s in b.saved if s.disposition == "out_of_band"]
     assert {sum(s.group.correct) for s in out} == {2}
-
-
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"mode": "partial", "max_staleness": 2},
-    ],
-    ids=["sync", "partial"],
-)
-def test_resumed_run_equals_uninterrupted_run(stop_after, config):
-    """Also twice in a row, with a non-empty reserve and across an epoch's end."""
-    config = {"num_prompts": 31, **config}
-    sampler = make_sampler(ScriptedEngines(slots=200, at_once=5), **config)
-    expected = take(sampler, 7)
-    batches: list[SampledBatch] = []
-    state = saved_state(make_sampler(ScriptedEngines(slots=200, at_once=5), **config))
-    while len(batches) < 7:
-        engines = ScriptedEngines(slots=200, at_once=5)
-        engines.policy_version += len(batches)
-        resumed = make_sampler(engines, **config)
-        resumed.load_state_dict(state)
-        batches += take(resumed, min(stop_after, 7 - len(batches)))
-        state = saved_state(resumed)
-    assert contents(batches) == contents(expected)
-    # each of these samplers has a schedule of its own, in memory
-    assert state | {"schedule": 0} == saved_state(sampler) | {"schedule": 0}
-    stale = any(batch.num_from_reserve for batch in expected)
-    assert stale == (config.get("max_staleness", 0) > 0)
 
 
 @pytest.mark.parametrize("key", ["cursor", "difficulty", "reserve", "counters", "schedule"])

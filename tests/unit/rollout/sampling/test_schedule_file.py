@@ -64,22 +64,6 @@ def test_until_is_of_the_next_cut_only(tmp_path):
     assert schedule.stop_at_tokens(4) == ()
 
 
-def test_every_torn_or_flipped_byte_costs_only_what_follows(tmp_path):
-    """A damaged record that is read would make a run wait for tokens that never were."""
-    data, known = write_schedule(tmp_path / "a").read_bytes(), read_schedule(tmp_path / "a")
-    header_end = read_ends(tmp_path / "a")[0]
-    path = tmp_path / "b"
-    for place in range(header_end, len(data)):
-        path.write_bytes(data[:place])
-        torn = read_schedule(path)
-        assert torn == known[: len(torn)] and len(torn) < len(known)
-        flipped = bytearray(data)
-        flipped[place] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        rest = read_schedule(path)
-        assert rest == known[: len(rest)] and len(rest) < len(known)
-
-
 def test_source_that_is_not_whole_is_refused(tmp_path):
     """A run would repeat it up to the damage, and then decide without a word."""
     data = write_schedule(tmp_path / "a").read_bytes()
