@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -149,31 +146,6 @@ def test_foreign_evaluation_is_a_clear_error(tmp_path):
     (tmp_path / EVALUATIONS_FILE).write_text('{"step": 1, "score": 2}\n')
     with pytest.raises(DataError, match="evaluations"):
         read_evaluations(tmp_path)
-
-
-@pytest.mark.fault
-def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path):
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from megadapo.observe.metrics.records import MetricsLog\n"
-        "log = MetricsLog(Path(sys.argv[1]))\n"
-        "for step in range(1, 10**6):\n"
-        "    log.record({'step': step, 'policy/loss': 0.1 * step})\n"
-        "    print(step, flush=True)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for _ in range(25):
-        process.stdout.readline()
-    os.kill(process.pid, signal.SIGKILL)
-    reported = [int(line) for line in process.stdout.read().split("\n")[:-1]]
-    process.wait()
-    last = max([25, *reported])
-    steps = steps_of(tmp_path)
-    assert steps[:last] == list(range(1, last + 1)) and len(steps) <= last + 1
-    MetricsLog(tmp_path).record({"step": len(steps) + 1})
 
 
 def test_a_writer_that_is_not_installed_is_named_before_anything_starts(tmp_path, monkeypatch):

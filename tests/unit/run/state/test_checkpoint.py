@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -254,41 +253,6 @@ def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
     save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"branch": "new"})
     checkpoint, _ = store.newest()
     assert checkpoint.state == {"branch": "new"}
-
-
-SAVER = """
-import os, sys
-from pathlib import Path
-from megadapo.run.state.checkpoint_store import CheckpointStore
-from tests.support.runs.checkpoints import save_checkpoint, written_by
-
-@written_by
-def shards(folder):
-    for i in range(20):
-        (folder / f"shard-{i}").write_bytes(os.urandom(200_000))
-
-store = CheckpointStore(Path(sys.argv[1]), keep=2)
-for step in range(1, 10_000):
-    save_checkpoint(store, step, write_trainer=shards, state={"step": step})
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.fault
-def test_random_sigkill_keeps_newest_checkpoint(tmp_path):
-    for attempt in range(0, 30, 3):
-        folder = tmp_path / str(attempt)
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None and process.stdout.readline().strip() == "1"
-        time.sleep(0.003 * attempt)
-        process.send_signal(signal.SIGKILL)
-        printed = process.stdout.read().split()
-        process.wait()
-        checkpoint, _ = CheckpointStore(folder, keep=2).newest()
-        assert checkpoint.step >= int(printed[-1] if printed else 1)
-        assert checkpoint.state == {"step": checkpoint.step}
 
 
 POINTS = {

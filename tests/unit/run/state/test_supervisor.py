@@ -61,20 +61,6 @@ def test_starts_that_never_reach_the_run_end_after_a_time(tmp_path):
     assert read_status(tmp_path).state == "failed"
 
 
-def test_step_that_always_ends_with_one_message_is_given_up(tmp_path):
-    code, output, starts = supervise(
-        tmp_path,
-        """
-        status = resume_and_complete(4)
-        status.end(RuntimeError(f"rank 1 (pid {os.getpid()}) is lost (log: {num})"))
-        sys.exit(5)
-        """,
-        restarts=50,
-    )
-    assert (code, len(starts)) == (5, MAX_SAME_ENDS)
-    assert f"step 5 ended {MAX_SAME_ENDS} times in a row with the same message" in output
-
-
 def test_update_that_fails_at_once_is_given_up(tmp_path):
     """Its batch is in the journal, so no counter of progress moves, as in a failed start."""
     code, _, starts = supervise(
@@ -88,19 +74,6 @@ def test_update_that_fails_at_once_is_given_up(tmp_path):
         restarts=50,
     )
     assert (code, len(starts)) == (5, MAX_SAME_ENDS)
-
-
-def test_number_of_restarts_is_limited_despite_progress(tmp_path):
-    code, output, starts = supervise(
-        tmp_path,
-        """
-        resume_and_complete(num)
-        sys.exit(5)
-        """,
-        restarts=2,
-    )
-    assert (code, len(starts)) == (5, 3)
-    assert "the limit of 2 restarts is reached" in output
 
 
 def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
@@ -172,6 +145,12 @@ def test_only_one_step_with_one_message_is_given_up(last):
     assert charges(*same)[:-1] == [None] * (MAX_SAME_ENDS - 1)
     assert "step 4 ended 5 times in a row with the same message" in charges(*same)[-1]
     assert charges(*[ended()] * (MAX_SAME_ENDS - 1), last)[-1] is None
+
+
+def test_number_of_restarts_is_limited_despite_progress():
+    budget = RestartBudget(2, 86400.0, 5.0)
+    assert [budget.charge(ended(step=step)) for step in (1, 2)] == [None, None]
+    assert "the limit of 2 restarts is reached" in budget.charge(ended(step=3))
 
 
 def test_kills_from_outside_in_one_step_are_only_counted():
