@@ -14,7 +14,7 @@ from megadapo.weights.sync.buckets import (
     max_bundle_bytes,
     pack,
 )
-from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.plan import ALIGNMENT, EngineShape
 from megadapo.weights.sync.planning import make_plan
 from tests.support.models.large import (
     BUCKET,
@@ -78,6 +78,7 @@ def test_update_of_64_ranks_from_512_fits_in_two_buckets(case, place):
     for ranges in used.values():
         ranges.sort()
         assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(start % ALIGNMENT == 0 for start, _ in ranges)
         assert ranges[-1][1] <= BUCKET
     fullest = schedule.capacity.buckets
     assert max(fullest) <= BUCKET
