@@ -13,7 +13,6 @@ from megadapo.errors import ConfigError
 from megadapo.section import Section
 from tests.support import REPOSITORY
 from tests.support.processes.running import heavy_imports
-from tests.support.runs.recipes import refused
 
 IMPOSSIBLE = """
 algorithm.responses_per_mini_batch=24 -> algorithm.responses_per_mini_batch; multiple
@@ -80,6 +79,13 @@ rollout.enforce_eager=true -> rollout.vllm.enforce_eager
 """
 """Overrides, and what the message must contain."""
 QUICKSTART = REPOSITORY / "configs" / "quickstart.toml"
+
+
+def refused(path: Path, *overrides: str) -> str:
+    """Return the message with which a recipe is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
 
 
 def test_importing_the_configuration_imports_nothing_heavy() -> None:

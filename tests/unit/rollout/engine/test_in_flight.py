@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Response, Turn
@@ -23,18 +23,10 @@ from megadapo.rollout.engine.in_flight import (
     response_prefix,
 )
 from megadapo.rollout.types import OpenGroup, SamplingSettings
-from tests.support.models.tiny_models import write_tokenizer
 
 PROMPT = (3, 4, 5)
 MAX_TOKENS = 12
 ON = BranchingConfig(initial_rollouts=2)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 class Engine:

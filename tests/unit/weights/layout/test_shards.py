@@ -8,11 +8,23 @@ import pytest
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.cuts import Run
-from megadapo.weights.layout.layout import hf_names
+from megadapo.weights.layout.layout import ModelLayout, hf_names, layout_for
 from megadapo.weights.layout.placement import replica_positions, stage_chunks, stage_layers
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
-from tests.support.weights.tiny_layouts import layout_of
 
+SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 12,
+    "vocab_size": 70,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 6,
+    "num_experts": 4,
+}
+"""Sizes of the smallest layouts that can be split."""
 ALL_NAMES = (
     "model.embed_tokens.weight",
     *("model.layers.0." + name for name in (
@@ -56,6 +68,11 @@ model.layers.0.mlp.gate_up_proj.weight (12, 8): .mlp.gate_proj.weight[6:12] .mlp
 model.layers.0.mlp.down_proj.weight (8, 6): .mlp.down_proj.weight[6:12]
 model.norm.weight (8,): model.norm.weight[0:8]
 lm_head.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
+
+
+def layout_of(family: str = "Qwen2", **changes: object) -> ModelLayout:
+    """Return the layout of one layer of a family, with changed sizes."""
+    return layout_for(SIZES | {"architectures": [f"{family}ForCausalLM"]} | changes)
 
 
 def describe(shards: Iterable[Shard]) -> str:
