@@ -1,6 +1,5 @@
 """The steps of vLLM's core without a model: scheduler, messages and the output processor."""
 
-import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -75,7 +74,7 @@ class CoreSteps:
         self._lag = 1 + is_async
         self._planned = deque()
         self.collectors = {}
-        self.seconds, self.counts = Counter(), Counter()
+        self.counts = Counter()
         self.num_preemptions = 0
 
     def abort(self, names):
@@ -122,21 +121,12 @@ class CoreSteps:
             self._planned.append((plan, self._output(plan)))
             if len(self._planned) < self._lag and self.scheduler.has_requests():
                 return
-        marks = [time.perf_counter()]
         by_client = self.scheduler.update_from_output(*self._planned.popleft())
-        marks.append(time.perf_counter())
         outputs = by_client.get(0, EngineCoreOutputs())
         frames = self._encoder.encode_into(outputs, bytearray())
-        marks.append(time.perf_counter())
         received = self._decoder.decode([bytes(frame) for frame in frames])
-        marks.append(time.perf_counter())
         self._processor.process_outputs(received.outputs)
-        marks.append(time.perf_counter())
-        stages = ("update", "encode", "decode", "process")
-        self.seconds.update(dict(zip(stages, np.diff(marks), strict=True)))
-        self.counts["steps"] += 1
         self.counts["outputs"] += len(outputs.outputs)
-        self.counts["frames"] += len(frames)
         self.counts["bytes"] += sum(memoryview(frame).nbytes for frame in frames)
         if outputs.scheduler_stats is not None:
             found = outputs.scheduler_stats.prefix_cache_stats
