@@ -1,6 +1,5 @@
 """Router replay: tokens use their batch's experts, also recomputed, under every split."""
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,16 +136,3 @@ def test_experts_of_another_model_are_refused(models, told):
     for message, experts in cases.items():
         with pytest.raises(DataError, match=message):
             check_choices(replace(told, experts=experts), model)
-
-
-def test_megatrons_replay_interface():
-    """The hook is not among what megatron-core documents."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    from megadapo.trainer.model.experts import ReplayedChoice
-
-    asked, answered = (
-        list(inspect.signature(one.get_replay_topk).parameters)
-        for one in (RouterReplay, ReplayedChoice)
-    )
-    assert asked == answered

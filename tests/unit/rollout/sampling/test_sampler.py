@@ -35,14 +35,6 @@ from tests.support.rollout.scripted_engines import (
 PARTIAL = {"mode": "partial", "max_staleness": 2, "num_prompts": 1000}
 
 
-def test_batch_has_mixed_groups():
-    for batch in take(make_sampler(ScriptedEngines()), 5):
-        assert len(batch.groups) == 8
-        for group in batch.groups:
-            assert 0 < sum(group.correct) < 3
-            assert group.rewards == tuple(1.0 if ok else -1.0 for ok in group.correct)
-
-
 @pytest.mark.parametrize("mode", [{}, {"mode": "one_step_off", "max_staleness": 1}])
 def test_batch_does_not_depend_on_engines(mode):
     """A batch of early finishers would prefer short responses."""
