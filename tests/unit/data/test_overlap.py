@@ -7,6 +7,7 @@ import pytest
 from megadapo.data.arithmetic import generate
 from megadapo.data.overlap import (
     LINE,
+    MIN_CONTAINED,
     normalised,
     overlapping,
     warn_of_overlap,
@@ -108,6 +109,16 @@ def test_copy_in_another_template_is_found(template: str, other: str) -> None:
     two = prompts(*(other.format(text) for text in (CHESS, DICE, DICE)))
     assert overlapping(one, two) == two[1:]
     assert overlapping(two, one) == one[:1]
+
+
+def test_every_piece_of_a_problem_is_searched() -> None:
+    """Catches a skipped last piece: at some place only it is in the other problem."""
+    short = "seven hundred and 12 owls fly"
+    assert len(normalised(short)) == MIN_CONTAINED
+    for length in range(MIN_CONTAINED):
+        long = prompts("z" * length + short, CHESS)
+        assert overlapping(long, prompts(short)) == prompts(short)
+        assert overlapping(prompts(short), long) == long[:1]
 
 
 def test_short_problems_and_shared_templates_are_not_copies() -> None:

@@ -491,13 +491,15 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback(one_worker) -> None:
-    """Only an answer at the place of reward.rule counts."""
+    """Only an answer at the place of reward.rule counts, and symbolic overrules also a yes."""
     config = RewardConfig(symbolic="decide")
+    more = {"Answer: 1,2": "12", "Answer: 9!!!": "9!!!"}
+    assert all(config.score(*pair).correct for pair in more.items())
     with Verifier(config, symbolic_timeout_s=30.0) as verifier:
-        scores = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
-    assert [v.correct for v in scores] == [True, True, False, False, False, True]
-    assert [v.reward for v in scores] == [1.0, 1.0, -1.0, -1.0, -1.0, 1.0]
-    assert scores[-1].symbolic_correct is None
+        scores = verifier.score_batch([*RESPONSES, *more], [*GOLDS, *more.values()])
+    assert [v.correct for v in scores] == [True, True, False, False, False, False, True]
+    assert [v.reward for v in scores] == [1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
+    assert [v.symbolic_correct for v in scores[-2:]] == [False, None]
 
 
 def test_without_cross_check_no_process_starts() -> None:

@@ -44,6 +44,7 @@ def test_changes_of_other_keys_are_listed(tmp_path):
         ("reward.rule", "boxed", "reward.rule"),
         ("data.train", "arithmetic:train:32", "data"),
         ("rollout.temperature", 0.9, "rollout.temperature"),
+        ("rollout.environments", [{"environment": "calculator"}], "rollout.environments"),
         ("sampling.prompts_per_step", 64, "sampling"),
         ("algorithm.objective.clip_high", 0.3, "algorithm"),
     ],

@@ -19,7 +19,7 @@ from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.publish import Publisher, UpdateVersions
+from megadapo.weights.sync.publish import FULL_EVERY, Publisher, UpdateVersions
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
@@ -295,6 +295,18 @@ def test_update_after_a_failed_one_sends_all_weights():
     assert versions.base == again
 
 
+def test_all_weights_are_sent_after_many_deltas():
+    """Catches uncounted deltas, after which a lost byte would stay for the rest of a run."""
+    versions = UpdateVersions(WeightsConfig(), deltas=True)
+    send_update(versions, in_full=True)
+    for _ in range(FULL_EVERY - 1):
+        assert versions.base is not None
+        send_update(versions, in_full=False)
+    assert versions.base is None
+    send_update(versions, in_full=True)
+    assert versions.base is not None
+
+
 @pytest.mark.parametrize("value", [0, -1, True, "seldom", 2.5])
 def test_invalid_verify_is_refused(value):
     with pytest.raises(ConfigError, match="weights.verify"):
@@ -320,12 +332,15 @@ class StartingEngines:
 
 
 def test_generation_is_stopped_also_without_an_engine_to_update():
-    """The caller makes its cut there: without the call the cut would be missing."""
+    """The caller makes its cut there, and the next update finds no engine with the old base."""
     calls: list[str] = []
     config = WeightsConfig()
     publisher = Publisher([], StartingEngines(calls), config, tensor_parallel=1, dtype=torch.int8)
+    versions = publisher._versions = UpdateVersions(config, deltas=True)
+    send_update(versions, in_full=True)
     publisher.publish(3, stop_generating=lambda: calls.append("stop"))
     assert calls == ["stop", "version 3"]
+    assert versions.base is None
 
 
 def connected(*targets: int, patience_s: float = 30.0) -> tuple[FillingTurns, list[ReadingTurns]]:
