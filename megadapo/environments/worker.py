@@ -1,8 +1,7 @@
 """The program of a process that plays episodes, many at a time, of one environment.
 
-It is run as a file, and may be run by a Python of the user's: so it needs the standard library
-alone. Requests and replies are lines of JSON, matched by their number. Coroutines share one event
-loop; other methods run in threads.
+It may be run by a Python of the user's: so it needs the standard library alone. Calls are answered
+in any order. Coroutines share one event loop; other methods run in threads.
 """
 
 from __future__ import annotations
@@ -20,38 +19,30 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-if __name__ == "__main__":
-    # another Python does not have megadapo, and must not get the packages beside it
-    _spec = ModuleSpec("megadapo", None, is_package=True)
-    _spec.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
-    sys.modules["megadapo"] = module_from_spec(_spec)
-
-from megadapo.environments.environment import (  # noqa: E402 - it must be findable first
+from megadapo.environments.environment import (
     Action,
     Environment,
     EnvironmentFailure,
     Task,
     ToolCall,
 )
-from megadapo.environments.functions import run_in_thread  # noqa: E402
-from megadapo.environments.results import (  # noqa: E402
+from megadapo.environments.functions import run_in_thread
+from megadapo.environments.results import (
     ProtocolViolation,
     read_description,
     read_observation,
     read_state,
 )
-from megadapo.rewards.workers.worker import (  # noqa: E402
+from megadapo.rewards.workers.worker import (
     CannotStart,
+    Host,
     describe_error,
     forbid,
-    limit_memory,
-    send,
-    take_stdout,
+    text_of,
 )
 
 SECTION = "rollout.environments"
@@ -73,27 +64,21 @@ _STACK_BYTES = 8 << 20
 
 
 def main() -> None:
-    """Read the settings from the first line of stdin, and answer the lines after it."""
-    requests = _take_stdin()
-    settings = json.loads(requests.readline())
-    replies = take_stdout(2)
+    """Answer the calls of `processes.EnvironmentProcess`, many at a time."""
+    host = Host()
     # an event loop opens a pair of sockets
     loop = asyncio.new_event_loop()
-    try:
-        limit_memory(settings["memory_bytes"])
-        forbid(network=not settings["network"], processes=False, section=SECTION)
-        sys.addaudithook(_refuse_forks)
-        loaded = load(settings["path"], settings["options"], settings["recovery"])
-    except CannotStart as error:
-        send(replies, {"number": 0, "cause": "cannot start", "error": str(error)})
-        return
-    threads = max(1, min(MAX_THREADS, settings["memory_bytes"] // 4 // _STACK_BYTES))
-    slots = COROUTINE_CALLS if inspect.iscoroutinefunction(loaded.step) else threads
-    worker = Worker(loop, loaded, settings, replies, threads)
-    send(replies, {"number": 0, "value": {"slots": slots}})
-    threading.Thread(target=_read, args=(requests, loop, worker), daemon=True).start()
-    loop.create_task(_set_alarms(settings["timeout_s"] + HUNG_S))
+    worker = host.begin(partial(_prepare, loop, host))
+    threading.Thread(target=_read, args=(host, loop, worker), daemon=True).start()
+    loop.create_task(_set_alarms(host.settings["timeout_s"] + HUNG_S))
     loop.run_forever()
+
+
+def _prepare(loop: asyncio.AbstractEventLoop, host: Host, settings: Mapping[str, Any]) -> Worker:
+    forbid(network=not settings["network"], processes=False, section=SECTION)
+    sys.addaudithook(_refuse_forks)
+    loaded = load(settings["path"], settings["options"], settings["recovery"])
+    return Worker(loop, loaded, host)
 
 
 def load(path: str, options: Mapping[str, Any], recovery: str) -> type[Environment]:
@@ -135,18 +120,15 @@ class Worker:
     """The objects of a process and their calls in progress; used by the event loop's thread."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        loaded: type[Environment],
-        settings: Mapping[str, Any],
-        replies: BinaryIO,
-        num_threads: int,
+        self, loop: asyncio.AbstractEventLoop, loaded: type[Environment], host: Host
     ) -> None:
-        self._loop, self._class, self._replies = loop, loaded, replies
-        self._options = settings["options"]
-        self._memory_mib = settings["memory_bytes"] >> 20
-        self._has_state = settings["recovery"] == "state"
-        self._threads = ThreadPoolExecutor(num_threads + MAX_STUCK)
+        self._loop, self._class, self._host = loop, loaded, host
+        self._options = host.settings["options"]
+        memory_bytes = host.settings["memory_bytes"]
+        self._memory_mib = memory_bytes >> 20
+        self._has_state = host.settings["recovery"] == "state"
+        self._num_threads = max(1, min(MAX_THREADS, memory_bytes // 4 // _STACK_BYTES))
+        self._threads = ThreadPoolExecutor(self._num_threads + MAX_STUCK)
         # asyncio.to_thread has few threads otherwise
         loop.set_default_executor(self._threads)
         self._objects: dict[int, Environment] = {}
@@ -172,7 +154,7 @@ class Worker:
         task.add_done_callback(lambda _: self._tasks.pop(message["number"], None))
 
     async def _answer(self, message: Mapping[str, Any]) -> None:
-        reply: dict[str, Any] = {"number": message["number"]}
+        reply: dict[str, Any]
         try:
             value = await self._calls[message["call"]](message)
             size = len(json.dumps(value))
@@ -180,31 +162,31 @@ class Worker:
                 raise ProtocolViolation(
                     f"returned {size:,} bytes of JSON; {MAX_RESULT_BYTES:,} is the limit"
                 )
-            reply["value"] = value
+            reply = {"value": value}
         except ProtocolViolation as error:
-            reply |= {"cause": "wrong result", "error": str(error)}
+            reply = {"cause": "wrong result", "error": str(error)}
         except EnvironmentFailure as error:
-            text = _text_of(error) or "no reason given"
-            reply |= {"cause": "failure", "error": text[:MAX_ERROR]}
+            text = text_of(error) or "no reason given"
+            reply = {"cause": "failure", "error": text[:MAX_ERROR]}
         except MemoryError:
             limit = f"{SECTION}.memory_mib = {self._memory_mib}"
-            reply |= {"cause": "no capacity", "error": f"out of memory, by {limit}"}
+            reply = {"cause": "no capacity", "error": f"out of memory, by {limit}"}
         except BaseException as error:
             # a user's method may raise any exception, and exit; only ours cancels this task
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            text = _text_of(error)
+            text = describe_error(error, MAX_ERROR)
             is_thread = isinstance(error, RuntimeError) and "start new thread" in text
             cause = "no capacity" if is_thread else "exception"
-            text = f"{type(error).__name__}: {text}"[:MAX_ERROR].removesuffix(": ")
-            reply |= {"cause": cause, "error": text + _place(error)}
-        send(self._replies, reply)
+            reply = {"cause": cause, "error": text + _place(error)}
+        self._host.send(message["number"], **reply)
 
     async def _describe(self, message: Mapping[str, Any]) -> Any:
         environment = await self._call(0, self._class, **self._options)
+        slots = COROUTINE_CALLS if inspect.iscoroutinefunction(self._class.step) else 0
         try:
-            return read_description(environment)
+            return read_description(environment) | {"slots": slots or self._num_threads}
         finally:
             await self._call(0, environment.close)
 
@@ -289,14 +271,6 @@ class Worker:
             count(-1)
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:
-        # a user's exception may raise any other one, and a call without a reply seems to hang
-        return "<exception str() failed>"
-
-
 def _place(error: BaseException) -> str:
     """Return the line of a user's file that an exception passed last, in parentheses."""
     others = (str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib"), "<")
@@ -308,19 +282,10 @@ def _place(error: BaseException) -> str:
     return place
 
 
-def _take_stdin() -> BinaryIO:
-    """Reserve the pipe of requests, which an environment that reads stdin would take away."""
-    requests = os.fdopen(os.dup(0), "rb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return requests
-
-
-def _read(requests: BinaryIO, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
+def _read(host: Host, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
     try:
-        for line in requests:
-            loop.call_soon_threadsafe(worker.take, json.loads(line))
+        for call in host.calls():
+            loop.call_soon_threadsafe(worker.take, call)
     finally:
         # the host has ended, or the environment has closed the pipe: so this process ends, and all
         # that the environment has started
@@ -338,7 +303,3 @@ def _refuse_forks(event: str, arguments: tuple[Any, ...]) -> None:
     # a fork inside the event loop would play all episodes a second time
     if event in ("os.fork", "os.forkpty"):
         raise PermissionError('forks; use subprocess, or multiprocessing with the method "spawn"')
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,9 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +36,7 @@ from megadapo.rewards.rules import marked_answer
 from megadapo.rewards.steps import step_ends
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers import cgroup
-from megadapo.rewards.workers.processes import Lost, ProcessPool, Program, Reply
+from megadapo.rewards.workers.processes import TIMEOUT, CallError, ProcessPool, Program, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -109,22 +108,32 @@ class FunctionScore:
 
 
 class Runner(abc.ABC):
-    """A function that is called in other processes; safe to use from any thread."""
+    """A function that is called in other processes; safe to use from any thread.
+
+    Raises:
+        InfraError: the processes cannot start.
+    """
 
     num_threads = 1
     """Number of groups that it can score at the same time."""
+    is_fresh = False
+    """Whether a process is for one request only."""
 
-    def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
+    def __init__(
+        self, config: RewardFunction, program: Program, decode: Decode | None = None
+    ) -> None:
         """`decode`: of the tokenizer; only needed for steps of the text."""
         self.config = config
+        what = f'reward.functions.function = "{config.function}"'
+        self._pool = ProcessPool(program, config.num_workers, what=what, is_fresh=self.is_fresh)
         self._decode = decode
         self._failures = FailureCounts(f"reward function {config.label}")
         self._num_repeats = 0
         self._lock = threading.Lock()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """End its processes."""
+        self._pool.close()
 
     @abc.abstractmethod
     def _results(
@@ -256,30 +265,15 @@ class FunctionRunner(Runner):
 
     If a call scores one response, the responses of a group are distributed over the processes. If
     it scores a group, each process works on a different group.
-
-    Raises:
-        InfraError: the function cannot be imported or called.
     """
 
     def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
-        super().__init__(config, decode)
-        pool = ProcessPool(_program(config), 1)
-        self._pools = [pool]
-        (described,) = pool.run([{"calls": None}], config.timeout_s)
-        assert not isinstance(described, Lost), "the worker answers without calling the function"
+        super().__init__(config, _program(config), decode)
+        (described,) = self._pool.run([{"calls": None}], config.timeout_s)
+        assert not isinstance(described, CallError), "the worker answers without the function"
         self._takes: Literal["one", "batch", "async"] = described["takes"]
-        if self._takes == "one":
-            pool.grow(config.num_workers - 1)
-        else:
+        if self._takes != "one":
             self.num_threads = config.num_workers
-            self._pools += [ProcessPool(_program(config), 1) for _ in range(config.num_workers - 1)]
-        self._free: SimpleQueue[ProcessPool] = SimpleQueue()
-        for pool in self._pools:
-            self._free.put(pool)
-
-    def close(self) -> None:
-        for pool in self._pools:
-            pool.close()
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -294,29 +288,25 @@ class FunctionRunner(Runner):
         requests = [{"calls": calls}] if whole else [{"calls": [call]} for call in calls]
         # each coroutine has its own limit, so that the others of the group keep their scores
         limit_s = self.config.timeout_s + (COROUTINE_GRACE_S if self._takes == "async" else 0.0)
-        pool = self._free.get()
-        try:
-            replies = pool.run(requests, limit_s)
-        finally:
-            self._free.put(pool)
+        replies = self._pool.run(requests, limit_s)
         return [
             result
             for reply, request in zip(replies, requests, strict=True)
             for result in self._unpack(reply, len(request["calls"]))
         ]
 
-    def _unpack(self, reply: Reply | Lost, size: int) -> Sequence[Reply]:
+    def _unpack(self, reply: Reply | CallError, size: int) -> Sequence[Reply]:
         on_network = self.config.may_use_network
-        if not isinstance(reply, Lost):
+        if not isinstance(reply, CallError):
             results: Sequence[Reply] = reply["results"]
             return [
                 {**result, "outage": on_network and result.get("outage", False)}
                 for result in results
             ]
-        error, is_outage = f"its process ended: {reply.detail or reply.kind}", False
-        if reply.kind == "timeout":
+        error, is_outage = f"its process ended: {reply.details}", False
+        if reply.cause == TIMEOUT:
             error, is_outage = f"took longer than {self.config.timeout_s:g} s", on_network
-        elif reply.detail in KILLED:
+        elif reply.details.startswith(KILLED):
             is_outage = True
         return [{"error": error, "outage": is_outage}] * size
 
@@ -333,10 +323,9 @@ def _program(config: RewardFunction) -> Program:
         options["path"] = path_from_anywhere(path)
     return Program(
         module="megadapo.rewards.workers.function_worker",
-        what=f'reward.functions.function = "{config.function}"',
         memory_bytes=config.memory_mib << 20,
         output_bytes=config.output_kib << 10,
-        arguments={
+        settings={
             "path": config.path,
             "options": options,
             "network": config.may_use_network,
@@ -345,36 +334,25 @@ def _program(config: RewardFunction) -> Program:
             "step_separators": config.separators,
             "step_score": config.step_score,
         },
-        environment={name: os.environ[name] for name in config.environment if name in os.environ},
+        variables={name: os.environ[name] for name in config.environment if name in os.environ},
     )
 
 
 class SandboxRunner(Runner):
-    """The base of functions that run generated code, in processes of a module of `workers`.
-
-    Raises:
-        InfraError: this system does not isolate processes.
-    """
+    """The base of functions that run generated code, in processes of a module of `workers`."""
 
     module: str
-    is_fresh: bool
-    """Whether a process is for one request only."""
 
     def __init__(self, config: RewardFunction, isolation: Isolation) -> None:
-        super().__init__(config)
         program = Program(
             module=f"megadapo.rewards.workers.{self.module}",
-            what=f'reward.functions.function = "{config.function}"',
             memory_bytes=config.memory_mib << 20,
-            output_bytes=config.output_kib << 10,
-            fresh=self.is_fresh,
+            # the texts on stdin are files too, and may be longer than the limit on output
+            output_bytes=None,
             group=cgroup.find_parent(),
-            arguments={"isolation": isolation},
+            settings={"isolation": isolation, "run_output_bytes": config.output_kib << 10},
         )
-        self._pool = ProcessPool(program, config.num_workers)
-
-    def close(self) -> None:
-        self._pool.close()
+        super().__init__(config, program)
 
     def _scored(self, share: float, parts: dict[str, float]) -> Reply:
         """Return a result; a response is right with a share of 1, and earns less only if asked."""
@@ -415,11 +393,13 @@ class PythonTestsRunner(SandboxRunner):
             "stops_early": not self.config.options.get("partial", False),
         }
 
-    def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply:
-        if isinstance(reply, Lost) and reply.detail in KILLED:
-            return {"error": f"its sandbox was killed: {reply.detail}", "outage": True}
-        is_lost = isinstance(reply, Lost)
-        runs = [] if reply is None or isinstance(reply, Lost) else reply["runs"]
+    def _result(self, reply: Reply | CallError | None, tests: UnitTests) -> Reply:
+        runs: Sequence[Mapping[str, Any]] = []
+        if isinstance(reply, CallError):
+            if reply.cause == TIMEOUT or reply.details.startswith(KILLED):
+                return {"error": f"its sandbox was killed: {reply.details}", "outage": True}
+        elif reply is not None:
+            runs = reply["runs"]
         passed = [run["ending"] == "done" for run in runs]
         if tests.assertions is None:
             outputs = zip(runs, tests.outputs, strict=False)
@@ -430,7 +410,7 @@ class PythonTestsRunner(SandboxRunner):
             "passed": share,
             "no_program": float(reply is None),
             "timeouts": float(any(run["ending"] == "timeout" for run in runs)),
-            "lost_sandboxes": float(is_lost),
+            "lost_sandboxes": float(isinstance(reply, CallError)),
         }
         return self._scored(share, parts)
 
@@ -440,12 +420,9 @@ class ReasoningGymRunner(SandboxRunner):
 
     A response is right if its score is 1. An answer on which the scorer raises, or takes too long,
     scores 0. A sandbox that ends is a failure of the function.
-
-    Raises:
-        InfraError: reasoning-gym is not installed, or this system does not isolate processes.
     """
 
-    module, is_fresh = "reasoning_gym_worker", False
+    module = "reasoning_gym_worker"
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -463,9 +440,9 @@ class ReasoningGymRunner(SandboxRunner):
         replies = dict(zip(given, self._pool.run(requests, limit_s), strict=True))
         return [self._result(replies.get(answer)) for answer in answers]
 
-    def _result(self, reply: Reply | Lost | None) -> Reply:
-        if isinstance(reply, Lost):
-            return {"error": f"its sandbox ended: {reply.detail or reply.kind}", "outage": True}
+    def _result(self, reply: Reply | CallError | None) -> Reply:
+        if isinstance(reply, CallError):
+            return {"error": f"its sandbox ended: {reply.details}", "outage": True}
         if reply is not None and "error" in reply:
             return reply
         ending, score = ("no_answer", 0.0) if reply is None else (reply["ending"], reply["score"])

@@ -25,7 +25,15 @@ from megadapo.data.group import NO_ANSWER, Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import Isolation, RewardConfig
 from megadapo.rewards.dapo_math import Rule, extract_answer
-from megadapo.rewards.workers.processes import START_TIMEOUT_S, Lost, ProcessPool, Program, Reply
+from megadapo.rewards.workers.processes import (
+    LOST,
+    START_TIMEOUT_S,
+    TIMEOUT,
+    CallError,
+    ProcessPool,
+    Program,
+    Reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +54,7 @@ _REFUSED = (
     (re.compile(r"\\(sum|prod|int|lim|[dt]?binom|bigcup|bigcap)"), "a long computation"),
     (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), "control characters"),
 )
-_COUNTED = {"timeout": "num_timeouts", "crash": "num_crashes", "skipped": "num_skipped"}
+_COUNTED = {TIMEOUT: "num_timeouts", LOST: "num_crashes", "skipped": "num_skipped"}
 CHUNK = 8
 """Number of pairs that the workers get at a time, so that they rarely wait for each other."""
 MAX_REMEMBERED = 65_536
@@ -114,15 +122,13 @@ class SymbolicPool:
         self._lock = threading.Lock()
         program = Program(
             module="megadapo.rewards.workers.symbolic_worker",
-            what="a symbolic worker",
-            advice=ADVICE,
             memory_bytes=memory_bytes,
             idle=idle,
-            arguments={"isolation": isolation},
+            settings={"isolation": isolation},
         )
-        self._processes = ProcessPool(program, num_workers)
+        self._processes = ProcessPool(program, num_workers, what="a symbolic worker", advice=ADVICE)
         (answer,) = self._processes.run([{}], START_TIMEOUT_S)
-        self.exposed: str = "" if isinstance(answer, Lost) else answer["exposed"]
+        self.exposed: str = "" if isinstance(answer, CallError) else answer["exposed"]
         """Reason why workers can reach network and files, if the system does not isolate them."""
 
     @property
@@ -160,11 +166,11 @@ class SymbolicPool:
         """Kill the workers; a batch in progress gets no further results."""
         self._processes.close()
 
-    def _result(self, reply: Reply | Lost) -> bool | None:
+    def _result(self, reply: Reply | CallError) -> bool | None:
         """Count a reply and return its result."""
-        if isinstance(reply, Lost):
-            if reply.kind != "closed":
-                self._counts[_COUNTED[reply.kind]] += 1
+        if isinstance(reply, CallError):
+            if reply.cause != "closed":
+                self._counts[_COUNTED[reply.cause]] += 1
             return None
         if reply["result"] == "unparsed":
             self._counts["num_unparsed"] += 1

@@ -9,36 +9,22 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import io
 import itertools
-import json
 import linecache
-import os
 import random
 import re
 import resource
 import signal
-import struct
 import sys
 import traceback
 from collections.abc import Mapping
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-if __name__ == "__main__":
-    # another Python does not have megadapo, and must not get the packages beside it
-    _spec = ModuleSpec("megadapo", None, is_package=True)
-    _spec.submodule_search_locations = [str(Path(__file__).resolve().parents[2])]
-    sys.modules["megadapo"] = module_from_spec(_spec)
+from megadapo.rewards.workers import isolation, seccomp
+from megadapo.rewards.workers.worker import Handler, serve
 
-from megadapo.rewards.workers import isolation, landlock, seccomp  # noqa: E402 - as above
-
-HEADER = struct.Struct(">II")
-"""Number of the call and bytes of the text after it, in both directions; call 0 is the start."""
 MAX_FRAMES = 3
 MAX_ERROR_LINES = 12
 MAX_ERROR_LINE = 200
@@ -48,30 +34,25 @@ _ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}(?=>)")
 
 
 def main() -> None:
-    """Read settings, and reply with the reason why the sandbox cannot start, or an empty text.
+    """Serve calls, `{"code"}` to what it prints."""
+    serve(_prepare)
 
-    After that, every code that is read gets its output as a reply.
-    """
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    discarded = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(discarded, number)
-    settings = json.loads(_read(requests) or "null")
-    try:
-        _isolate(settings)
-    except OSError as error:
-        _reply(replies, 0, str(error))
-        return
+
+def _prepare(settings: Mapping[str, Any]) -> Handler:
+    user = isolation.enter(settings["isolation"], alone=True, writable=False)
+    isolation.drop_privileges(user, max_processes=0)
+    # without signals, timers and limits of time, the end by SIGKILL was not the code's own doing
+    limits = [(1, 0xFFFFFFFF, one, False) for one in (resource.RLIMIT_CPU, resource.RLIMIT_RTTIME)]
+    denied = ["kill", "tgkill", "setrlimit", "timer_create"]
+    seccomp.install(seccomp.program(denied, {"prlimit64": limits}))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # unseeded code does the same when an episode is replayed
     random.seed(settings["seed"])
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
-    _reply(replies, 0, "")
-    for number in itertools.count(1):
-        code = _read(requests)
-        if code is None:
-            return
-        _reply(replies, number, run(code, module.__dict__, number, settings["max_chars"]))
+    numbers = itertools.count(1)
+    max_chars = settings["max_chars"]
+    return lambda request: run(request["code"], module.__dict__, next(numbers), max_chars)
 
 
 def run(code: str, names: dict[str, Any], number: int, max_chars: int) -> str:
@@ -139,58 +120,3 @@ def _end_of_traceback(error: BaseException) -> str:
     ]
     shown = "".join(lines).splitlines()[-MAX_ERROR_LINES:]
     return "\n".join(line[:MAX_ERROR_LINE] for line in shown)
-
-
-def _isolate(settings: Mapping[str, Any]) -> None:
-    """Restrict this process permanently.
-
-    Raises:
-        OSError: the system does not allow it.
-    """
-    refused = isolation.refusal()
-    if refused and settings["isolation"] == "require":
-        raise OSError(f'isolation = "require", and the system allows no namespaces ({refused})')
-    if refused and landlock.version() < landlock.MIN_VERSION:
-        raise OSError(
-            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2), and "
-            "generated code never runs unisolated: allow user namespaces, or use another machine"
-        )
-    user = None if refused else isolation.enter_alone(writable=False)
-    isolation.drop_privileges(user, max_processes=0)
-    memory_bytes = settings["memory_bytes"]
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    except ValueError:
-        raise OSError(
-            f"its option memory_mib = {memory_bytes >> 20} is above the memory_mib of the "
-            "environment's own process: lower it, or raise rollout.environments.memory_mib"
-        ) from None
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    # without signals, timers and limits of time, the end by SIGKILL was not the code's own doing
-    limits = [(1, 0xFFFFFFFF, one, False) for one in (resource.RLIMIT_CPU, resource.RLIMIT_RTTIME)]
-    denied = ["kill", "tgkill", "setrlimit", "timer_create"]
-    seccomp.install(seccomp.program(denied, {"prlimit64": limits}))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # after the change of the user id, which clears it
-    ctypes.CDLL(None).prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != settings["parent"]:
-        os._exit(1)
-
-
-def _read(requests: io.BufferedIOBase) -> str | None:
-    """Return the next text; None at the end of the pipe."""
-    header = requests.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    return requests.read(HEADER.unpack(header)[1]).decode()
-
-
-def _reply(replies: int, number: int, text: str) -> None:
-    data = text.encode(errors="replace")
-    data = HEADER.pack(number, len(data)) + data
-    while data:
-        data = data[os.write(replies, data) :]
-
-
-if __name__ == "__main__":
-    main()

@@ -272,7 +272,3 @@ def _number(value: Any, part: str = "") -> float:
     if not math.isfinite(number):
         raise WrongResult(f"returned {number}{of_part}")
     return number
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megadapo.rewards.workers import landlock, seccomp
+from megadapo.rewards.workers.worker import PR_SET_PDEATHSIG, CannotStart
 
 MAX_FILES_BYTES = 64 << 20
 """Size of the file system in memory."""
@@ -32,7 +33,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 KEYCTL_JOIN_SESSION_KEYRING = 1
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID | CLONE_NEWNET
@@ -69,15 +70,40 @@ def refusal() -> str:
     return f"user {os.geteuid()}: {os.strerror(number)}" if number else ""
 
 
-def enter(*, writable: bool = True) -> int:
-    """Continue as the first process of new namespaces; the caller's process waits for its end.
+def enter(isolation: str, *, alone: bool = False, writable: bool = True) -> int | None:
+    """Enter new namespaces, in which this process has no network and no access to other files.
 
-    `writable`: whether files may be written, which are in memory.
+    Args:
+        isolation: "require", or "auto", with which Landlock can replace the namespaces.
+        alone: stay the same process, which then starts no others. Otherwise, continue as the first
+            process of the namespaces, for whose end the caller's process waits.
+        writable: whether files may be written, which are in memory. With Landlock they never may.
 
     Returns:
-        The user id for `drop_privileges`.
+        The user id for `drop_privileges`; None without namespaces.
+
+    Raises:
+        CannotStart: the system allows no isolation, or not the one that is required.
     """
-    user = _unshare(_NAMESPACES)
+    refused = refusal()
+    if refused and isolation == "require":
+        raise CannotStart(f'isolation = "require", and the system allows no namespaces ({refused})')
+    if refused and landlock.version() < landlock.MIN_VERSION:
+        raise CannotStart(
+            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2): allow "
+            "user namespaces, or use another machine"
+        )
+    if refused:
+        return None
+    user = _unshare(_NAMESPACES & ~CLONE_NEWPID if alone else _NAMESPACES)
+    if not alone:
+        _become_first()
+    _enter_own_files(writable=writable)
+    return user
+
+
+def _become_first() -> None:
+    """Continue as the first process of a new PID namespace."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -87,23 +113,6 @@ def enter(*, writable: bool = True) -> int:
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     # the first process of a namespace gets only the signals that it handles
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _enter_own_files(writable=writable)
-    return user
-
-
-def enter_alone(*, writable: bool = True) -> int:
-    """Enter new namespaces as the same process, for a process that starts no others.
-
-    It has no network and no access to other files.
-
-    `writable`: as for `enter`.
-
-    Returns:
-        The user id for `drop_privileges`.
-    """
-    user = _unshare(_NAMESPACES & ~CLONE_NEWPID)
-    _enter_own_files(writable=writable)
-    return user
 
 
 def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> None:
@@ -131,6 +140,8 @@ def drop_privileges(user: int | None, *, max_processes: int = MAX_PROCESSES) -> 
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+    # only now, because a change of the user id clears it
+    _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
@@ -153,7 +164,7 @@ def _unshare(namespaces: int) -> int:
     return _INNER_USER
 
 
-def _enter_own_files(*, writable: bool = True) -> None:
+def _enter_own_files(*, writable: bool) -> None:
     """Replace all file systems with one in memory."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     sources = list(_sources())

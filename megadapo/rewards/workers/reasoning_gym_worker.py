@@ -13,7 +13,8 @@ from typing import Any
 
 from megadapo.data.reasoning_gym import Item, create, item_at
 from megadapo.errors import DataError
-from megadapo.rewards.workers.sandbox_worker import PROBE_S, enter, run_child
+from megadapo.rewards.workers import isolation
+from megadapo.rewards.workers.sandbox_worker import PROBE_S, run_child
 from megadapo.rewards.workers.worker import CannotStart, Handler, serve
 
 MAX_DATASETS = 128
@@ -28,8 +29,7 @@ def main() -> None:
     `{"item", "prompt", "answer", "seconds"}` to `{"ending", "score"}`, where the score counts if
     the ending is "done", or to `{"error"}` if the item cannot be made or is not in the prompt.
     """
-    # the limit on files is that of a child, which has its output in files
-    serve(_prepare, limits_written=False)
+    serve(_prepare)
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
@@ -37,7 +37,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         _make(PROBE)
     except DataError as error:
         raise CannotStart(str(error)) from error
-    user = enter(settings, writable=False)
+    user = isolation.enter(settings["isolation"], writable=False)
     made = lru_cache(MAX_ENTRIES)(lambda text: _make(Item.of(json.loads(text))))
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
             b"",
             request["seconds"],
             user=user,
-            output_bytes=settings["output_bytes"],
+            output_bytes=settings["run_output_bytes"],
             max_processes=0,
         )
         if not run.in_time:
@@ -92,7 +92,3 @@ def _score(result: bytes | None) -> float | None:
         # an answer that is evaluated can find the token and write a result itself
         return None
     return score if isinstance(score, float) and 0.0 <= score <= 1.0 else None
-
-
-if __name__ == "__main__":
-    main()

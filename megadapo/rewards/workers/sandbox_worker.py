@@ -25,13 +25,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
-from megadapo.rewards.workers import isolation, landlock
+from megadapo.rewards.workers import isolation
 from megadapo.rewards.workers.worker import (
     MAX_REPLY_BYTES,
-    REQUIRED,
     CannotStart,
     Handler,
-    limit_written,
     serve,
 )
 
@@ -50,13 +48,12 @@ def main() -> None:
     `{"ending", "output"}`. Runs are left out once the time is over, once the reply is full, and
     with `stops_early` after the first run that fails.
     """
-    # the texts on stdin are files too, and may be longer than the limit on output
-    serve(_prepare, limits_written=False)
+    serve(_prepare)
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    user = enter(settings)
-    run = partial(_run, user=user, output_bytes=settings["output_bytes"])
+    user = isolation.enter(settings["isolation"])
+    run = partial(_run, user=user, output_bytes=settings["run_output_bytes"])
     # otherwise a restriction that the kernel refuses would fail every program
     if run("", None, "", PROBE_S)["ending"] != "done":
         raise CannotStart("not even an empty program can run in the sandbox on this system")
@@ -80,25 +77,6 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         return {"runs": runs}
 
     return handle
-
-
-def enter(settings: Mapping[str, Any], *, writable: bool = True) -> int | None:
-    """Isolate this process, which starts the runs; return the user of a run.
-
-    `writable`: whether runs may write files, which are in memory. With Landlock they never may.
-
-    Raises:
-        CannotStart: the system allows no isolation, or not the kind that the settings ask for.
-    """
-    refused = isolation.refusal()
-    if refused and settings["isolation"] == "require":
-        raise CannotStart(REQUIRED.format(refused))
-    if refused and landlock.version() < landlock.MIN_VERSION:
-        raise CannotStart(
-            f"this system does not isolate processes ({refused}; Landlock needs Linux 6.2), and "
-            "generated code never runs unisolated: allow user namespaces, or use another machine"
-        )
-    return None if refused else isolation.enter(writable=writable)
 
 
 @dataclass(frozen=True)
@@ -134,7 +112,7 @@ def run_child(
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        limit_written(output_bytes)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
         _work(work, token, seconds, user, max_processes)
     in_time = _wait(child, seconds)
     output, written = os.pread(stdout, output_bytes, 0), os.pread(result, MAX_RESULT_BYTES, 0)
@@ -213,7 +191,3 @@ def _wait(child: int, seconds: float) -> bool:
         while True:
             os.waitpid(-1, 0)
     return in_time
-
-
-if __name__ == "__main__":
-    main()

@@ -66,7 +66,7 @@ _DENIED_ALONE = {
 
 _CHECKED = {
     **{"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "kill": (62, 129)},
-    **{"tgkill": (234, 131), "fcntl": (72, 25), "ioctl": (16, 29)},
+    **{"tgkill": (234, 131), "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167)},
 }
 _SELF_ONLY = {
     **{"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274)},
@@ -84,6 +84,8 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ANY = 0xFFFFFFFF
 _SOCKET_TYPE = 0xF
+# prctl(2): PR_SET_PDEATHSIG, by which a process ends with the one that has started it
+_SET_DEATH_SIGNAL = 1
 # fcntl(2): F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE; ioctl(2): FIOSETOWN, SIOCSPGRP
 _SIGNALLING_FCNTL, _SIGNALLING_IOCTL = (8, 10, 15, 1024), (0x8901, 0x8902)
 
@@ -109,6 +111,7 @@ def restrict(*, alone: bool = False) -> None:
             and times of files. Namespaces do this where they are allowed.
     """
     checks: dict[str, list[_Check]] = {
+        "prctl": [(0, _ANY, _SET_DEATH_SIGNAL, False)],
         "clone": [(0, _CLONE_NEW, 0, True)],
         # connected pairs only: a datagram socket could send to any address
         "socketpair": [

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megadapo.rewards.workers import isolation
-from megadapo.rewards.workers.worker import REQUIRED, CannotStart, Handler, forbid, serve
+from megadapo.rewards.workers.worker import CannotStart, Handler, forbid, serve
 
 SELF_TEST = (
     (r"\frac{1}{2}", "0.5", "equal"),
@@ -40,7 +40,7 @@ def main() -> None:
 def _prepare(settings: Mapping[str, Any]) -> Handler:
     logging.disable(logging.CRITICAL)
     _test_itself()
-    exposed = isolate(required=settings["isolation"] == "require")
+    exposed = isolate(settings["isolation"])
     # again, since it can no longer read all files
     _test_itself()
 
@@ -59,27 +59,25 @@ def _test_itself() -> None:
             raise CannotStart(f"self-test: {answer} against {gold} gave {result}, not {expected}")
 
 
-def isolate(*, required: bool = False) -> str:
+def isolate(setting: str = "auto") -> str:
     """Drop access to network, files, privileges and new processes; return why if that fails.
 
     In that case only Python's own functions for network and processes are blocked, which prevents
     mistakes but no attack.
 
     Raises:
-        CannotStart: namespaces are `required`, and the system does not allow them.
+        CannotStart: the setting is "require", and the system does not isolate processes.
     """
-    refused = isolation.refusal()
-    if refused and required:
-        raise CannotStart(REQUIRED.format(refused))
     try:
-        user = None if refused else isolation.enter_alone()
+        user = isolation.enter(setting, alone=True)
         isolation.drop_privileges(user, max_processes=0)
-    except OSError as error:
+    except (CannotStart, OSError) as error:
+        if setting == "require":
+            raise
         forbid(network=True, processes=True)
         # root ignores this limit
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        reasons = "; ".join(filter(None, (refused, str(error))))
-        return f"this system does not isolate processes ({reasons})"
+        return str(error)
     return ""
 
 
@@ -113,7 +111,3 @@ def _parse(text: str) -> list[Any]:
         if any(not isinstance(expression, str) for expression in found):
             return found
     return []
-
-
-if __name__ == "__main__":
-    main()

@@ -1,73 +1,117 @@
-"""The main loop of a worker process: it limits itself, then answers requests one by one.
+"""A worker process: it limits itself, then answers the calls of its host.
 
-`processes.ProcessPool` starts it as a separate process, because its work can hang or fill the
-memory. It sets its limits before it reads any request, and may be killed at any time.
+`processes.WorkerProcess` starts it, because its work can hang or fill the memory. It sets its
+limits before it reads any request, and may be killed at any time.
+
+    python -P worker.py MODULE
+
+runs `MODULE.main`. A Python of the user's may do so, which does not have megadapo and must not get
+the packages beside it: so it is found by its place, and this needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
+import ctypes
+import importlib
 import json
-import math
 import os
 import resource
+import signal
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar
 
-Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Mapping[str, Any]], Any]
 """Function from a request to its reply, both JSON values."""
+Prepared = TypeVar("Prepared")
 
+PR_SET_PDEATHSIG = 1
+"""Constant of prctl(2)."""
 MAX_REPLY_BYTES = 64 << 20
 """Size of a reply above which a worker is ended."""
 MAX_REASON = 500
 """Characters of the reason why a worker cannot start."""
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
-REQUIRED = 'reward.isolation = "require", and the system allows no namespaces ({})'
-"""Reason of a worker that must be isolated by them."""
 
 
 class CannotStart(Exception):
     """A reason why a worker cannot start."""
 
 
-def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True) -> None:
-    """Read the program's arguments from the first line of stdin, and answer the lines after it.
+class Host:
+    """The pipes to the process that has started this one.
 
-    A request line is `{"cpu_s", "request"}`; the answer is the line of the handler's reply.
-
-    Args:
-        prepare: creates the handler from the program's arguments; may raise CannotStart.
-        limits_written: False if the handler itself limits files to `output_bytes`.
+    Children do not inherit them; otherwise they would stay open after this process ends. Code that
+    reads stdin gets nothing, and what it prints is limited, discarded or logged.
     """
-    settings = json.loads(sys.stdin.buffer.readline())
-    output_bytes = settings["output_bytes"]
-    printed = os.memfd_create("printed") if output_bytes else os.open(os.devnull, os.O_WRONLY)
-    replies = take_stdout(printed)
-    try:
-        limit_memory(settings["memory_bytes"])
-        if limits_written:
-            limit_written(settings["output_bytes"])
-        handler = prepare(settings)
-        # after the start, which takes about a second even on a busy machine
-        if settings["idle"]:
-            # run only on cores that are otherwise idle
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except CannotStart as error:
-        send(replies, {"failed": str(error)[:MAX_REASON]})
-        return
-    except (ImportError, MemoryError, OSError, ValueError) as error:
-        send(replies, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON]})
-        return
-    send(replies, {"ready": True})
-    for line in sys.stdin.buffer:
-        message = json.loads(line)
-        # the system ends this process if the request takes longer, even without a parent
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = math.ceil(usage.ru_utime + usage.ru_stime) + message["cpu_s"]
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
-        send(replies, handler(message["request"]))
+
+    def __init__(self) -> None:
+        self._requests = os.fdopen(os.dup(0), "rb")
+        self._replies = os.fdopen(os.dup(1), "wb", buffering=0)
+        self.settings = json.loads(self._requests.readline())
+        """Settings of the program."""
+        nothing = printed = os.open(os.devnull, os.O_RDWR)
+        if self.settings["output_bytes"] is None:
+            printed = 2
+        elif self.settings["output_bytes"]:
+            printed = os.memfd_create("printed")
+        for number, file in enumerate((nothing, printed, printed)):
+            os.dup2(file, number)
+
+    def begin(self, prepare: Callable[[Mapping[str, Any]], Prepared]) -> Prepared:
+        """Limit this process, prepare its work with the settings, and report that it is ready.
+
+        `prepare`: may raise CannotStart, which ends this process.
+        """
+        try:
+            memory_bytes = self.settings["memory_bytes"]
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+            # no dump of a large memory
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if (written_bytes := self.settings["output_bytes"]) is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (written_bytes, written_bytes))
+            prepared = prepare(self.settings)
+            # after the start, which takes about a second even on a busy machine
+            if self.settings["idle"]:
+                # run only on cores that are otherwise idle
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except CannotStart as error:
+            reason = str(error)
+        except (ImportError, MemoryError, OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            self.send(0, value=None)
+            return prepared
+        self.send(0, cause="cannot start", error=reason[:MAX_REASON])
+        sys.exit()
+
+    def calls(self) -> Iterator[dict[str, Any]]:
+        """Yield calls until the host ends."""
+        return map(json.loads, self._requests)
+
+    def send(self, number: int, **reply: Any) -> None:
+        """Answer a call by a value, or by a cause and an error."""
+        data = memoryview(json.dumps({"number": number, **reply}).encode() + b"\n")
+        while data:
+            data = data[self._replies.write(data) :]
+
+
+def serve(prepare: Callable[[Mapping[str, Any]], Handler]) -> None:
+    """Answer requests one by one, with the handler that `prepare` makes of the settings."""
+    host = Host()
+    handler = host.begin(prepare)
+    # the system ends this process with its host, also in the middle of a request
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for call in host.calls():
+        host.send(call["number"], value=handler(call["request"]))
+
+
+def command(module: str, python: str | None = None) -> list[str]:
+    """Return the command that runs a program, by this Python or another one."""
+    return [python or sys.executable, "-P", __file__, module]
 
 
 def worker_environment() -> dict[str, str]:
@@ -82,17 +126,6 @@ def worker_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "LANG": "C.UTF-8",
     }
-
-
-def limit_written(num_bytes: int) -> None:
-    """Limit the size of any one file that this process writes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Limit the address space of this process, and write no core dumps of it."""
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def forbid(*, network: bool, processes: bool, section: str = "reward.functions") -> None:
@@ -119,29 +152,21 @@ def forbid(*, network: bool, processes: bool, section: str = "reward.functions")
 
 def describe_error(error: BaseException, limit: int) -> str:
     """Return type and message of an exception in at most `limit` characters."""
+    return f"{type(error).__name__}: {text_of(error)}"[:limit].removesuffix(": ")
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an exception."""
     try:
-        text = str(error)
-    except Exception as failure:
-        # the exception's class may be a user's own, and its text may raise anything
-        text = f"its message raises {type(failure).__name__}"
-    return f"{type(error).__name__}: {text}"[:limit].removesuffix(": ")
+        return str(error)
+    except BaseException:
+        # a user's exception may raise any other one, and a call without a reply seems to hang
+        return "<exception str() failed>"
 
 
-def take_stdout(printed: int) -> BinaryIO:
-    """Reserve the reply pipe for replies; printed text goes to another open file.
-
-    Children do not inherit the pipe; otherwise it would stay open after this process ends.
-    """
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(printed, 1)
-    if printed != 2:
-        os.dup2(printed, 2)
-        os.close(printed)
-    return replies
-
-
-def send(replies: BinaryIO, message: Mapping[str, Any]) -> None:
-    """Write a reply as one line of JSON."""
-    data = memoryview(json.dumps(message).encode() + b"\n")
-    while data:
-        data = data[replies.write(data) :]
+if __name__ == "__main__":
+    _spec = spec_from_file_location("megadapo", Path(__file__).parents[2] / "__init__.py")
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["megadapo"] = _package = module_from_spec(_spec)
+    _spec.loader.exec_module(_package)
+    importlib.import_module(sys.argv[1]).main()

@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
 from megadapo.environments.processes import (
-    LOST,
-    CallError,
     EnvironmentDescription,
     EnvironmentProcesses,
     EnvironmentSlot,
 )
 from megadapo.errors import ConfigError
+from megadapo.rewards.workers.processes import LOST, CallError
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
 from megadapo.rollout.types import Opened, Outcome, RecordedTurn, SampledTurn
 

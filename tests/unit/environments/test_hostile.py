@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from megadapo.environments.processes import CallError, EnvironmentProcesses
+from megadapo.environments.processes import EnvironmentProcesses
+from megadapo.rewards.workers.processes import CallError
 from tests.support.rollout.hosts import config_of, content_of, task_of, turn_of, with_host
 
-REFUSED = "its process could not be started 3 times in a row: exit code 4"
+REFUSED = "its process could not be started 3 times in a row: exit code 4, with 1024 MiB of memory"
 
 
 def answers(texts, name="Obedient", **fields):

@@ -438,7 +438,10 @@ def test_slow_cross_check_drops_and_counts_pairs(one_worker) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("executable", "reason"),
-    [("/bin/false", "3 times before it was ready"), ("/does/not/exist", "No such file")],
+    [
+        ("/bin/false", "not be started 3 times in a row: exit code 1"),
+        ("/does/not/exist", "No such file"),
+    ],
 )
 def test_irreplaceable_workers_only_stop_the_cross_check(
     monkeypatch, one_worker, executable, reason

@@ -43,12 +43,11 @@ seccomp.install(seccomp.program(request["denied"]))
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 
 async def main():
-    tool = PythonTool(**request["options"])
     try:
+        tool = PythonTool(**request["options"])
         print(json.dumps([await tool.python(code) for code in request["codes"]]))
-    except EnvironmentFailure as error:
+    except (EnvironmentFailure, ValueError) as error:
         print(json.dumps(str(error)))
-    await tool.close()
 
 asyncio.run(main())
 """
@@ -169,6 +168,7 @@ def test_long_output_is_cut_but_the_error_stays() -> None:
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
         ("import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "ValueError"),
         ("import resource as r; r.prlimit(0, r.RLIMIT_RTTIME, (9, 9))", "PermissionError"),
+        ("import ctypes as c\nc.CDLL(None).prctl(1, 0, 0, 0, 0) == 0 or 1/0", "ZeroDivisionError"),
         (
             f"import ctypes as c\nc.CDLL(None).syscall({SETRLIMIT}, 0, b'z' * 16) == 0 or 1/0",
             "Zero",
@@ -206,8 +206,7 @@ def test_endless_code_is_stopped(hasty: Player, code: str) -> None:
         ("import ctypes; ctypes.string_at(0)", "signal SIGSEGV"),
         ("import os; os.abort()", "signal SIG"),
         ("import os; os.closerange(0, 100)", "the code"),
-        ("import os\nos.write(4, b'x' * 99)", "a file that is not its own"),
-        ("import os, struct\nos.write(4, struct.pack('>II', 1, 2**31))\nos.write(3, b'x')", "file"),
+        ("import os\nos.write(4, b'x' * 10**6)", "its reply cannot be read"),
         ("import builtins\nbuiltins.len = None\nprint('x')", "the code"),
     ],
 )
@@ -229,14 +228,14 @@ def test_memory_is_limited_and_can_be_freed() -> None:
 
 
 def test_forged_replies_stay_with_their_episode() -> None:
-    """A reply that code writes itself counts once; then the interpreter's own one is too many."""
-    forged = "import os, struct\nos.write(4, struct.pack('>II', 1, 2) + b'ok')"
-    with (
-        playing(PythonTool(seconds=60.0), task()) as player,
-        playing(PythonTool(), task()) as other,
-    ):
-        assert player.call("python", code=forged) == "ok"
-        assert player.call("python", code="'next'").startswith(LOST)
+    """A reply that code writes itself counts in place of the interpreter's own one."""
+    code = """import os\nos.write(4, b'{"number": %d, %s}\\n')"""
+    forged = code % (1, '"value": "ok\\\\ud800"')
+    killed = code % (3, '"cause": "lost process", "error": "signal SIGKILL"')
+    with playing(PythonTool(seconds=9), task()) as player, playing(PythonTool(), task()) as other:
+        assert player.call("python", code=forged) == "ok?"
+        assert player.call("python", code="'next'") == "'next'"
+        assert player.call("python", code=killed).startswith(LOST), "it is the code's own doing"
         assert player.call("python", code="'after'") == "'after'"
         assert other.call("python", code="'other'") == "'other'"
 
@@ -278,18 +277,17 @@ def test_episodes_run_side_by_side() -> None:
 def test_interpreter_ends_with_the_episode_and_with_its_parent() -> None:
     with playing(PythonTool(), task()) as player:
         player.call("python", code="1")
-        process_id = player.environment._interpreter._process.pid
+        process_id = player.environment._interpreter.process_id
         assert is_running(process_id)
     wait_until(lambda: not is_running(process_id), timeout_s=5)
     program = (
         "import asyncio, os, signal\n"
-        "from megadapo.environments.adapters.python_tool import Budget, Interpreter\n"
+        "from megadapo.environments.adapters.python_tool import PythonTool\n"
         "async def main():\n"
-        "    settings = dict(memory_bytes=1 << 30, max_chars=9, isolation='auto', seed=0)\n"
-        "    one = Interpreter(settings)\n"
-        "    await one.start()\n"
-        "    print(one._process.pid, flush=True)\n"
-        "    asyncio.ensure_future(one.run(b'while True: pass', Budget(99)))\n"
+        "    tool = PythonTool(seconds=99)\n"
+        "    await tool.python('')\n"
+        "    print(tool._interpreter.process_id, flush=True)\n"
+        "    asyncio.ensure_future(tool.python('while True: pass'))\n"
         "    await asyncio.sleep(0.2)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"

