@@ -68,7 +68,7 @@ test-slow-e2e:
 	$(BIN)/pytest -m "$(SLOW)" --durations=12 tests/e2e
 
 test-slow-others:
-	$(BIN)/pytest -m "$(SLOW)" --durations=12 tests/distributed tests/unit
+	$(BIN)/pytest -m "$(SLOW)" --durations=12 tests/distributed tests/unit tests/project
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests

@@ -167,6 +167,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [pytest.param("0,1,2,3", marks=pytest.mark.full), "GPU-1c,GPU-0a,GPU-77,GPU-9f"]
 )

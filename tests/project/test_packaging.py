@@ -240,6 +240,7 @@ def test_a_python_without_venv_names_its_package(tmp_path):
     assert done.stderr == f"Python {python} has no venv: apt install python{python}-venv\n"
 
 
+@pytest.mark.slow
 def test_without_torch_the_index_is_asked_for_and_with_it_the_environment_stays(tmp_path):
     install_python(tmp_path, "python3")
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}

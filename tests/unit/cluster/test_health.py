@@ -40,6 +40,7 @@ def test_each_damage_is_one_sentence(gpus, rows, says):
     assert says in problem
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_meet_over_loopback():
     assert loopback_problem(2, "cpu") is None
 

@@ -194,6 +194,7 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_last_token(folder, monkeypatch):
     """The path is relative, as in the docs; a worker that looked for it elsewhere scores 0."""
     texts = ["12+34=46;46+56=102\nAnswer: 102", "Answer: 7", ""]

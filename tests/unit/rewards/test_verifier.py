@@ -340,6 +340,7 @@ def test_pool_that_a_thread_started_ends_batch_and_processes_when_closed() -> No
         pool.check_batch([("1", "1")])
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_busy_workers_do_not_outlive_a_killed_run() -> None:
     program = (

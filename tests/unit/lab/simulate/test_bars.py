@@ -49,6 +49,7 @@ def results(
     }
 
 
+@pytest.mark.slow
 def test_order_of_the_policies_at_an_eighth_of_the_size():
     names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
     sampling, task = SamplingConfig(prompts_per_step=64), TaskSettings(keep_rate=0.55)
@@ -65,6 +66,7 @@ def test_order_of_the_policies_at_an_eighth_of_the_size():
     assert found["partial"].slot_use > found["sync"].slot_use
 
 
+@pytest.mark.slow
 def test_a_group_that_misses_its_batch_leaves_no_bias():
     """Surplus groups that ended must not be kept while the others draw new responses: that would
     prefer short groups. Few responses and equal prompts make such a bias larger."""

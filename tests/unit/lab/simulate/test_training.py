@@ -99,6 +99,7 @@ def small_cluster() -> ClusterAssumptions:
     )
 
 
+@pytest.mark.slow
 def test_modes_on_equally_many_gpus():
     """The order of the modes at a sixteenth of the paper's batch, and engines that leave."""
     assumptions = small_cluster()
@@ -176,6 +177,7 @@ def step_s(mode: str, staleness: int, num_engines: int, train_s: float, mean: fl
     return float(np.mean([step.seconds for step in islice(steps, 8)]))
 
 
+@pytest.mark.slow
 def test_published_gain_of_async_is_predicted():
     """The training time is fitted to the sync run, the engines' speed to the step of two engines.
     One batch is sampled ahead, as in verl.

@@ -314,6 +314,7 @@ def test_worker_says_how_it_is_isolated(kernel: str) -> None:
         assert (sandbox, exposed, read) == ("ready", "", "Permission denied")
 
 
+@pytest.mark.slow
 def test_run_in_a_container_starts_unless_namespaces_are_required() -> None:
     """Docker and Kubernetes forbid unshare by default."""
     if os.geteuid() != 0:

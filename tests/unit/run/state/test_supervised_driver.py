@@ -24,6 +24,7 @@ from tests.support.processes.running import wait_until
 from tests.support.processes.supervised import start, supervise
 
 
+@pytest.mark.slow
 def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
     """Only the supervisor can end a stopped driver: its children wait for it."""
     code, output, starts = supervise(
@@ -39,6 +40,7 @@ def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
     assert "no heartbeat for 2 s" in output and "SIGKILL after step 0" in output
 
 
+@pytest.mark.slow
 def test_driver_without_progress_writes_its_stacks_and_is_restarted(tmp_path, monkeypatch):
     """Its heartbeat is a thread of its own, so a main thread that waits for ever looked healthy."""
     monkeypatch.setenv("STALL_S", "1.5")
