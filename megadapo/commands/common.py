@@ -86,7 +86,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=whole_number,
         default=0,
         metavar="N",
         help="restart at most N times after failed processes or preemption, but never after an "
@@ -132,6 +132,10 @@ def start_run(
         start: trains in this process.
         words: further options for a supervised driver.
     """
+    if arguments.accept_changes:
+        from megadapo.run.state.config_diff import check_accepted
+
+        check_accepted(config, arguments.accept_changes)
     if arguments.dry_run:
         from megadapo.config import to_toml
 
@@ -152,6 +156,13 @@ def start_run(
         ).run()
     start()
     return 0
+
+
+def whole_number(text: str) -> int:
+    """Return a number of 0 or more."""
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
+    return int(text)
 
 
 def seconds(text: str) -> float:

@@ -127,6 +127,16 @@ class RunConfig(Section, title="megadapo"):
         return self.algorithm.responses_per_mini_batch // self.sampling.responses_per_prompt
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """The folder or Hub name of each model that the run starts from, by key."""
+        paths = {
+            "model.path": self.model.path,
+            "critic.path": self.critic.path,
+            "algorithm.reference.path": self.algorithm.reference.path,
+        }
+        return {key: path for key, path in paths.items() if path}
+
+    @property
     def num_engines(self) -> int:
         """Number of engines of the run, including one for evaluation."""
         return self.rollout.num_engines + self.evaluation.num_engines

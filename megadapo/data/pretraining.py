@@ -95,17 +95,17 @@ class PretrainingStream:
         """Return the position as JSON values."""
         return {"fingerprint": self._fingerprint, "place": self._place, "offset": self._offset}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position that `state_dict` returned.
+    def difference(self, state: Mapping[str, Any]) -> str | None:
+        """Return how the stream of a state differs from this one; None if it is the same."""
+        if state.get("fingerprint") == self._fingerprint:
+            return None
+        return (
+            "the texts of algorithm.pretraining.data, its max_text_tokens or run.seed have changed "
+            "since the checkpoint was saved"
+        )
 
-        Raises:
-            DataError: the state belongs to other texts or another order.
-        """
-        if state.get("fingerprint") != self._fingerprint:
-            raise DataError(
-                "the texts of algorithm.pretraining.data, its max_text_tokens or run.seed have "
-                "changed since the checkpoint was saved; resume with the same, or start a new run"
-            )
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the position that `state_dict` of the same stream returned."""
         self._place, self._offset = int(state["place"]), int(state["offset"])
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -34,8 +34,9 @@ class Prompt:
     """One question with its gold answer."""
 
     id: str
-    """Hash of source, messages and gold answer, and of the hidden state if prompts of one file
-    differ in nothing else; the same in every run and on every machine."""
+    """Hash of the row's data_source, messages and gold answer, and of the hidden state if prompts
+    of one file differ in nothing else; the same in every run, on every machine, and in a copy of
+    the file."""
     messages: Messages
     """(role, content) of each chat message."""
     ground_truth: str
@@ -192,9 +193,8 @@ class PromptStream:
         self._prompts = list(prompts)
         shares = shares or (Share("", len(prompts), 1.0),)
         self._order = WeightedOrder(shares, seed, name="prompts", shuffle=shuffle)
-        fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
         self._state: dict[str, object] = {
-            "fingerprint": fingerprint,
+            "fingerprint": _fingerprint(p.id for p in prompts),
             "seed": seed,
             "shuffle": shuffle,
         }
@@ -213,12 +213,8 @@ class PromptStream:
         """Return what identifies the stream, as JSON values."""
         return dict(self._state)
 
-    def check_state(self, state: Mapping[str, object]) -> None:
-        """Check that a state belongs to this stream.
-
-        Raises:
-            DataError: the state belongs to other prompts or another order.
-        """
+    def difference(self, state: Mapping[str, object]) -> str | None:
+        """Return how the stream of a state differs from this one; None if it is the same."""
         for name, problem in (
             ("fingerprint", "the prompts have changed since the checkpoint was saved"),
             ("seed", "the checkpoint was saved with another seed"),
@@ -226,11 +222,16 @@ class PromptStream:
             ("shares", "the checkpoint was saved with other sources or weights in data.train"),
         ):
             there, here = state.get(name), self._state.get(name)
-            if there != here:
-                raise DataError(
-                    f"{problem} ({name} {there!r} there, {here!r} here); "
-                    "resume with the same data, or start a new run"
-                )
+            if there == here or (
+                name == "fingerprint" and there == _fingerprint(map(_earlier_id, self._prompts))
+            ):
+                continue
+            return f"{problem} ({name} {there!r} there, {here!r} here)"
+        return None
+
+
+def _fingerprint(ids: Iterable[str]) -> str:
+    return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
 class _Collection:
@@ -255,8 +256,8 @@ class _Collection:
         self.num_rows += 1
         messages, gold = row.messages, row.ground_truth
         extra_info = row.extra_info if self._with_extra_info else {}
-        # the id follows when all prompts are known
-        prompt = Prompt("", messages, "", row.data_source, extra_info)
+        # the whole id follows when all prompts are known
+        prompt = Prompt(row.own_source, messages, "", row.data_source, extra_info)
         key = (messages, prompt.state)
         known = self._prompts.get(key)
         if known is None:
@@ -277,7 +278,10 @@ class _Collection:
             logger.warning("%s: prompts with two gold answers dropped:\n%s", self._source, listed)
         num_states = Counter(messages for messages, _ in self._prompts)
         return [
-            replace(prompt, id=_prompt_id(prompt, has_state=num_states[prompt.messages] > 1))
+            replace(
+                prompt,
+                id=_prompt_id(prompt, prompt.id, has_state=num_states[prompt.messages] > 1),
+            )
             for key, prompt in self._prompts.items()
             if key not in self.conflicts
         ]
@@ -290,10 +294,18 @@ class _Collection:
             return str(gold)
 
 
-def _prompt_id(prompt: Prompt, *, has_state: bool) -> str:
-    parts = [prompt.data_source, prompt.messages, prompt.ground_truth]
+def _prompt_id(prompt: Prompt, source: str, *, has_state: bool) -> str:
+    parts = [source, prompt.messages, prompt.ground_truth]
     key = json.dumps([*parts, prompt.state] if has_state else parts)
     return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _earlier_id(prompt: Prompt) -> str:
+    """Return the prompt's id in earlier versions, which always had the data_source in it."""
+    for has_state in (False, True):
+        if prompt.id == _prompt_id(prompt, "", has_state=has_state):
+            return _prompt_id(prompt, prompt.data_source, has_state=has_state)
+    return prompt.id
 
 
 def _fitting(

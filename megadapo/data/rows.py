@@ -224,6 +224,12 @@ class Row:
         return plain
 
     @property
+    def own_source(self) -> str:
+        """The data_source in the row itself; empty without such a column."""
+        is_named = self.names.config.data_source is not None
+        return self.data_source if is_named or self._value(DATA_SOURCE) is not _MISSING else ""
+
+    @property
     def data_source(self) -> str:
         """Name of the collection that contains the row."""
         name = self.names.config.data_source

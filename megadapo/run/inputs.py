@@ -180,12 +180,7 @@ def start_cluster(
 
     `folder`: the folder that all nodes must see; None means the run's folder.
     """
-    paths = {
-        "model.path": config.model.path,
-        "critic.path": config.critic.path,
-        "algorithm.reference.path": config.algorithm.reference.path,
-    }
-    models = {key: Path(path).absolute() for key, path in paths.items() if path}
+    models = {key: Path(path).absolute() for key, path in config.model_paths.items()}
     folders = NodeFolders(
         shared=(folder or config.run.folder).absolute(),
         present={key: path for key, path in models.items() if path.is_dir()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
+from megadapo.data.pretraining import PretrainingStream
+from megadapo.data.prompts import PromptStream
+from megadapo.errors import DataError
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.background import BackgroundSampler
@@ -37,15 +41,17 @@ from megadapo.run.processes import (
     trainer_settings,
 )
 from megadapo.run.replay import ReplayedRollouts, open_schedule
-from megadapo.run.rollouts import LiveRollouts, Rollouts
+from megadapo.run.rollouts import SAMPLER_STATE, LiveRollouts, Rollouts, from_first_prompt
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import samples_digest
 from megadapo.run.state.status import StatusFile
 from megadapo.run.step.probe import ParityProbe
-from megadapo.run.step.training import StepTrainer
+from megadapo.run.step.training import PRETRAINING_STATE, StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.sync.publish import Publisher, Sender
+
+logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
 """Receives micro-batches computed and tokens generated, every few seconds."""
@@ -88,14 +94,24 @@ def start_workers(
         # a resumed run needs the model's own weights only to finish evaluating them
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
-        if replay is None:
+        inputs = SamplingInputs.start(config, phases, stack) if replay is None else None
+        tokenizer = load_tokenizer(config) if inputs is None else inputs.tokenizer
+        texts = load_pretraining_data(config, phases, tokenizer)
+        if checkpoint is not None:
+            prompts = None if inputs is None else inputs.stream(config)
+            checkpoint = with_present_data(checkpoint, prompts, texts)
+        if inputs is not None:
             workers = _start_live(
-                config, settings, phases, stack, folder, repeated, on_progress, status
+                *(config, settings, phases, stack, inputs, texts),
+                *(folder, repeated, on_progress, status),
             )
         else:
+            assert replay is not None, "there are no inputs"
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
-            workers = _start_replay(config, settings, phases, stack, rollouts, on_progress)
+            workers = _start_replay(
+                config, settings, phases, stack, rollouts, tokenizer, texts, on_progress
+            )
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
@@ -108,18 +124,49 @@ def start_workers(
         yield workers
 
 
+def with_present_data(
+    checkpoint: Checkpoint, prompts: PromptStream | None, texts: PretrainingStream | None
+) -> Checkpoint:
+    """Return a checkpoint whose state fits the data of the resumed run, before anything starts.
+
+    If the run accepts other prompts or texts, it starts with the first of them.
+
+    Raises:
+        DataError: they are others, and the run does not accept that.
+    """
+    state, found = checkpoint.state, []
+    sampler = state.get(SAMPLER_STATE)
+    if prompts is not None and sampler is not None:
+        difference = prompts.difference(sampler["cursor"]["prompts"])
+        if difference:
+            found.append(difference)
+            state = from_first_prompt(state, prompts)
+    saved = state.get(PRETRAINING_STATE)
+    if texts is not None and saved is not None and (difference := texts.difference(saved)):
+        found.append(difference)
+        state = {name: state[name] for name in state if name != PRETRAINING_STATE}
+    if found and not checkpoint.accepts_other_data:
+        raise DataError(
+            f"{'; '.join(found)}: resume with the same data, choose another run.folder, or add "
+            "--accept-changes=data.train to continue with the first row of the present data"
+        )
+    for difference in found:
+        logger.warning("%s: the run continues with the first of the present ones", difference)
+    return replace(checkpoint, state=state)
+
+
 def _start_live(
     config: RunConfig,
     settings: TrainerSettings,
     phases: Phases,
     stack: ExitStack,
+    inputs: SamplingInputs,
+    pretraining_data: PretrainingStream | None,
     folder: Path | None,
     repeated: Path | None,
     on_progress: OnProgress | None,
     status: StatusFile | None,
 ) -> Workers:
-    inputs = SamplingInputs.start(config, phases, stack)
-    pretraining_data = load_pretraining_data(config, phases, inputs.tokenizer)
     first = at_start(config, folder)
     cluster = start_cluster(first, phases, stack, trains=True, num_engines=first.num_engines)
     watch = Watch()
@@ -190,10 +237,10 @@ def _start_replay(
     phases: Phases,
     stack: ExitStack,
     rollouts: ReplayedRollouts,
+    tokenizer: PreTrainedTokenizerBase,
+    pretraining_data: PretrainingStream | None,
     on_progress: OnProgress | None,
 ) -> Workers:
-    tokenizer = load_tokenizer(config)
-    pretraining_data = load_pretraining_data(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     watch = Watch()
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)

@@ -10,6 +10,7 @@ from typing import Any
 from megadapo.config import RunConfig
 from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
+from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.rollout.episodes.actor import EpisodeHostActor
@@ -38,6 +39,13 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     empty = {"reserve": Reserve().to_json(), "counters": None}
     return {**state, SAMPLER_STATE: {**sampler, **empty}}
+
+
+def from_first_prompt(state: Mapping[str, Any], prompts: PromptStream) -> dict[str, Any]:
+    """Return a run's state with which the sampler begins with the first of other prompts."""
+    state = without_samples(state)
+    cursor = {"next_index": 0, "prompts": prompts.state_dict()}
+    return {**state, SAMPLER_STATE: {**state[SAMPLER_STATE], "cursor": cursor, "schedule": None}}
 
 
 class Rollouts(ABC):

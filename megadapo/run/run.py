@@ -7,6 +7,7 @@ import logging
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +20,14 @@ from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
-from megadapo.run.state.config_diff import LEARNING_KEYS, SUPERVISED_KEYS, check_config_diff
+from megadapo.run.state.config_diff import (
+    LEARNING_KEYS,
+    SUPERVISED_KEYS,
+    accepts_other_data,
+    check_config_diff,
+)
 from megadapo.run.state.lease import Lease
+from megadapo.run.state.model_files import model_files
 from megadapo.run.state.run_checkpoints import RunCheckpoints, checkpoint_store, find_resume_point
 from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, StopWatch
 
@@ -69,13 +76,18 @@ class Run:
             lease = stack.enter_context(closing(Lease.take(folder)))
             store = checkpoint_store(config)
             point, changes = find_resume_point(config, store), list[str]()
+            models = model_files(config)
             if point.checkpoint is not None:
                 _check_command(point.checkpoint, command)
                 keys = LEARNING_KEYS if command == TRAIN else SUPERVISED_KEYS
                 changes = check_config_diff(
-                    config, point.checkpoint, accepted=accept_changes, keys=keys
+                    config, point.checkpoint, accepted=accept_changes, keys=keys, models=models
                 )
+                accepts = accepts_other_data(config, point.checkpoint, accept_changes)
+                checkpoint = replace(point.checkpoint, accepts_other_data=accepts)
+                point = replace(point, checkpoint=checkpoint)
             run = cls(config, lease, command)
+            run.checkpoints.models = models
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
             store.remove_unfinished()

@@ -112,10 +112,12 @@ def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerSt
         CorruptCheckpointError: a file of the checkpoint is damaged.
     """
     checkpoint = run.checkpoints.current
-    if checkpoint is not None and checkpoint.state.get(ROWS_STATE) != stage.fingerprint:
+    is_strict = checkpoint is not None and not checkpoint.accepts_other_data
+    if checkpoint and is_strict and checkpoint.state.get(ROWS_STATE) != stage.fingerprint:
         raise DataError(
-            "the rows of data.train have changed since the checkpoint was saved; resume with the "
-            "same, or start a new run"
+            "the rows of data.train have changed since the checkpoint was saved: resume with the "
+            "same, choose another run.folder, or add --accept-changes=data.train, with which each "
+            "further step has the rows that it would have if the run had begun with the new ones"
         )
     with ExitStack() as stack:
         cluster = start_cluster(config, run, stack, trains=True, num_engines=0)

@@ -117,13 +117,8 @@ class PromptCursor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position that `state_dict` returned.
-
-        Raises:
-            DataError: the state belongs to other prompts or another order.
-        """
+        """Restore the position that `state_dict` of the same prompts returned."""
         next_index = int(state["next_index"])
-        self._prompts.check_state(state["prompts"])
         if next_index < 0:
             raise ValueError(f"next_index = {next_index}")
         self.next_index = next_index
@@ -466,7 +461,6 @@ class Sampler:
 
         Raises:
             CheckpointError: the state is damaged.
-            DataError: the state belongs to other prompts.
         """
         try:
             self._cursor.load_state_dict(state["cursor"])
@@ -474,7 +468,7 @@ class Sampler:
             self._reserve = Reserve.from_json(state["reserve"])
             if state["counters"] is not None:
                 self._counters = StepCounters.from_json(state["counters"], self._saved_groups)
-            self._schedule.resume_at(int(state["schedule"]))
+            self._schedule.resume_at(state["schedule"])
             lead = state.get("most_untrained", self._most_untrained)  # earlier versions lack it
             self._most_untrained = bounded_lead(self.config, int(lead))
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -265,11 +265,11 @@ class SamplingSchedule:
                 return record.counts.get(prompt_index, ())
         return ()
 
-    def resume_at(self, position: int) -> None:
-        """Continue after the records of a checkpoint."""
-        if position > len(self._records):
+    def resume_at(self, position: int | None) -> None:
+        """Continue after the records of a checkpoint; None: they were made with other prompts."""
+        if position is None or position > len(self._records):
             if self._log is not None:
-                self._give_up("has lost records")
+                self._give_up("has lost records" if position else "has records of other prompts")
             self._records, self._num_source, position = [], 0, 0
         self.position = position
         # records of the source that the run's own file has lost

@@ -83,8 +83,9 @@ STATE = "state.json"
 EVALUATING = "evaluating"
 """Key of a run's state: the earlier saved step whose weights are still being evaluated."""
 TRAINER = "trainer"
-CONFIG, SAMPLES = "config", "samples"
-"""Keys of a manifest: the run's configuration, and the digest of the rules of its samples."""
+CONFIG, SAMPLES, MODELS = "config", "samples", "models"
+"""Keys of a manifest: the run's configuration, the digest of the rules of its samples, and the
+files of the models that it started from."""
 
 WriteTrainer = Callable[[Path], Callable[[], Files]]
 """Begins to write the trainer's files into an empty folder.
@@ -105,6 +106,10 @@ class Checkpoint:
     """Configuration of the run that wrote it."""
     samples: str | None = None
     """Digest of the rules by which its groups were sampled and scored."""
+    models: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    """Digests of the models' files, by key and file; none in checkpoints of earlier versions."""
+    accepts_other_data: bool = False
+    """Whether the resumed run may have other training data."""
 
     @property
     def trainer_folder(self) -> Path:
@@ -157,6 +162,7 @@ class OpenCheckpoint:
             trainer,
             json.loads(json.dumps(about.get(CONFIG, {}))),
             about.get(SAMPLES),
+            about.get(MODELS, {}),
         )
 
 
@@ -199,6 +205,7 @@ def _load(path: Path, *, hashes: bool) -> Checkpoint:
         {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer},
         manifest.get(CONFIG, {}),
         manifest.get(SAMPLES),
+        manifest.get(MODELS, {}),
     )
 
 

@@ -32,6 +32,7 @@ from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import (
     CONFIG,
     EVALUATING,
+    MODELS,
     SAMPLES,
     Checkpoint,
     OpenCheckpoint,
@@ -41,6 +42,7 @@ from megadapo.run.state.checkpoint import (
 )
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.state.model_files import ModelFiles, model_files
 from megadapo.run.state.status import STATUS_FILE, read_status
 
 
@@ -186,6 +188,8 @@ class RunCheckpoints:
     ) -> None:
         self.current: Checkpoint | None = None
         """Checkpoint to resume from."""
+        self.models: dict[str, ModelFiles] = {}
+        """Files of the models at the start of the run."""
         self._config = config
         self._folder = config.run.folder
         self._log = log
@@ -231,7 +235,8 @@ class RunCheckpoints:
         checkpoint = point.checkpoint
         dropped = []
         if checkpoint is not None and checkpoint.samples != samples_digest(self._config):
-            checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
+            state = without_samples(checkpoint.state)
+            checkpoint = replace(checkpoint, state=state, accepts_other_data=True)
             dropped = ["groups that wait in the checkpoint are dropped: other rules made them"]
         self.current = checkpoint
         step = 0 if checkpoint is None else checkpoint.step
@@ -350,7 +355,11 @@ class RunCheckpoints:
         self, begun: OpenCheckpoint, state: Mapping[str, Any], in_use: Collection[int]
     ) -> Checkpoint:
         """Complete a checkpoint and delete old ones; runs in the executor's thread."""
-        checkpoint = begun.commit(state, _provenance(self._config, policy_version=begun.step))
+        if self.models.keys() != self._config.model_paths.keys():
+            # a model of the Hub is known only after its download
+            self.models = model_files(self._config) | self.models
+        about = _provenance(self._config, policy_version=begun.step)
+        checkpoint = begun.commit(state, {**about, MODELS: self.models})
         self._slowest_s = max(self._slowest_s, time.monotonic() - self._began_at)
         try:
             self._store.prune(in_use)

@@ -76,8 +76,8 @@ def test_resume_in_the_middle_of_a_text() -> None:
     ],
 )
 def test_state_of_other_texts_is_rejected(changed: dict[str, object]) -> None:
-    with pytest.raises(DataError, match="have changed since the checkpoint"):
-        stream(**changed).load_state_dict(stream().state_dict())
+    found = stream(**changed).difference(stream().state_dict())
+    assert "have changed since the checkpoint" in str(found)
 
 
 def test_texts_without_targets_are_an_error() -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -181,6 +182,35 @@ def test_failed_start_is_not_left_running(tmp_path):
         assert threads.submit(states, ValueError).result() == ("failed", [])
     with Run.open(config_of(tmp_path)):
         assert read_status(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("model.safetensors", -1), ("config.json", 0), ("chat_template.jinja", 0)],
+)
+def test_run_whose_model_was_overwritten_is_not_resumed(tmp_path, name, place):
+    """A resumed run had another reference policy or template without a word."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    for file in ("model.safetensors", "config.json", "chat_template.jinja"):
+        (model / file).write_bytes(bytes(300_000))
+    config = config_of(folder, {"model.path": str(model)})
+    with Run.open(config) as run:
+        advance(run, 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (copy / "README.md").write_text("notes")
+    changed = bytearray((model / name).read_bytes())
+    changed[place] = 1
+    (model / name).write_bytes(changed)
+    before = (folder / "config.json").read_text()
+    with pytest.raises(ConfigError, match=rf"model\.path: other {name} (?s:.*)changes=model\.path"):
+        open_and_close(config)
+    assert (folder / "config.json").read_text() == before
+    open_and_close(config_of(folder, {"model.path": str(copy)}))
+    with Run.open(config, accept_changes=["model.path"]) as run:
+        advance(run, 4)
+    open_and_close(config)
 
 
 def test_groups_of_another_rule_are_dropped(tmp_path):

@@ -1,6 +1,7 @@
 """The start of a run's processes: engines, shared GPUs, and what counts as progress."""
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,15 @@ import pytest
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import load_config
+from megadapo.data.pretraining import PretrainingStream
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.errors import DataError
 from megadapo.rollout.pool.request import REQUEST_FILE, EngineRequest, write_request
 from megadapo.run import processes
-from megadapo.run.launch import _progress
+from megadapo.run.launch import _progress, with_present_data
 from megadapo.run.processes import GpuSharing, at_start
+from megadapo.run.state.checkpoint import Checkpoint
+from megadapo.run.step.training import PRETRAINING_STATE
 from tests.support import REPOSITORY
 from tests.support.runs.runs_alone import config_of
 
@@ -130,3 +136,21 @@ def test_tokens_of_the_reserved_engine_are_progress(pools, tokens):
     engines = [pool and SimpleNamespace(num_tokens=pool) for pool in pools]
     _progress(lambda *counts: reports.append(counts), trainer, *engines)()
     assert reports == [(3, tokens)]
+
+
+def test_other_data_is_refused_or_begins_with_its_first_row(tmp_path):
+    """A run with --accept-changes=data.train started everything, and then ended all the same."""
+    prompts = [Prompt(str(i), (("user", f"{i}"),), "1", "test") for i in range(4)]
+    stream, other = PromptStream(prompts, 0), PromptStream(prompts[:3], 0)
+    sampler = {"cursor": {"next_index": 3, "prompts": stream.state_dict()}, "schedule": 5}
+    checkpoint = Checkpoint(tmp_path, 2, {"sampler": sampler, PRETRAINING_STATE: {"place": 7}})
+    same = with_present_data(checkpoint, stream, None)
+    assert same.state == checkpoint.state
+    texts = PretrainingStream(["text"], lambda text: [1, 2], seed=0, max_tokens=2)
+    for data in ((other, None), (stream, texts), (None, texts)):
+        with pytest.raises(DataError, match=r"--accept-changes=data\.train"):
+            with_present_data(checkpoint, *data)
+        state = with_present_data(replace(checkpoint, accepts_other_data=True), *data).state
+        is_other = data[0] is other
+        assert state["sampler"]["cursor"]["next_index"] == (0 if is_other else 3)
+        assert (PRETRAINING_STATE in state) == is_other

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from megadapo.data.prompts import PromptStream
-from megadapo.errors import CheckpointError, DataError, SamplingError
+from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.types import SamplingSettings, response_seeds
+from megadapo.run.rollouts import SAMPLER_STATE, from_first_prompt
 from tests.support.rollout.samplers import (
     HALF,
     MAX_TOKENS,
@@ -207,11 +208,23 @@ def test_accuracy_range():
     assert {sum(s.group.correct) for s in out} == {2}
 
 
+def test_sampler_begins_with_the_first_of_other_prompts():
+    """With --accept-changes=data.train; a kept position would skip prompts of the new data."""
+    sampler = make_sampler(ScriptedEngines(), num_prompts=31)
+    take(sampler, 2)
+    others = make_sampler(ScriptedEngines(), num_prompts=30)
+    state = {SAMPLER_STATE: saved_state(sampler), "kl": 0.5}
+    state = from_first_prompt(state, others._cursor._prompts)
+    others.load_state_dict(state[SAMPLER_STATE])
+    fresh = make_sampler(ScriptedEngines(), num_prompts=30)
+    assert contents(take(others, 2)) == contents(take(fresh, 2))
+
+
 @pytest.mark.parametrize("key", ["cursor", "difficulty", "reserve", "counters", "schedule"])
 def test_damaged_state_is_rejected(key):
     state = saved_state(make_sampler(ScriptedEngines()))
     del state[key]
-    with pytest.raises((CheckpointError, DataError)):
+    with pytest.raises(CheckpointError):
         make_sampler(ScriptedEngines()).load_state_dict(state)
 
 

@@ -1,6 +1,8 @@
 """A resumed run reports changes; it refuses changes to what it learns."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,8 @@ from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import (
     LEARNING_KEYS,
     RESERVE_KEYS,
+    SUPERVISED_KEYS,
+    check_accepted,
     check_config_diff,
     samples_digest,
 )
@@ -47,6 +51,8 @@ def test_changes_of_other_keys_are_listed(tmp_path):
         ("rollout.environments", [{"environment": "calculator"}], "rollout.environments"),
         ("sampling.prompts_per_step", 64, "sampling"),
         ("algorithm.objective.clip_high", 0.3, "algorithm"),
+        ("trainer.router_aux_loss_coef", 0.1, "trainer.router_aux_loss_coef"),
+        ("model.init", "random", "model"),
     ],
 )
 def test_changes_of_what_is_learned_are_accepted_by_name(tmp_path, key, value, accepted):
@@ -76,7 +82,51 @@ def test_run_in_new_folder_may_differ(tmp_path):
     assert check_config_diff(after, before) == ['changed: reward.rule: "answer" -> "boxed"']
 
 
-@pytest.mark.parametrize("name", [*RESERVE_KEYS, *LEARNING_KEYS])
+OTHER = r"other model.safetensors than at the start of the run"
+
+
+@pytest.mark.parametrize("key", ["model.path", "algorithm.reference.path", "critic.path"])
+def test_other_files_of_a_model_are_accepted_by_name(tmp_path, key):
+    """The reference policy was another one, and only the KL divergence showed it."""
+    before = replace(checkpoint_of(config_of(tmp_path)), models={key: {"model.safetensors": "a"}})
+    config, other = config_of(tmp_path), {key: {"model.safetensors": "b"}}
+    with pytest.raises(ConfigError, match=rf"{key}: {OTHER}(?s:.*)--accept-changes={key}"):
+        check_config_diff(config, before, models=other)
+    lines = check_config_diff(config, before, models=other, accepted=[key])
+    assert lines == [f"changed: {key}: {OTHER}"]
+    in_new_folder = config_of(tmp_path / "new")
+    assert check_config_diff(in_new_folder, before, models=other) == lines
+
+
+def test_folder_of_a_model_may_move(tmp_path):
+    """Without the files' digests, as in checkpoints of earlier versions, it needs the name."""
+    moved, before = config_of(tmp_path, {"model.path": "moved"}), checkpoint_of(config_of(tmp_path))
+    files = {"model.path": {"model.safetensors": "a"}}
+    with pytest.raises(ConfigError, match=r'model\.path: "somewhere" -> "moved"'):
+        check_config_diff(moved, before, models=files)
+    lines = check_config_diff(moved, replace(before, models=files), models=files)
+    assert lines == ['changed: model.path: "somewhere" -> "moved"']
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("reward", True),
+        ("data.train.math.source", True),
+        ("weights.transport", True),
+        ("reward.rul", False),
+        ("bogus.key", False),
+        ("", False),
+    ],
+)
+def test_accepted_names_are_keys_of_the_run(tmp_path, name, is_known):
+    """A key of an earlier version is one, if the run has it."""
+    (tmp_path / "config.json").write_text('{"weights": {"transport": "auto"}}')
+    with nullcontext() if is_known else pytest.raises(ConfigError, match=f"accept-changes={name}:"):
+        check_accepted(config_of(tmp_path), [name])
+
+
+@pytest.mark.parametrize("name", [*RESERVE_KEYS, *LEARNING_KEYS, *SUPERVISED_KEYS])
 def test_listed_names_are_keys_or_tables(tmp_path, name):
     place = to_dict(config_of(tmp_path))
     for part in name.split("."):
