@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, Spinner, add_command, add_config, load_checked
@@ -51,6 +52,9 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     checkpoint, messages = (None, []) if wants_base else find_checkpoint(config, store)
     if checkpoint is None:
         messages.append(f"evaluating {config.model.path}, not a checkpoint")
+    else:
+        # no prompt of data.train is sampled
+        checkpoint = replace(checkpoint, accepts_other_data=True)
     for message in messages:
         console.print(message, markup=False, soft_wrap=True)
     step = 0 if checkpoint is None else checkpoint.step

@@ -113,7 +113,7 @@ def sample_steps(
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
     if rows is not None:
-        show(rows.summary)
+        show(f"{rows.summary}; the rows are in {rollout_folder(config) / rows.path.name}")
     if config.observe.saved_groups != 0:
         show(f"Read the responses:  megadapo show {rollout_folder(config)}")
     return done

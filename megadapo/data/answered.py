@@ -265,8 +265,8 @@ class CorrectRows:
         """One line about the rows."""
         num_prompts = sum(map(bool, self._texts.values()))
         return (
-            f"{self.num_rows} correct responses to {num_prompts} prompts, in {self.path}; left "
-            f"out: {self.num_repeated} repeated, {self.num_truncated} truncated"
+            f"{self.num_rows} correct responses to {num_prompts} prompts; left out: "
+            f"{self.num_repeated} repeated, {self.num_truncated} truncated"
         )
 
     def _row(self, prompt: Prompt, text: str, response: Response, reward: float) -> dict[str, Any]:

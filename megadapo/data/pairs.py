@@ -164,7 +164,7 @@ class PairRows:
     def summary(self) -> str:
         """One line about the rows."""
         num_prompts = sum(map(bool, self._num_of.values()))
-        return f"{self.num_rows} pairs of responses to {num_prompts} prompts, in {self.path}"
+        return f"{self.num_rows} pairs of responses to {num_prompts} prompts"
 
     def _rows(self, group: Group) -> Iterator[dict[str, Any]]:
         """Yield pairs of different texts; each text of a prompt is in one pair at most."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,9 +14,10 @@ from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.data.answered import AnswerEncoder, CorrectRows
 from megadapo.data.pairs import PairRows
-from megadapo.errors import ConfigError
+from megadapo.errors import ConfigError, InfraError
+from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import METRICS_FILE
-from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
+from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, rollouts_path, write_rollouts
 from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.episodes.requests import EpisodeRequests
@@ -24,14 +26,21 @@ from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.inputs import Phases, SamplingInputs, load_tokenizer
 from megadapo.run.processes import start_engines_alone
 from megadapo.run.state.checkpoint_store import CHECKPOINTS
+from megadapo.run.state.lease import Lease
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch
+from megadapo.weights.disk.files import sync_path
 
 SUFFIX = "-rollout"
 Keep = Literal["correct", "pairs"]
 """Rows that can be made of rollouts: for supervised fine-tuning, or for a reward model."""
 KEPT_FILES: dict[Keep, str] = {"correct": "correct.jsonl", "pairs": "pairs.jsonl"}
 """Files of these rows in the folder of rollouts."""
+RESULTS = (*KEPT_FILES.values(), ROLLOUTS_FOLDER, RESOLVED_FILE)
+UNFINISHED, COMPLETE = "unfinished", "complete"
+"""Folders of new results in the folder of rollouts: of all steps so far, and before their move."""
+_MOVED = "moved"
+"""File in the second one: the earlier results are in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,9 @@ def start_rollouts(
 ) -> Iterator[tuple[Callable[[int], RolloutStep], EpisodeRequests]]:
     """Start scorer and engines with the weights of model.path; end them on exit.
 
+    Results are written to a folder of their own, and replace earlier ones if no error ends the
+    block.
+
     Args:
         show: gets each warning, after the step that it is about or after an error.
 
@@ -59,19 +71,65 @@ def start_rollouts(
     """
     folder = _prepare_folder(config)
     with ExitStack() as stack:
+        lease = stack.enter_context(closing(Lease.take(folder)))
+        stack.enter_context(_naming(folder))
+        _begin(config)
         inputs = SamplingInputs.start(config, phases, stack)
         engines, host = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
         sampler = inputs.sampler(config, engines)
 
         def sample(step: int) -> RolloutStep:
+            lease.check()
             try:
-                return _sample(config, folder, sampler, inputs, step)
+                return _sample(config, folder / UNFINISHED, sampler, inputs, step)
             finally:
                 of_host = [] if host is None else host.drain_warnings()
                 for line in (*engines.drain_warnings(), *of_host, *inputs.scorer.drain_warnings()):
                     show(line)
 
         yield sample, inputs.episodes
+        lease.check()
+        for path in (folder / UNFINISHED).rglob("*"):
+            sync_path(path)
+        (folder / UNFINISHED).rename(folder / COMPLETE)
+        _replace_results(folder)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raise InfraError for each error of the disk with the folder of rollouts."""
+    try:
+        yield
+    except OSError as error:
+        raise InfraError(f"{error.filename or folder}: {error.strerror or error}") from error
+
+
+def _begin(config: RunConfig) -> None:
+    """Create the folder of results that are not complete, without those of a killed command."""
+    folder = rollout_folder(config)
+    if (folder / COMPLETE).exists():
+        _replace_results(folder)
+    if (folder / UNFINISHED).exists():
+        shutil.rmtree(folder / UNFINISHED)
+    (folder / UNFINISHED).mkdir(mode=0o700)
+    text = json.dumps(to_dict(config), indent=2) + "\n"
+    replace_text(folder / UNFINISHED / RESOLVED_FILE, text)
+
+
+def _replace_results(folder: Path) -> None:
+    """Put complete results in the place of earlier ones.
+
+    After a kill the next command continues, so there is never a mixture of both.
+    """
+    complete = folder / COMPLETE
+    for name in RESULTS:
+        if not (complete / _MOVED).exists() and (folder / name).exists():
+            (folder / name).rename(complete / f"earlier-{name}")
+    (complete / _MOVED).touch()
+    for name in RESULTS:
+        if (complete / name).exists():
+            (complete / name).rename(folder / name)
+    shutil.rmtree(complete)
 
 
 def _sample(
@@ -120,8 +178,8 @@ def keeping_every_group(config: RunConfig, keep: Keep) -> RunConfig:
 def kept_rows(
     config: RunConfig, keep: Keep, episodes: EpisodeRequests, *, max_per_prompt: int | None
 ) -> CorrectRows | PairRows:
-    """Begin the file of rows in the folder of rollouts."""
-    path = rollout_folder(config) / KEPT_FILES[keep]
+    """Begin the file of rows in the folder of rollouts that are not complete."""
+    path = rollout_folder(config) / UNFINISHED / KEPT_FILES[keep]
     if keep == "pairs":
         return PairRows(path, max_per_prompt=max_per_prompt)
     encoder = AnswerEncoder(
@@ -139,7 +197,7 @@ def rollout_folder(config: RunConfig) -> Path:
 
 
 def _prepare_folder(config: RunConfig) -> Path:
-    """Create the folder, delete older rollouts in it, and return it.
+    """Create the folder and return it.
 
     Raises:
         ConfigError: the model has no weights, or the folder holds a run or cannot be created.
@@ -158,11 +216,6 @@ def _prepare_folder(config: RunConfig) -> Path:
             )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for step in saved_steps(folder):
-            rollouts_path(folder, step).unlink()
-        for file in KEPT_FILES.values():
-            (folder / file).unlink(missing_ok=True)
-        (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be created: {error.strerror}") from error
     return folder
