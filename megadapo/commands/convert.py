@@ -50,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.conversion != "gguf-to-hf" and vars(arguments).get("source", Path()).is_file():
         raise no_folder("SRC", str(arguments.source))
     if arguments.conversion == "hf-to-megatron":
-        conversion.hf_to_megatron(arguments.source, arguments.destination)
-        print(conversion.inspect(arguments.destination))
+        print(conversion.hf_to_megatron(arguments.source, arguments.destination))
     elif arguments.conversion == "megatron-to-hf":
         check_new(arguments.destination)
         model = config_folder(arguments.source, arguments.model)
@@ -61,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.conversion == "gguf-to-hf":
         from megadapo.weights.disk.conversion import gguf_to_hf
 
-        gguf_to_hf(arguments.source, arguments.destination)
-        print(conversion.inspect(arguments.destination))
+        print(gguf_to_hf(arguments.source, arguments.destination))
     elif arguments.conversion == "inspect":
         print(conversion.inspect(arguments.path, config_folder(arguments.path, arguments.model)))
     else:

@@ -13,6 +13,7 @@ from typing import Any
 from megadapo import __version__
 from megadapo.cluster.machine import inspect_machine
 from megadapo.errors import DataError
+from megadapo.observe.files import replace_text
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:
@@ -25,13 +26,14 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, and its folder where it is missing.
 
     Raises:
-        DataError: the file cannot be written.
+        DataError: the folder cannot be created.
+        InfraError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    replace_text(path, text)
 
 
 def machine() -> dict[str, Any]:

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megadapo.errors import InfraError
 
 
-def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Replace a file's text atomically; `sync` flushes it to the disk.
+@contextmanager
+def replaced(path: Path, *, sync: bool = True) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` at the end; an error removes it.
+
+    `sync` flushes the file to the disk.
 
     Raises:
-        InfraError: the disk refuses the write; the old text is unchanged.
+        InfraError: the disk refuses; the old file is unchanged.
     """
-    fresh = path.with_name(f"{path.name}.part")
+    # each process has its own new file, so that two commands cannot mix their texts
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if sync:
-                file.flush()
+        yield fresh
+        if sync:
+            with fresh.open("rb") as file:
                 os.fsync(file.fileno())
         fresh.replace(path)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
-        raise _not_written(path, error) from error
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
+        raise
+
+
+def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Replace a file's text as `replaced` does."""
+    with replaced(path, sync=sync) as fresh:
+        fresh.write_text(text, encoding="utf-8")
 
 
 def append_line(path: Path, line: str, *, sync: bool = True) -> None:

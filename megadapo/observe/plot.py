@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.errors import DataError, InfraError
+from megadapo.observe.files import replaced
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.panels import HELD_OUT, Panel, sections_with_values
 from megadapo.observe.run_records import RunRecords
@@ -132,9 +133,10 @@ def save(figure: Figure, output: Path) -> None:
     """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=130, format="png")
     except OSError as error:
-        raise InfraError(f"{output}: cannot be written: {error.strerror}") from error
+        raise InfraError(f"{output} cannot be written: {error.strerror}") from error
+    with replaced(output) as fresh:
+        figure.savefig(fresh, dpi=130, format="png")
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megadapo.cluster.this_node import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
+from megadapo.observe.files import replaced
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +158,7 @@ def merge_traces(parts: Sequence[TracePart], target: Path) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     origin_ns = 0
-    with _open(target) as file:
+    with replaced(target) as fresh, _open(fresh, target.suffix) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"
         for number, part in enumerate(parts):
@@ -173,10 +174,10 @@ def merge_traces(parts: Sequence[TracePart], target: Path) -> None:
         file.write("\n]}\n")
 
 
-def _open(target: Path) -> IO[str]:
-    if target.suffix == ".gz":
-        return gzip.open(target, "wt", encoding="utf-8")
-    return target.open("w", encoding="utf-8")
+def _open(path: Path, suffix: str) -> IO[str]:
+    if suffix == ".gz":
+        return gzip.open(path, "wt", encoding="utf-8")
+    return path.open("w", encoding="utf-8")
 
 
 def _events(events: list[Event], name: str, number: int, shift_us: float) -> Iterator[Event]:

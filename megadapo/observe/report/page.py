@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megadapo import __version__
 from megadapo.errors import DataError
+from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.names import METRICS
 from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, read_responses
@@ -65,14 +66,18 @@ def write_report(
         max_bytes: of compressed responses on the page.
 
     Raises:
-        DataError: a folder has no recorded steps, or a file is damaged or cannot be written.
+        DataError: a folder has no recorded steps, or a file is damaged, or the folder of `output`
+            cannot be created.
+        InfraError: the disk refuses; an earlier report is unchanged.
     """
     page = render(folders, tables=tables, max_bytes=max_bytes)
+    if output.is_dir():
+        raise DataError(f"{output}: cannot be written: it is a folder")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+    replace_text(output, page)
     return output
 
 

@@ -49,8 +49,8 @@ COMMON_SPLITS = ("default", "gpt-2")
 """Names of GPT-2's own rule."""
 
 
-def hf_to_megatron(source: Path, destination: Path) -> None:
-    """Write a Hugging Face folder in megatron-core's checkpoint format torch_dist.
+def hf_to_megatron(source: Path, destination: Path) -> str:
+    """Write a Hugging Face folder in megatron-core's checkpoint format torch_dist; describe it.
 
     It needs memory for one weight. Configuration and tokenizer are copied beside the weights.
     """
@@ -58,6 +58,7 @@ def hf_to_megatron(source: Path, destination: Path) -> None:
     with new_folder(destination) as partial:
         copy_config_and_tokenizer(source, partial, dtype)
         write_weights(tensors, layout, partial, dtype)
+        return _inspected(partial, destination)
 
 
 def write_hf(
@@ -140,6 +141,11 @@ def inspect(path: Path, model: Path | None = None) -> str:
     return "\n".join(lines)
 
 
+def _inspected(partial: Path, destination: Path) -> str:
+    """Describe a folder under its final name; a folder with a problem must not get that name."""
+    return inspect(partial).replace(str(partial), str(destination), 1)
+
+
 def verify(folders: tuple[Path, Path], models: tuple[Path, Path]) -> str:
     """Compare two model folders of either kind: configuration by key, weights bit by bit.
 
@@ -190,8 +196,8 @@ def _open_hf(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
     return layout, source, dtypes.pop()
 
 
-def gguf_to_hf(source: Path, destination: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a Hugging Face folder in fp32.
+def gguf_to_hf(source: Path, destination: Path) -> str:
+    """Write the model and tokenizer of a GGUF file as a Hugging Face folder in fp32; describe it.
 
     Quantised weights get the values that they stand for. The folder gets its name when it is
     complete.
@@ -232,6 +238,7 @@ def gguf_to_hf(source: Path, destination: Path) -> None:
         for path in partial.glob("*.safetensors"):
             # safetensors makes files private to the user, but another user may serve the model
             path.chmod((partial / "config.json").stat().st_mode)
+        return _inspected(partial, destination)
 
 
 def set_split(tokenizer: Any, rule: str | None, source: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megadapo.cluster.this_node import this_machine
+from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.files import files_within, remove_folder, sync_path
 from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
@@ -33,7 +37,7 @@ CARRIED = (
 )
 """Files that are copied along with the weights from one model folder to another."""
 PARTIAL = ".partial"
-"""Suffix of a folder that is still being written."""
+"""Part of the name of a folder that is still being written."""
 
 
 def export_weights(
@@ -80,24 +84,25 @@ def check_new(folder: Path) -> None:
 def new_folder(folder: Path | str) -> Iterator[Path]:
     """Yield an empty folder to write, which gets the name `folder` when it is complete.
 
-    All its files are on the disk before; an error removes them.
+    All its files are on the disk before; an error removes them. Folders of killed commands of this
+    machine are removed.
 
     Raises:
-        WeightError: `folder` exists and is not empty.
+        WeightError: `folder` exists and is not empty, or another command writes it.
         InfraError: The disk refuses a write.
     """
     folder = Path(folder)
     check_new(folder)
-    partial = folder.with_name(folder.name + PARTIAL)
+    partial = _own_partial(folder)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         try:
-            if os.path.lexists(partial):
-                remove_folder(partial)
             partial.mkdir(parents=True)
             yield partial
             for path in (partial, *partial.rglob("*")):
                 sync_path(path)
+            # a command on another machine may have been faster
+            check_new(folder)
             partial.rename(folder)
             sync_path(folder.parent)
         except (OSError, SafetensorError) as error:
@@ -106,6 +111,19 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
                 "and repeat the command"
             ) from error
         stack.pop_all()
+
+
+def _own_partial(folder: Path) -> Path:
+    """Return this process's partial folder, and remove those of dead processes of this machine."""
+    # a pid has a meaning in its boot of the machine and its namespace
+    place = f"{this_machine()} {os.stat('/proc/self/ns/pid').st_ino}"
+    start = f"{folder.name}{PARTIAL}-{hashlib.sha256(place.encode()).hexdigest()[:8]}-"
+    for other in folder.parent.glob(f"{glob.escape(start)}*"):
+        pid = other.name.removeprefix(start)
+        if pid.isdecimal() and int(pid) != os.getpid() and start_time(int(pid)) is not None:
+            raise WeightError(f"{folder} is being written by process {pid}; name another folder.")
+        remove_folder(other)
+    return folder.with_name(f"{start}{os.getpid()}")
 
 
 def copy_config_and_tokenizer(

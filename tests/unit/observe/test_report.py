@@ -272,3 +272,4 @@ def test_command_writes_into_the_run_or_where_it_is_told(tmp_path, capsys):
     assert other.read_text().startswith("<!doctype html>")
     assert main(["report", str(folder), "--output", str(folder)]) == 3
     assert "cannot be written" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.part")]

@@ -436,9 +436,27 @@ def test_hub_cache_links_reach_own_blobs_only(tmp_path):
 def test_linked_destination_is_refused(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "kept").touch()
-    (tmp_path / "export.partial").symlink_to("target")
     with new_folder(tmp_path / "export") as partial:
         assert not partial.is_symlink() and (tmp_path / "target" / "kept").exists()
     (tmp_path / "linked").symlink_to("nowhere")
     with pytest.raises(WeightError, match="exists already"), new_folder(tmp_path / "linked"):
         pass
+
+
+def test_second_command_cannot_write_the_same_folder(tmp_path):
+    """The first one exported half of the second one's weights, and exited with 0."""
+    folder, here, parent = tmp_path / "export", str(os.getpid()), str(os.getppid())
+    with new_folder(tmp_path / "first") as partial:
+        start = partial.name.replace("first", "export").removesuffix(here)
+    other, killed = tmp_path / f"{start}{parent}", tmp_path / f"{start}99999999"
+    other.mkdir()
+    with pytest.raises(WeightError, match=f"written by process {parent};"), new_folder(folder):
+        pass
+    other.rename(killed)
+    with pytest.raises(WeightError, match="exists already"), new_folder(folder):
+        assert not killed.exists()
+        # as a command on another machine does
+        folder.mkdir()
+        (folder / "one").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "export"}
+    assert [path.name for path in folder.iterdir()] == ["one"]

@@ -125,7 +125,7 @@ def test_plot_of_a_finished_run_is_written_by_its_next_start(tmp_path):
         with Run.open(config) as run:
             step(run, 1)
             filler = fill(disk)
-            with pytest.raises(InfraError, match=r"plot\.png: cannot be written: No space left"):
+            with pytest.raises(InfraError, match=r"plot\.png cannot be written: No space left"):
                 run.finish()
             filler.unlink()
         with Run.open(config) as run:

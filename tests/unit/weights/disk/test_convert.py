@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
+from megadapo.weights.disk import conversion
 from megadapo.weights.disk.conversion import gguf_to_hf
 from tests.support import REPOSITORY
 from tests.support.models.tiny_models import FAMILY_NAMES, TEXT, TRAINED, copy_model, make_model
@@ -161,6 +162,18 @@ def test_inspect_describes_folder(model_folders, capsys):
     convert("inspect", model_folders["Qwen3Moe"])
     text = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in text and "4 of 16" in text and "301" in text
+
+
+def test_result_that_cannot_be_inspected_gets_no_name(model_folders, tmp_path, monkeypatch):
+    """It stayed under its final name, where a run would read it."""
+
+    def refuse(path):
+        raise WeightError(f"{path}: tensors have different types")
+
+    monkeypatch.setattr(conversion, "inspect", refuse)
+    with pytest.raises(WeightError, match="different types"):
+        conversion.hf_to_megatron(model_folders["Qwen2"], tmp_path / "made")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_quantised_experts_are_refused(model_folders, tmp_path):
