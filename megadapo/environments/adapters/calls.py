@@ -8,7 +8,6 @@ messages of the role "tool", which the model answers in its next turn.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,17 +18,22 @@ OUTPUT = "<result>{}</result>"
 """Default of the option `output`."""
 
 
+MAX_OPTION = 1e9
+"""Limit of options in seconds, MiB or characters; the system cannot wait much longer than this."""
+
+
 def require_positive(kind: type[int] | type[float], **options: float) -> None:
-    """Refuse options that are no finite number of this kind above zero.
+    """Refuse options that are no number of this kind above zero and below `MAX_OPTION`.
 
     Raises:
         ValueError: names the first of them.
     """
     for name, value in options.items():
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if not is_number or not 0 < value < MAX_OPTION:
             number = "a whole number" if kind is int else "a number"
-            raise ValueError(f"the option {name} = {value!r} must be {number} above 0")
+            limits = f"above 0 and below {MAX_OPTION:g}"
+            raise ValueError(f"the option {name} = {value!r} must be {number} {limits}")
 
 
 class TextTool(Environment):

@@ -393,6 +393,7 @@ def test_options_of_calls_by_text_belong_together(options: dict[str, str]) -> No
         ({"isolation": "required"}, '"auto" or "require"'),
         ({"seconds": 0}, "a number above 0"),
         ({"seconds": float("nan")}, "a number above 0"),
+        ({"seconds": 1e308}, "a number above 0 and below 1e"),
         ({"seconds": "10"}, "a number above 0"),
         ({"memory_mib": -1}, "a whole number above 0"),
         ({"max_chars": 1.5}, "a whole number above 0"),
