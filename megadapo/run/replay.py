@@ -24,8 +24,10 @@ from megadapo.data.group import MIN_RESPONSES, Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
+from megadapo.observe.metrics.records import read_metrics
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule, read_source
 from megadapo.rollout.sampling.statistics import (
     GroupStats,
@@ -44,7 +46,8 @@ def check_replay(config: RunConfig, folder: Path) -> str:
     """Check that a run can replay the rollouts in `folder`, and return a note for the user.
 
     Raises:
-        ConfigError: the run would overwrite the rollouts, or has more steps than are saved.
+        ConfigError: the run would overwrite the rollouts, or has more steps than are saved, or
+            these have a part of their groups.
     """
     if (config.run.folder / ROLLOUTS_FOLDER).resolve() == folder.resolve():
         raise ConfigError(
@@ -52,6 +55,7 @@ def check_replay(config: RunConfig, folder: Path) -> str:
             "run.folder for the replay"
         )
     _check_steps(folder, config.run.num_steps, config.run.num_steps)
+    _check_whole(config, folder)
     return (
         f"replaying {folder}: parity/* compares with the saved log-probs, which differ from the "
         "trainer's if the configuration differs from the saved run's"
@@ -159,6 +163,27 @@ def _check_steps(folder: Path, first: int, last: int) -> None:
             f"--replay {folder}: step {missing[0]} is not saved, but run.num_steps = {last}; "
             f"{len(saved)} steps from {saved[0]} to {saved[-1]} are saved: lower run.num_steps. "
             'A run saves whole batches with observe.saved_groups = "all"'
+        )
+
+
+def _check_whole(config: RunConfig, folder: Path) -> None:
+    """Check that the first saved step has all groups on which its run trained.
+
+    Raises:
+        ConfigError: some are missing, so that the replay would train another policy.
+    """
+    run = RunRecords(folder.parent)
+    if run.config.get("observe", {}).get("saved_groups") == "all":
+        return
+    step = steps_in(folder)[0]
+    saved = sum(one.disposition == "trained" for one in read_rollouts(step_file(folder, step)))
+    kept = {one["step"]: one.get("groups/kept") for one in read_metrics(folder.parent)}.get(step)
+    trained = int(config.sampling.prompts_per_step if kept is None else kept)
+    if saved < trained:
+        raise ConfigError(
+            f"--replay {folder}: step {step} has {saved} of the {trained} groups that it trained "
+            "on, so later weights would be others: repeat the run with observe.saved_groups = "
+            '"all" and replay that, or look into these groups with megadapo show'
         )
 
 

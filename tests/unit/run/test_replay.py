@@ -117,6 +117,21 @@ def test_groups_with_failures_are_replayed(tmp_path, tokenizer):
         assert batch.counters.num_all_correct == whole.counters.num_all_correct
 
 
+def test_partly_saved_groups_are_refused_at_the_start(tmp_path, source, tokenizer):
+    """A replay of a default run stopped in step 2, and blamed the weight transfer."""
+    config = config_of(tmp_path)
+    folder = tmp_path / "rollouts"
+    check_replay(config, folder)
+    path = rollouts_path(tmp_path, STEPS[0])
+    groups = list(read_rollouts(path))
+    write_rollouts(path, [group for group in groups if group.disposition != "trained"][:1])
+    with pytest.raises(ConfigError, match=r'0 of the 8 groups (?s:.*)saved_groups = "all"'):
+        check_replay(config, folder)
+    # a step that found fewer groups
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": STEPS[0], "groups/kept": 0}) + "\n")
+    check_replay(config, folder)
+
+
 def test_replay_resumes_after_a_checkpoint(tmp_path, source):
     last = replayed(config_of(tmp_path), tmp_path, first_step=STEPS[-1])
     assert [contents(batch) for batch in last] == [contents(source[-1])]
