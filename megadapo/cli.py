@@ -27,10 +27,11 @@ from megadapo.commands import (
     train,
 )
 from megadapo.commands.lab import ablate, bench, diff, profile, simulate, weights, whatif
-from megadapo.errors import ConfigError, MegadapoError
-from megadapo.observe.tables import print_error
+from megadapo.errors import ConfigError, InfraError, MegadapoError
+from megadapo.observe.tables import discard_output, print_error
 
 EXIT_KEYBOARD_INTERRUPT = 130
+EXIT_LOST_OUTPUT = 141
 
 COMMANDS = (
     *(train, stages, rollout, eval, export, convert, plan, weights, bench, simulate),
@@ -45,9 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`; print a MegadapoError as one message on stderr."""
+    """Return the exit code of `run`; print a MegadapoError as one message on stderr.
+
+    The message of an unforeseen error of a file names the file.
+    """
     try:
-        return run()
+        code = run()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_output(sys.stdout)
+        return code
+    except BrokenPipeError:
+        # as with `megadapo config | head`
+        discard_output(sys.stdout)
+        return EXIT_LOST_OUTPUT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print_error(f"{error.filename}: {error.strerror}")
+        return InfraError.exit_code
     except MegadapoError as error:
         print_error(str(error))
         return error.exit_code

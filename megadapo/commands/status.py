@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,13 +28,17 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     status = observed_status(arguments.run_folder)
-    if arguments.json:
-        print(json.dumps(status, indent=2))
-    else:
+    text = json.dumps(status, indent=2)
+    if not arguments.json:
         engines = status.pop("engines")
         status["engines"] = None if engines is None else len(engines["engines"])
-        for name, value in status.items():
-            print(f"{name.replace('_', ' '):17}{'-' if value is None else printable(str(value))}")
+        text = "\n".join(
+            f"{name.replace('_', ' '):17}{'-' if value is None else printable(str(value))}"
+            for name, value in status.items()
+        )
+    # a reader of the first line alone does not change the exit code
+    with suppress(BrokenPipeError):
+        print(text)
     return 0 if status["state"] in ("running", "finished") else 1
 
 

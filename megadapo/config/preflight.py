@@ -62,6 +62,8 @@ Reader = Callable[[str], Iterator[Row]]
 """A reader of the rows of a source."""
 ColumnReader = Callable[[str, DataColumns], Iterator[Row]]
 """A reader of the rows of a source with these columns."""
+MAX_SHOWN = 20_000
+"""Number of characters of the first prompt that are shown."""
 MAX_IDS = 512
 """Number of token ids that are shown."""
 
@@ -451,7 +453,7 @@ def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iter
     text = cast(str, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     template = "by the chat template" if tokenizer.chat_template else "without a chat template"
     yield f"the prompt has {len(ids)} tokens, {template}:"
-    yield text
+    yield text[:MAX_SHOWN]
     more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
     yield f"token ids: {' '.join(map(str, ids[:MAX_IDS]))}{more}"
     if name := control_name(prompt.messages, tokenizer):

@@ -6,6 +6,7 @@ An unknown key is reported with the known key that was probably meant.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, get_args, get_origin
@@ -72,6 +73,32 @@ _TYPES = {
     "model_type": "a table",
     "finite_number": "a finite number",
 }
+
+
+MAX_WHOLE = 1 << 63
+MAX_SECONDS = 1e9
+"""Limits of whole numbers and times that programs and the system can count with."""
+MAX_DEPTH = 50
+"""Most tables and lists in each other; no key needs nearly as many."""
+
+
+def unusable_values(value: object, key: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the values in nested tables that no key can have, whatever its type."""
+    if depth > MAX_DEPTH:
+        yield f"{key:.80}: more than {MAX_DEPTH} tables or lists in each other"
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from unusable_values(name, key, depth + 1)
+            yield from unusable_values(one, f"{key}.{name}" if key else name, depth + 1)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from unusable_values(one, key, depth + 1)
+    elif isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        yield f"{key}: {value!r:.80} has a NUL or half of a surrogate pair"
+    elif isinstance(value, int) and abs(value) >= MAX_WHOLE:
+        yield f"{key}: the number is too large"
+    elif isinstance(value, float) and key.endswith("_s") and value > MAX_SECONDS:
+        yield f"{key}: {value:g} is more than {MAX_SECONDS:g} seconds"
 
 
 def describe(error: ValidationError, root: type[Section]) -> list[str]:

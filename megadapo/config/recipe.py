@@ -21,6 +21,8 @@ RESUME_TARGET_FILE = "resumed.json"
 """File in a run's folder with the checkpoint that a user named to resume from."""
 
 
+MAX_BYTES = 1 << 24
+"""Largest file of a configuration that is read: a damaged or foreign one may never end."""
 KeyPath = tuple[str, ...]
 """A key's names from the outermost table to the key itself."""
 
@@ -51,7 +53,7 @@ def parse_override(text: str) -> tuple[KeyPath, object, str]:
         raise ConfigError(f"{text}: not an override; write --section.key=value")
     try:
         parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = {}
     # A value with a line break could define further keys, so it is read as plain text.
     single = parsed.keys() == {"value"}
@@ -73,9 +75,18 @@ def with_key(table: dict[str, Any], keys: KeyPath, value: object) -> dict[str, A
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        # a pipe that no process writes would be waited for without end
+        if path.is_fifo() and not path.is_relative_to("/dev"):
+            raise ConfigError(f"{path}: it is a pipe: name a file")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: it has more than {MAX_BYTES >> 20} MiB: no configuration")
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
@@ -98,7 +109,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(_read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -108,7 +119,7 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if "extends" not in table:
         return table
     base = table.pop("extends")
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or "\0" in base:
         raise ConfigError(f"{path}: extends: expected the name of another TOML file")
     seen = (*seen, path.resolve())
     base_path = path.parent / base

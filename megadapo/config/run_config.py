@@ -24,7 +24,13 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.kl_control import MAX_ERROR
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.this_node import has_gpu
-from megadapo.config.problems import allows_table, describe, refused_keys, section_of
+from megadapo.config.problems import (
+    allows_table,
+    describe,
+    refused_keys,
+    section_of,
+    unusable_values,
+)
 from megadapo.config.recipe import read_table, with_key
 from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
@@ -167,13 +173,18 @@ class RunConfig(Section, title="megadapo"):
         return conflicts_between(dict(self))
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: Path | str, overrides: Sequence[str] = (), *, trains: bool = True
+) -> RunConfig:
     """Read a recipe or a run's folder, apply `section.key=value` overrides, and check everything.
+
+    `trains`: whether keys of training must fit those of rollouts; otherwise they are made to.
 
     Raises:
         ConfigError: the message names the file and lists every problem with its dotted key.
     """
     table, texts = read_table(Path(path), overrides)
+    table = table if trains else _for_rollouts(table)
     try:
         return from_dict(_with_texts(table, texts))
     except ConfigError as error:
@@ -191,6 +202,8 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: the message lists every unknown key, wrong value, missing key and conflict.
     """
+    if unusable := list(unusable_values(table)):
+        raise ConfigError("\n".join(unusable))
     # a missing section is an empty one, so that the error names its required keys
     complete = resolve_num_engines({name: {} for name in RunConfig.model_fields} | dict(table))
     try:
@@ -229,6 +242,24 @@ def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> 
             if keys not in refused_keys(RunConfig, as_text):
                 table = as_text
     return table
+
+
+def _for_rollouts(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe whose keys of training fit its rollouts: one update of all responses."""
+    names = ("run", "sampling", "rollout", "algorithm")
+    run, sampling, rollout, algorithm = (table.get(name, {}) for name in names)
+    try:
+        groups = SamplingConfig.model_validate(sampling)
+        longest = RolloutConfig.model_validate(rollout | {"num_engines": 1}).max_response_tokens
+        fitting = {
+            "responses_per_mini_batch": groups.prompts_per_step * groups.responses_per_prompt
+        }
+        if algorithm.get("overlong_buffer", AlgorithmConfig().overlong_buffer) >= longest:
+            fitting["overlong_buffer"] = 0
+        fitted = {"algorithm": algorithm | fitting, "run": {"num_steps": 1} | run}
+    except (AttributeError, ConfigError, TypeError):
+        return table  # the check of the sections reports the problem
+    return {**table, **fitted, "critic": {}, "evaluation": {"every": 0}}
 
 
 def resolve_num_engines(table: dict[str, Any]) -> dict[str, Any]:

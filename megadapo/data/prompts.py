@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_TOKEN_CHARACTERS = 1000
+"""More characters than a token has on average in any text."""
 MAX_LISTED = 5
 """Number of bad rows that one message lists; further ones are counted."""
 
@@ -157,6 +159,10 @@ def render(
     Raises:
         DataError: the prompt is too long, has no tokens, or does not fit the chat template.
     """
+    if max_prompt_tokens is not None and (least := _least_tokens(prompt)) > max_prompt_tokens:
+        raise DataError(
+            f"{_describe(prompt)} has more than {least} tokens; at most {max_prompt_tokens}"
+        )
     if tokenizer.chat_template:
         try:
             ids = chat_ids(prompt.messages, tokenizer, tools=tools)
@@ -314,7 +320,13 @@ def _fitting(
     max_prompt_tokens: int,
     overlong_prompts: Literal["error", "drop"],
 ) -> list[Prompt]:
-    lengths = [len(render(prompt, tokenizer)) for prompt in prompts]
+    lengths = [
+        # nothing that long is encoded, which could take minutes
+        least
+        if (least := _least_tokens(prompt)) > max_prompt_tokens
+        else len(render(prompt, tokenizer))
+        for prompt in prompts
+    ]
     too_long = [
         f"{_describe(prompt)} has {length} tokens; at most {max_prompt_tokens} are allowed"
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -324,6 +336,11 @@ def _fitting(
         advice = 'Raise data.max_prompt_tokens, or set data.overlong_prompts = "drop"'
         raise DataError("\n".join([*some(too_long), advice]))
     return [p for p, n in zip(prompts, lengths, strict=True) if n <= max_prompt_tokens]
+
+
+def _least_tokens(prompt: Prompt) -> int:
+    """Return a number of tokens that a prompt has in every vocabulary."""
+    return sum(len(content) for _, content in prompt.messages) // MAX_TOKEN_CHARACTERS
 
 
 def _describe(prompt: Prompt) -> str:

@@ -94,19 +94,21 @@ def start_workers(
         # a resumed run needs the model's own weights only to finish evaluating them
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
-        inputs = SamplingInputs.start(config, phases, stack) if replay is None else None
-        tokenizer = load_tokenizer(config) if inputs is None else inputs.tokenizer
+        prompts = None
+        if replay is None:
+            inputs = SamplingInputs.start(config, phases, stack)
+            prompts, tokenizer = inputs.stream(config), inputs.tokenizer
+        else:
+            tokenizer = load_tokenizer(config)
         texts = load_pretraining_data(config, phases, tokenizer)
         if checkpoint is not None:
-            prompts = None if inputs is None else inputs.stream(config)
             checkpoint = with_present_data(checkpoint, prompts, texts)
-        if inputs is not None:
+        if replay is None:
             workers = _start_live(
                 *(config, settings, phases, stack, inputs, texts),
                 *(folder, repeated, on_progress, status),
             )
         else:
-            assert replay is not None, "there are no inputs"
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
             workers = _start_replay(
@@ -136,11 +138,10 @@ def with_present_data(
     """
     state, found = checkpoint.state, []
     sampler = state.get(SAMPLER_STATE)
-    if prompts is not None and sampler is not None:
-        difference = prompts.difference(sampler["cursor"]["prompts"])
-        if difference:
-            found.append(difference)
-            state = from_first_prompt(state, prompts)
+    difference = prompts and sampler and prompts.difference(sampler["cursor"]["prompts"])
+    if prompts is not None and difference:
+        found.append(difference)
+        state = from_first_prompt(state, prompts)
     saved = state.get(PRETRAINING_STATE)
     if texts is not None and saved is not None and (difference := texts.difference(saved)):
         found.append(difference)

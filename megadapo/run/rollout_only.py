@@ -14,7 +14,7 @@ from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.data.answered import AnswerEncoder, CorrectRows
 from megadapo.data.pairs import PairRows
-from megadapo.errors import ConfigError, InfraError
+from megadapo.errors import ConfigError
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, rollouts_path, write_rollouts
@@ -72,7 +72,6 @@ def start_rollouts(
     folder = _prepare_folder(config)
     with ExitStack() as stack:
         lease = stack.enter_context(closing(Lease.take(folder)))
-        stack.enter_context(_naming(folder))
         _begin(config)
         inputs = SamplingInputs.start(config, phases, stack)
         engines, host = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
@@ -93,15 +92,6 @@ def start_rollouts(
             sync_path(path)
         (folder / UNFINISHED).rename(folder / COMPLETE)
         _replace_results(folder)
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Raise InfraError for each error of the disk with the folder of rollouts."""
-    try:
-        yield
-    except OSError as error:
-        raise InfraError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
 def _begin(config: RunConfig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import jinja2
+
 from megadapo.errors import DataError
 from megadapo.tokens.encoder import TextEncoder, encoder_of, unused_marks
 
@@ -19,6 +21,15 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A plain chat template, for models that are made here; <|im_end|> closes a turn."""
+_OF_TEMPLATES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors that a template's expressions can raise, such as 1 / 0 and range(10 ** 9)."""
 _WITH_MARKUP = (ASSISTANT, "system")
 """Roles whose texts may have control tokens that are not special, such as <think>."""
 
@@ -46,15 +57,8 @@ def chat_ids(
         for role, content in messages
     ):
         # a single chat without return_dict gives a list of ids
-        return cast(
-            list[int],
-            tokenizer.apply_chat_template(
-                _chat(messages),
-                tools=_tools(tools),
-                add_generation_prompt=add_generation_prompt,
-                return_dict=False,
-            ),
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
+        return cast(list[int], _applied(messages, tokenizer, tools, **options))
     contents = [content for _, content in messages]
     [mark] = unused_marks(1, *contents, str(tokenizer.chat_template))
     hidden = [
@@ -73,13 +77,8 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text of a chat by the chat template."""
-    text = tokenizer.apply_chat_template(
-        _chat(messages),
-        tools=_tools(tools),
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-    )
-    return cast(str, text)
+    options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+    return cast(str, _applied(messages, tokenizer, tools, **options))
 
 
 def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -150,6 +149,19 @@ def _check_roles(encoder: TextEncoder, messages: Messages) -> None:
                 f"a chat message has the role {role!r:.80}, which has the name of a control token, "
                 f"{name}: correct the role"
             )
+
+
+def _applied(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> object:
+    """Return what the chat template makes of messages; any failure of it is a TemplateError."""
+    try:
+        return tokenizer.apply_chat_template(_chat(messages), tools=_tools(tools), **options)
+    except _OF_TEMPLATES as error:
+        raise jinja2.TemplateRuntimeError(repr(error)) from error
 
 
 def _chat(messages: Messages) -> list[dict[str, str]]:

@@ -39,8 +39,10 @@ def read_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key} = {path} has no usable tokenizer: {error}") from error
+    except Exception as error:
+        # a boundary: on damaged files the libraries raise what their code happens to meet
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{key} = {path} has no usable tokenizer: {reason:.2000}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ConfigError(
             f"{key} = {path} has the tokenizer {type(tokenizer).__name__}, which is not a fast "

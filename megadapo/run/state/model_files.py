@@ -11,8 +11,6 @@ from megadapo.models.folder import cached_hub_folder, is_hub_name
 from megadapo.weights.disk.export import CARRIED
 from megadapo.weights.disk.files import unreadable
 
-TOKENIZER_FILES = ("additional_chat_templates/*", "*.model", "tekken.json")
-"""Files of tokenizers beside those that exports copy."""
 BLOCK_BYTES = 1 << 16
 SAMPLED_BYTES = 1 << 29
 """Bytes of a folder's weights that are hashed, in blocks at equal distances: all of a small model.
@@ -40,22 +38,21 @@ def model_files(config: RunConfig) -> dict[str, ModelFiles]:
 
 def _digests(folder: Path) -> ModelFiles:
     """Return a digest of each file of configuration, tokenizer, chat template and weights."""
-    patterns = (*CARRIED, *TOKENIZER_FILES)
-    texts = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    weights = sorted(path for path in folder.glob("*.safetensors*") if path.is_file())
+    texts = {path for pattern in CARRIED for path in folder.glob(pattern)}
+    weights = set(folder.glob("*.safetensors*"))
     try:
         num_bytes = sum(path.stat().st_size for path in weights)
         every = BLOCK_BYTES * max(1, -(-num_bytes // SAMPLED_BYTES))
-        found = {
-            str(path.relative_to(folder)): _digest(path, every=BLOCK_BYTES)
-            for path in sorted(texts)
+        return {
+            str(path.relative_to(folder)): _digest(path, every if path in weights else BLOCK_BYTES)
+            for path in sorted(texts | weights)
+            if path.is_file()
         }
-        return found | {path.name: _digest(path, every=every) for path in weights}
     except OSError as error:
         raise unreadable(Path(error.filename or folder), error) from error
 
 
-def _digest(path: Path, *, every: int) -> str:
+def _digest(path: Path, every: int) -> str:
     """Hash a file's size and the block of bytes at each multiple of `every`."""
     num_bytes = path.stat().st_size
     digest = hashlib.sha256(str(num_bytes).encode())

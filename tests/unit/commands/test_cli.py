@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,9 +17,12 @@ from megadapo import cli, errors
 from megadapo.cli import main
 from megadapo.config import load_config, preflight, to_dict
 from megadapo.observe.rollouts.files import write_rollouts
+from megadapo.run.run import Run
 from tests.support import REPOSITORY
 from tests.support.processes.running import heavy_imports
 from tests.support.rollout.saved_groups import saved_group
+from tests.support.runs.recorded_runs import record_run
+from tests.support.runs.runs_alone import config_of
 
 RECIPE = """
 [run]
@@ -80,6 +84,49 @@ def test_lost_stderr_changes_no_exit_code():
     """A supervisor took the code 1 of a lost terminal for an error that no restart mends."""
     with open("/dev/full", "wb") as full:
         assert subprocess.run([sys.executable, "-c", FAILS], stderr=full).returncode == 5
+
+
+def test_reader_of_the_first_line_changes_no_exit_code(tmp_path):
+    """`megadapo status RUN | head -1` ended with a traceback and 1, which means "not running"."""
+    with Run.open(config_of(tmp_path)):
+        words = [sys.executable, "-m", "megadapo.cli", "status", str(tmp_path)]
+        status = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert status.stdout is not None and status.stderr is not None
+        status.stdout.close()
+        assert (status.stderr.read(), status.wait()) == (b"", 0)
+    words[3:] = ["config"]
+    config = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert config.stdout is not None and config.stderr is not None
+    config.stdout.close()
+    assert (config.stderr.read(), config.wait() in (0, 141)) == (b"", True)
+
+
+def test_unforeseen_error_of_a_file_names_it(tmp_path, fails):
+    record_run(tmp_path, num_steps=2)
+    (tmp_path / "evaluations.jsonl").unlink()
+    (tmp_path / "evaluations.jsonl").mkdir()
+    assert "evaluations.jsonl: Is a directory" in fails(5, "plot", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--restarts=-3", "'-3' is no whole number"),
+        ("--accept-changes=bogus.key", "there is no such key"),
+    ],
+)
+def test_option_that_can_have_no_effect_is_refused(recipe, capsys, option, said):
+    with pytest.raises(SystemExit) if "restarts" in option else nullcontext():
+        assert main(["train", str(recipe), "--dry-run", option]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_rollout_asks_for_no_keys_of_the_trainer(recipe):
+    changes = ["sampling.prompts_per_step=3", "rollout.max_response_tokens=16"]
+    with pytest.raises(errors.ConfigError, match=r"(?s)responses_per_mini_batch.*overlong_buffer"):
+        load_config(recipe, changes)
+    config = load_config(recipe, changes, trains=False)
+    assert (config.groups_per_mini_batch, config.algorithm.overlong_buffer) == (3, 0)
 
 
 Fails = Callable[..., str]
@@ -268,6 +315,7 @@ def test_impossible_replay_is_refused_early(recipe, tmp_path, capsys, fails):
     argv = ["train", str(recipe), "--dry-run", f"--replay={saved}"]
     assert "there is no step-N.jsonl.zst" in fails(2, *argv)
     write_rollouts(saved / "step-3.jsonl.zst", [saved_group(step=3)])
+    (tmp_path / "source" / "metrics.jsonl").write_text('{"step": 3, "groups/kept": 1}\n')
     assert main(argv) == 0
     assert f"replaying {saved}" in capsys.readouterr().err
     message = fails(2, *argv, f"--run.folder={tmp_path / 'source'}")

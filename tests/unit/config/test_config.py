@@ -1,6 +1,7 @@
 """Recipes, overrides, combinations: their meaning, and the messages with which they are refused."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,12 @@ def test_importing_the_configuration_imports_nothing_heavy() -> None:
         (b'extends = "nowhere.toml"\n', "cannot be read"),
         (b'extends = "recipe.toml"\n', "extends this file again"),
         (b"a = " + b"[" * 20000, "not valid TOML"),
+        (b"a = " + b"9" * 6001, "not valid TOML"),
+        (b'extends = "a\\u0000b"\n', "extends: expected the name"),
+        (b"run.seed = 1" + b"0" * 3000, "run.seed: the number is too large"),
+        (b'run.folder = "a\\u0000b"', "run.folder: 'a\\x00b' has a NUL"),
+        (b"run.grace_s = 1e308", "run.grace_s: 1e+308 is more than 1e+09 seconds"),
+        (b"a = " + b"[" * 60 + b"]" * 60, "a: more than 50 tables or lists"),
     ],
 )
 def test_unreadable_recipe_is_one_message(tmp_path: Path, content: bytes, said: str) -> None:
@@ -110,6 +117,15 @@ def test_unreadable_recipe_is_one_message(tmp_path: Path, content: bytes, said: 
     path.write_bytes(content)
     message = refused(path)
     assert said in message and ".toml" in message
+
+
+def test_file_without_an_end_is_refused(tmp_path: Path) -> None:
+    """Reading them took all memory, or never ended."""
+    path = tmp_path / "recipe.toml"
+    os.mkfifo(tmp_path / "pipe")
+    for base, said in (("/dev/zero", "more than 16 MiB"), ("pipe", "it is a pipe")):
+        path.write_text(f'extends = "{base}"')
+        assert said in refused(path)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,6 +200,42 @@ def test_render_without_template(tokenizer) -> None:
         render(prompt, tokenizer, max_prompt_tokens=8)
     with pytest.raises(DataError, match="has no tokens"):
         render(Prompt("id", (("user", ""),), "3", "test"), tokenizer)
+
+
+def test_content_of_text_parts_is_one_text(tmp_path) -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}]
+    whole = row("1+1=?")
+    split = {**whole, "prompt": [{"role": "user", "content": parts}]}
+    [one], [two] = (read(write_jsonl(tmp_path / "a.jsonl", [one])) for one in (whole, split))
+    assert one == two
+    for other in ({"type": "image", "url": "x"}, {"type": "text"}, "1+1"):
+        split["prompt"][0]["content"] = [parts[0], other]
+        with pytest.raises(DataError, match="or parts of type text as content"):
+            read(write_jsonl(tmp_path / "a.jsonl", [split]))
+
+
+def test_prompt_of_millions_of_characters_is_not_encoded(tmp_path) -> None:
+    """Encoding it to find that it is too long took most of a minute."""
+    tokenizer = AutoTokenizer.from_pretrained(write_small_tokenizer("qwen3", tmp_path))
+    source = write_jsonl(tmp_path / "long.jsonl", [row("1" * 30_000_000), row("1")])
+    options = {"tokenizer": tokenizer, "max_prompt_tokens": 64}
+    start = time.monotonic()
+    with pytest.raises(DataError, match="has 30000 tokens; at most 64"):
+        read(source, **options)
+    assert len(read(source, **options, overlong_prompts="drop")) == 1
+    assert time.monotonic() - start < 10.0
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(10 ** 9) %}x{% endfor %}", "{{ 1 / 0 }}", "{{ messages[9].a.b }}"],
+)
+def test_template_that_fails_is_named(tmp_path, template) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_small_tokenizer("qwen3", tmp_path))
+    tokenizer.chat_template = template
+    [prompt] = read(write_jsonl(tmp_path / "a.jsonl", [row("1+1")]))
+    with pytest.raises(DataError, match="does not fit the tokenizer's chat template"):
+        render(prompt, tokenizer)
 
 
 def test_prompt_that_is_a_rendered_chat_is_named(tmp_path, caplog) -> None:
