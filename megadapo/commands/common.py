@@ -57,12 +57,14 @@ def load_checked(
     *,
     rows: ColumnReader | None = None,
     has_values: bool = False,
+    trains: bool = True,
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration and warnings about it.
 
     Args:
         rows: reads the rows of a run without rollouts; None for a run with rollouts.
         has_values: whether the run trains a reward model.
+        trains: as in `load_config`.
     """
     from megadapo.config import load_config
     from megadapo.config.preflight import check_run
@@ -71,7 +73,7 @@ def load_checked(
     if Path(arguments.config).is_dir():
         # a run's folder stands for that run, even if config.json has another path or run.resume
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
-    config = load_config(arguments.config, [*overrides, *arguments.overrides])
+    config = load_config(arguments.config, [*overrides, *arguments.overrides], trains=trains)
     has_engines = getattr(arguments, "replay", None) is None
     return config, check_run(config, rows=rows, has_values=has_values, has_engines=has_engines)
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     most = arguments.max_per_prompt
     if most is not None and (arguments.keep is None or most < 1):
         raise ConfigError(f"--max-per-prompt {most} must be at least 1, and needs --keep")
-    config, _ = load_checked(arguments)
+    config, _ = load_checked(arguments, trains=False)
     sample_steps(
         config,
         num_steps=arguments.steps,

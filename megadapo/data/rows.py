@@ -277,6 +277,7 @@ class Row:
         if not isinstance(chat, list) or not chat:
             shown = None if chat is _MISSING else chat
             raise DataError(f"{self.place}: {column} is {problem}: {shown!r:.80}")
+        chat = [_with_text(message) for message in chat]
         for message in chat:
             if isinstance(message, dict):
                 self._check_read(column, message)
@@ -284,8 +285,8 @@ class Row:
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
                 raise DataError(
-                    f"{self.place}: a chat message needs a role and a content, both strings; "
-                    f"found {message!r:.80}"
+                    f"{self.place}: a chat message needs a role and a content, both strings (or "
+                    f"parts of type text as content); found {message!r:.80}"
                 )
             if not _is_unicode(message["content"]):
                 raise DataError(f"{self.place}: a chat message is not valid Unicode")
@@ -312,6 +313,16 @@ class Row:
         if not _is_unicode(text):
             raise DataError(f"{self.place}: {column} is not valid Unicode")
         return text
+
+
+def _with_text(message: object) -> object:
+    """Return a chat message with one text as content, if it has a list of parts that are texts."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(parts, list):
+        return message
+    of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
+    return {**message, "content": "".join(texts)} if len(texts) == len(parts) else message
 
 
 def _either(names: Iterable[str]) -> str:

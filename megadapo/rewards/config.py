@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
@@ -313,14 +314,24 @@ class RewardConfig(Section, title="reward"):
     def check_gold(self, gold: object, data_source: str) -> str:
         """Return the gold answer of a prompt from a source, if it can be scored.
 
+        Functions get a list, table or boolean as JSON.
+
         Raises:
-            DataError: it is no text, no function scores the source, or the rule cannot score it.
+            DataError: a rule needs a text and it is none, no function scores the source, or the
+                rule cannot score it.
         """
         applying = [function for function in self.functions if function.applies_to(data_source)]
         if not applying:
             raise DataError(f"no entry of reward.functions scores the data_source {data_source!r}")
         for one in applying:
             if (rule := self.rule_of(one)) is not None:
+                if isinstance(gold, list | dict | bool):
+                    kind = type(gold).__name__
+                    raise DataError(
+                        f"the gold answer is not a string but {kind} {gold!r:.80}, and a rule "
+                        "compares texts: give one, or score it by a function of your own in "
+                        "reward.functions, which gets the value as JSON"
+                    )
                 gold = validate_ground_truth(gold, rule, self.pattern)
             elif one.function == PYTHON_TESTS:
                 read_tests(gold)
@@ -329,6 +340,8 @@ class RewardConfig(Section, title="reward"):
                     f'"{REASONING_GYM}" scores prompts of sources {GYM_SOURCE}:... only; set '
                     f'data_sources = ["{GYM_SOURCE}"] in its entry of reward.functions'
                 )
+        if isinstance(gold, list | dict | bool):
+            return json.dumps(gold, ensure_ascii=False, default=str)
         if not isinstance(gold, str):
             raise DataError(f"the gold answer is not a string but {type(gold).__name__}")
         return gold

@@ -1,6 +1,7 @@
 """Messages of a dry run about data, before any process starts."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,11 +18,12 @@ def dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     source = tmp_path / "rows.jsonl"
 
-    def run(*lines: str, **columns: str) -> tuple[int, str]:
+    def run(*lines: str, functions: Sequence[str] = ("rule",), **columns: str) -> tuple[int, str]:
         source.write_text("".join(f"{line}\n" for line in lines))
         keys = [f"--data.columns.{name}={json.dumps(text)}" for name, text in columns.items()]
         folder = f"--run.folder={tmp_path / 'run'}"
-        code = main(["train", QUICKSTART, "--dry-run", f"--data.train={source}", folder, *keys])
+        keys += [folder, f"--reward.functions={json.dumps(functions)}"]
+        code = main(["train", QUICKSTART, "--dry-run", f"--data.train={source}", *keys])
         return code, capsys.readouterr().err
 
     return run
@@ -55,6 +57,18 @@ def test_wrong_file_is_one_clear_message(dry_run, lines, columns, said):
     code, message = dry_run(*lines, **columns)
     assert code == 3 and said in message and "data.train" in message
     assert "Traceback" not in message
+
+
+def test_gold_list_is_json_for_own_functions_alone(dry_run, tmp_path, monkeypatch):
+    """The message names the way out."""
+    row = json.dumps(GOOD | {"answer": {"x": [1, True]}})
+    assert "a function of your own in reward.functions" in dry_run(row)[1]
+    parameters = "messages, response, tokens, ground_truth, extra_info"
+    (tmp_path / "graded.py").write_text(f"def score({parameters}):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    code, message = dry_run(row, functions=["graded:score"])
+    assert code == 0 and """column answer: '{"x": [1, true]}'""" in message, message
 
 
 def test_first_prompt_is_shown_as_the_model_reads_it(dry_run):
