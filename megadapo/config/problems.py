@@ -83,7 +83,7 @@ MAX_DEPTH = 50
 
 
 def unusable_values(value: object, key: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the values in nested tables that no key can have, whatever its type."""
+    """Yield the values in nested tables that no key of any type can have."""
     if depth > MAX_DEPTH:
         yield f"{key:.80}: more than {MAX_DEPTH} tables or lists in each other"
     elif isinstance(value, Mapping):

@@ -317,7 +317,7 @@ class RewardConfig(Section, title="reward"):
         Functions get a list, table or boolean as JSON.
 
         Raises:
-            DataError: a rule needs a text and it is none, no function scores the source, or the
+            DataError: it is no text and a rule needs one, no function scores the source, or the
                 rule cannot score it.
         """
         applying = [function for function in self.functions if function.applies_to(data_source)]

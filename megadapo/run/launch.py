@@ -138,10 +138,11 @@ def with_present_data(
     """
     state, found = checkpoint.state, []
     sampler = state.get(SAMPLER_STATE)
-    difference = prompts and sampler and prompts.difference(sampler["cursor"]["prompts"])
-    if prompts is not None and difference:
-        found.append(difference)
-        state = from_first_prompt(state, prompts)
+    if prompts is not None and sampler is not None:
+        difference = prompts.difference(sampler["cursor"]["prompts"])
+        if difference:
+            found.append(difference)
+            state = from_first_prompt(state, prompts)
     saved = state.get(PRETRAINING_STATE)
     if texts is not None and saved is not None and (difference := texts.difference(saved)):
         found.append(difference)

@@ -117,7 +117,7 @@ def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerSt
         raise DataError(
             "the rows of data.train have changed since the checkpoint was saved: resume with the "
             "same, choose another run.folder, or add --accept-changes=data.train, with which each "
-            "further step has the rows that it would have if the run had begun with the new ones"
+            "further step has the rows that it would have if the run had started with the new ones"
         )
     with ExitStack() as stack:
         cluster = start_cluster(config, run, stack, trains=True, num_engines=0)

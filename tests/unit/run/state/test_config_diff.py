@@ -120,7 +120,7 @@ def test_folder_of_a_model_may_move(tmp_path):
     ],
 )
 def test_accepted_names_are_keys_of_the_run(tmp_path, name, is_known):
-    """A key of an earlier version is one, if the run has it."""
+    """Keys of an earlier version count, if the configuration of the run has them."""
     (tmp_path / "config.json").write_text('{"weights": {"transport": "auto"}}')
     with nullcontext() if is_known else pytest.raises(ConfigError, match=f"accept-changes={name}:"):
         check_accepted(config_of(tmp_path), [name])
