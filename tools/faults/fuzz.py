@@ -19,8 +19,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megadapo.cli import main as megadapo  # noqa: E402
 from megadapo.config import load_config, to_dict  # noqa: E402
 from tests.support.runs.recorded_runs import record_run  # noqa: E402
 
-LIMIT_S = 60
+LIMIT_S = 120
 MAX_LINES = 60
 """Most lines of an error; a configuration has a line for each wrong key."""
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.toml")
@@ -43,14 +43,15 @@ ODD: list[Any] = [
     json.loads("[" * 60 + "]" * 60),
 ]
 TEMPLATES = (
-    "{% for i in range(10 ** 9) %}x{% endfor %}",
-    "{{ 1 / 0 }}",
-    "{{ messages[99].content.x.y }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{% if %}",
-    "{{ messages }}",
-    "",
+    *("{% for i in range(10 ** 9) %}x{% endfor %}", "{{ 1 / 0 }}", "{{ messages[99].content.x }}"),
+    *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% if %}", "{{ messages }}", ""),
 )
+ROWS: list[dict[str, Any]] = [
+    {"question": "1+2=?", "answer": "3"},
+    {"question": "1" * 3_000_000, "answer": "3"},
+    {"prompt": [{"role": "user", "content": "1+2=?"}], "response": "3", "answer": "3"},
+    {"prompt": "1+2=?", "chosen": "3", "rejected": "4", "extra_info": {"index": 1}},
+]
 
 
 class TooLongError(Exception):
@@ -61,15 +62,12 @@ def fuzz_config(rng: random.Random, folder: Path) -> list[list[str]]:
     """Write a recipe with odd values, or one with damaged text."""
     recipe = folder / rng.choice(["recipe.json", "recipe.toml"])
     table = to_dict(load_config(QUICKSTART))
+    for _ in range(rng.randint(1, 3)):
+        set_somewhere(rng, table)
+    recipe.write_text(json.dumps(table))
     if recipe.suffix == ".toml":
-        text = damaged(rng, Path(QUICKSTART).read_bytes())
-        number = "9" * rng.choice([20, 5000])
-        first = rng.choice(["", 'extends = "/dev/zero"\n', f"run.num_steps = {number}\n"])
-        recipe.write_bytes(first.encode() + text)
-    else:
-        for _ in range(rng.randint(1, 3)):
-            set_somewhere(rng, table)
-        recipe.write_text(json.dumps(table))
+        first = rng.choice(["", 'extends = "/dev/zero"\n', f"run.num_steps = {'9' * 5000}\n"])
+        recipe.write_bytes(first.encode() + damaged(rng, Path(QUICKSTART).read_bytes()))
     key = f"--{rng.choice(list(table))}.{rng.choice(['folder', 'path', 'train', 'seed'])}"
     override = f"{key}={json.dumps(rng.choice(ODD))}".replace("\0", "")
     options = [[], [], [override], [override], ["--accept-changes", "bogus.key"]]
@@ -79,19 +77,11 @@ def fuzz_config(rng: random.Random, folder: Path) -> list[list[str]]:
 
 def fuzz_data(rng: random.Random, folder: Path) -> list[list[str]]:
     """Write a file of rows with odd values or damage, or something that is no file of rows."""
-    rows: list[dict[str, Any]] = [
-        {"question": "1+2=?", "answer": "3"},
-        {"prompt": [{"role": "user", "content": "1+2=?"}], "response": "3", "answer": "3"},
-        {"prompt": "1+2=?", "chosen": "3", "rejected": "4", "extra_info": {"index": 1}},
-    ]
-    chosen = [copy.deepcopy(rng.choice(rows)) for _ in range(rng.randint(1, 3))]
-    for row in chosen:
-        for _ in range(rng.randint(0, 2)):
-            set_somewhere(rng, row)
+    rows = copy.deepcopy(rng.choices(ROWS, k=rng.randint(1, 3)))
+    for row in rows * rng.randint(0, 2):
+        set_somewhere(rng, row)
     file = folder / rng.choice(["rows.jsonl", "rows.jsonl", "rows.parquet", "rows", "rows.txt"])
-    content = "".join(json.dumps(row) + "\n" for row in chosen).encode()
-    if rng.random() < 0.1:
-        content = json.dumps({"question": "1" * 3_000_000, "answer": "3"}).encode()
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     place(rng, file, content if rng.random() < 0.6 else damaged(rng, content))
     command = rng.choice(["train", "sft", "reward-model"])
     return [[command, QUICKSTART, "--dry-run", f"--data.train={file}"]]
@@ -114,21 +104,18 @@ def fuzz_model(rng: random.Random, folder: Path) -> list[list[str]]:
         file = rng.choice(sorted(path for path in model.iterdir() if path.name != "README.md"))
         place(rng, file, damaged(rng, file.read_bytes()))
     train = ["train", QUICKSTART, "--dry-run", f"--model.path={model}"]
-    inspect = ["convert", "inspect", str(model)]
     convert = ["convert", "hf-to-megatron", str(model), str(folder / "made")]
-    return [rng.choice([train, train, inspect, convert])]
+    return [rng.choice([train, train, ["convert", "inspect", str(model)], convert])]
 
 
 def fuzz_run(rng: random.Random, folder: Path) -> list[list[str]]:
     """Write a run's folder of which some files are damaged."""
     run = record_run(folder / "run", num_steps=3)
     (run / "config.json").write_text(json.dumps(to_dict(load_config(QUICKSTART))))
-    for name in rng.choices(["status.json", "schedule.log", "log.txt", "resumed.json"], k=2):
+    more = ("rollouts/step-1.jsonl.zst", "checkpoints/step-2/manifest.json")
+    for name in (*more, *rng.choices(["status.json", "schedule.log", "log.txt"], k=2)):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("{}")
-    for name in ("rollouts", "checkpoints", "checkpoints/step-2"):
-        (run / name).mkdir()
-    (run / "rollouts" / "step-1.jsonl.zst").write_bytes(rng.randbytes(50))
-    (run / "checkpoints" / "step-2" / "manifest.json").write_text("{}")
     files = sorted(path for path in run.rglob("*") if path.is_file())
     for file in rng.sample(files, k=rng.randint(1, 3)):
         place(rng, file, damaged(rng, file.read_bytes()))
@@ -182,20 +169,8 @@ def place(rng: random.Random, file: Path, content: bytes) -> None:
         file.write_bytes(content)
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    """Raise TooLongError in a block that takes longer than the limit."""
-
-    def stop(number: int, frame: object) -> None:
-        raise TooLongError(f"more than {LIMIT_S} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+def stop(number: int, frame: object) -> None:
+    raise TooLongError(f"more than {LIMIT_S} s")
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -205,19 +180,21 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def problem_of(arguments: Sequence[str], folder: Path) -> str | None:
     """Run a command in this process; return what is wrong with its end, None if nothing is."""
     before, said = contents(folder), io.StringIO()
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT_S)
     try:
-        with limited(), redirect_stdout(io.StringIO()), redirect_stderr(said):
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
             megadapo(arguments)
     except SystemExit:
         pass
     except Exception:  # the report of this script: any exception is a finding
         return traceback.format_exc(limit=-4)
+    finally:
+        signal.alarm(0)
     after = contents(folder)
     if lost := [str(path) for path in before if after.get(path) != before[path]]:
         return f"changed {', '.join(lost)}"
-    if said.getvalue().count("\n") > MAX_LINES:
-        return f"{said.getvalue()[:2000]}\n..."
-    return None
+    return said.getvalue()[:2000] if said.getvalue().count("\n") > MAX_LINES else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,9 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int)
     options = parser.parse_args(arguments)
     kinds = (fuzz_config, fuzz_data, fuzz_model, fuzz_run)
-    numbers = range(options.cases) if options.only is None else [options.only]
     num_problems = 0
-    for number in numbers:
+    for number in range(options.cases) if options.only is None else [options.only]:
         rng = random.Random(f"{options.seed}/{number}")
         with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
             for words in kinds[number % len(kinds)](rng, Path(name)):
@@ -240,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(
                         f"case {number}: megadapo {' '.join(words)!r:.300}\n{problem}", flush=True
                     )
-    print(f"{num_problems} problems in {len(numbers)} cases of seed {options.seed}")
+    print(f"{num_problems} problems with seed {options.seed}")
     return 1 if num_problems else 0
 
 

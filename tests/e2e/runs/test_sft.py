@@ -1,11 +1,12 @@
 """Whole fine-tuning runs, on the correct responses of rollouts, and a run that starts from one."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
-from megadapo.errors import CheckpointError, DataError, RunInterruptedError
+from megadapo.errors import CheckpointError, ConfigError, DataError, RunInterruptedError
 from tests.support.runs.whole_runs import (
     SMALL,
     descendants,
@@ -111,8 +112,14 @@ def test_stop_signal_ends_the_run_after_a_saved_step(rows, tmp_path):
 def test_other_rows_and_other_commands_are_refused(whole, rows, tmp_path):
     short = tmp_path / "short.jsonl"
     short.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
-    changed = ("--accept-changes=data.train", f"--data.train={short}")
-    said = sft(whole, rows, *changed, num_steps=5, code=DataError.exit_code)
+    own = tmp_path / "own"
+    shutil.copytree(whole, own)
+    said = sft(own, rows, f"--data.train={short}", num_steps=5, code=ConfigError.exit_code)
+    assert "--accept-changes=data.train" in said.stderr
+    sft(own, rows, "--accept-changes=data.train", f"--data.train={short}", num_steps=5)
+    assert metrics(own)[-1]["step"] == 5
+    short.write_text(rows.read_text())
+    said = sft(own, short, num_steps=6, code=DataError.exit_code)
     assert "the rows of data.train have changed" in said.stderr
     said = run(whole, code=CheckpointError.exit_code)
     assert "megadapo sft wrote" in said.stderr and "megadapo export" in said.stderr
