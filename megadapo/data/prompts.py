@@ -339,7 +339,7 @@ def _fitting(
 
 
 def _least_tokens(prompt: Prompt) -> int:
-    """Return a number of tokens that a prompt has in every vocabulary."""
+    """Return a number of tokens that a prompt has at least."""
     return sum(len(content) for _, content in prompt.messages) // MAX_TOKEN_CHARACTERS
 
 

@@ -315,7 +315,7 @@ class Row:
         return text
 
 
-def _with_text(message: object) -> object:
+def _with_text(message: Any) -> Any:
     """Return a chat message with one text as content, if it has a list of parts that are texts."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(parts, list):

@@ -12,8 +12,7 @@ from typing import Any
 
 from megadapo import __version__
 from megadapo.cluster.machine import inspect_machine
-from megadapo.errors import DataError
-from megadapo.observe.files import replace_text
+from megadapo.observe.files import replaced
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:
@@ -26,14 +25,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, and its folder where it is missing.
 
     Raises:
-        DataError: the folder cannot be created.
         InfraError: the file cannot be written.
     """
-    try:
+    with replaced(path) as fresh:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
-    replace_text(path, text)
+        fresh.write_text(text, encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

@@ -27,12 +27,12 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[Path]:
             with fresh.open("rb") as file:
                 os.fsync(file.fileno())
         fresh.replace(path)
-    except BaseException as error:
+    except OSError as error:
+        raise _not_written(path, error) from error
+    finally:
+        # after the replacement there is no such file
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _not_written(path, error) from error
-        raise
 
 
 def replace_text(path: Path, text: str, *, sync: bool = True) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import DataError, InfraError
+from megadapo.errors import DataError
 from megadapo.observe.files import replaced
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.panels import HELD_OUT, Panel, sections_with_values
@@ -131,11 +131,8 @@ def save(figure: Figure, output: Path) -> None:
     Raises:
         InfraError: the file cannot be written; a finished run's supervisor tries again.
     """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InfraError(f"{output} cannot be written: {error.strerror}") from error
     with replaced(output) as fresh:
+        output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(fresh, dpi=130, format="png")
 
 

@@ -136,7 +136,7 @@ def with_present_data(
     Raises:
         DataError: they are others, and the run does not accept that.
     """
-    state, found = checkpoint.state, []
+    state, found = checkpoint.state, list[str]()
     sampler = state.get(SAMPLER_STATE)
     if prompts is not None and sampler is not None:
         difference = prompts.difference(sampler["cursor"]["prompts"])

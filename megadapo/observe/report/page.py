@@ -18,8 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megadapo import __version__
-from megadapo.errors import DataError
-from megadapo.observe.files import replace_text
+from megadapo.observe.files import replaced
 from megadapo.observe.metrics.names import METRICS
 from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, read_responses
@@ -66,18 +65,13 @@ def write_report(
         max_bytes: of compressed responses on the page.
 
     Raises:
-        DataError: a folder has no recorded steps, or a file is damaged, or the folder of `output`
-            cannot be created.
-        InfraError: the disk refuses; an earlier report is unchanged.
+        DataError: a folder has no recorded steps, or a file is damaged.
+        InfraError: the page cannot be written; an earlier one is unchanged.
     """
     page = render(folders, tables=tables, max_bytes=max_bytes)
-    if output.is_dir():
-        raise DataError(f"{output}: cannot be written: it is a folder")
-    try:
+    with replaced(output) as fresh:
         output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
-    replace_text(output, page)
+        fresh.write_text(page, encoding="utf-8")
     return output
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from megadapo.errors import DataError, InfraError
+from megadapo.observe.files import replaced
 from megadapo.observe.metrics.records import ASIDE_FOLDER
 from megadapo.observe.rollouts.saved_group import SavedGroup, decode_saved, encode_saved
 
@@ -28,7 +27,6 @@ _FILE_NAME = re.compile(r"step-(\d+)\.jsonl\.zst")
 MAX_LINE_LENGTH = 1 << 30
 """Longest line that is read, in characters: a group has about 100 for each of its tokens. A damaged
 or foreign file may be one line of any length."""
-_TEMPORARY = "tmp-"
 
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
@@ -83,26 +81,19 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
     """
     import pyarrow
 
-    temporary = path.with_name(_TEMPORARY + path.name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            temporary.open("wb") as output,
-            pyarrow.CompressedOutputStream(output, "zstd") as compressed,
-        ):
-            for group in groups:
-                line = json.dumps(encode_saved(group), allow_nan=False)
-                compressed.write(line.encode() + b"\n")
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise InfraError(
-            f"{path}: cannot be written: {error.strerror or error}; free disk space, or save no "
-            "responses with observe.saved_groups = 0"
-        ) from error
+        with replaced(path) as fresh:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                fresh.open("wb") as output,
+                pyarrow.CompressedOutputStream(output, "zstd") as compressed,
+            ):
+                for group in groups:
+                    line = json.dumps(encode_saved(group), allow_nan=False)
+                    compressed.write(line.encode() + b"\n")
+    except InfraError as error:
+        advice = "free disk space, or save no responses with observe.saved_groups = 0"
+        raise InfraError(f"{error}; {advice}") from error
 
 
 class RolloutLog:
@@ -133,7 +124,7 @@ class RolloutLog:
                 aside.mkdir(parents=True, exist_ok=True)
                 path = rollouts_path(self._run_folder, later)
                 path.rename(aside / f"{uuid.uuid4().hex[:8]}-{path.name}")
-        for unfinished in (self._run_folder / ROLLOUTS_FOLDER).glob(f"{_TEMPORARY}*"):
+        for unfinished in (self._run_folder / ROLLOUTS_FOLDER).glob("*.part"):
             unfinished.unlink()
 
     def close(self) -> None:

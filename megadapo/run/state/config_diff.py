@@ -94,7 +94,7 @@ def check_config_diff(
         if before == files:
             equal.add(key)
         elif before is not None:
-            names = [name for name in before | files if before.get(name) != files.get(name)]
+            names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
             listed = f"other {', '.join(names[:MAX_LISTED])} than at the start of the run"
             changes[key] = f"{changes[key]}, {listed}" if key in changes else listed
     refused = [

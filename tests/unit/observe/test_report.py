@@ -270,6 +270,6 @@ def test_command_writes_into_the_run_or_where_it_is_told(tmp_path, capsys):
     other = tmp_path / "made" / "two.html"
     assert main(["report", str(folder), str(folder), "--output", str(other)]) == 0
     assert other.read_text().startswith("<!doctype html>")
-    assert main(["report", str(folder), "--output", str(folder)]) == 3
+    assert main(["report", str(folder), "--output", str(folder)]) == 5
     assert "cannot be written" in capsys.readouterr().err
     assert not [*tmp_path.rglob("*.part")]

@@ -197,7 +197,7 @@ def test_log_writes_in_background_and_rewinds(tmp_path):
     for step in range(1, 5):
         log.write(step, iter([saved_group(step=step)]))
     log.wait()
-    (tmp_path / "rollouts" / "tmp-step-5.jsonl.zst").write_bytes(b"half")
+    (tmp_path / "rollouts" / "step-5.jsonl.zst.1.part").write_bytes(b"half")
     log.rewind(2)
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
         "step-1.jsonl.zst",
