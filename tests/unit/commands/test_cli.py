@@ -94,11 +94,6 @@ def test_reader_of_the_first_line_changes_no_exit_code(tmp_path):
         assert status.stdout is not None and status.stderr is not None
         status.stdout.close()
         assert (status.stderr.read(), status.wait()) == (b"", 0)
-    words[3:] = ["config"]
-    config = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert config.stdout is not None and config.stderr is not None
-    config.stdout.close()
-    assert (config.stderr.read(), config.wait() in (0, 141)) == (b"", True)
 
 
 def test_unforeseen_error_of_a_file_names_it(tmp_path, fails):
