@@ -24,7 +24,7 @@ from megadapo.data.prompts import Prompt, render, some
 from megadapo.data.rows import Messages, Row
 from megadapo.data.sources import read_answered_rows
 from megadapo.errors import DataError
-from megadapo.tokens.chat import ASSISTANT, answer_ids
+from megadapo.tokens.chat import ASSISTANT, answer_ids, opened_thought
 from megadapo.tokens.stops import stop_ids, without_end
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class AnswerEncoder:
                 "tokenizer_config.json"
             )
         self._tokenizer = tokenizer
+        self._opening = opened_thought(tokenizer)
+        self.num_open = 0
+        """Number of encoded answers whose thought does not end."""
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
 
@@ -88,11 +91,15 @@ class AnswerEncoder:
             DataError: a message cannot be used.
             OverlongError: a prompt or an answer has too many tokens.
         """
-        messages = row.conversation
+        messages, given_answers = row.conversation, row.given_answers
         row.names.check_texts(messages, row.place)
-        answers = [place for place, (role, _) in enumerate(messages) if role == ASSISTANT]
+        answers = [
+            place
+            for place, (role, _) in enumerate(messages)
+            if role == ASSISTANT and place not in given_answers
+        ]
         if not answers or answers[0] == 0:
-            raise DataError(f"{row.place}: no message of the {ASSISTANT} follows another message")
+            raise DataError(f"{row.place}: no message of the {ASSISTANT} to learn follows another")
         sequences: list[tuple[list[int], list[bool]]] = []
         for place in answers:
             ids, predicted = self._answer(row, messages, place, is_last=place == answers[-1])
@@ -125,7 +132,7 @@ class AnswerEncoder:
         """Return the tokens of an answer, and whether each is to be predicted."""
         sampled = row.columns.get("response_ids") if is_last else None
         if sampled is None:
-            ids = self.response_ids(messages[place][1])
+            ids = self.response_ids(self._without_opening(row, messages[place][1]))
         else:
             ids = self._sampled_ids(row, sampled, messages[place][1])
         if len(ids) > self._max_response_tokens:
@@ -140,6 +147,25 @@ class AnswerEncoder:
         for start, stop in [] if spans is None else _checked_spans(spans, num_sampled, row.place):
             wanted[start:stop] = [False] * (stop - start)
         return ids, wanted
+
+    def _without_opening(self, row: Row, text: str) -> str:
+        """Return an answer without the beginning that the generation prompt has already."""
+        opening = self._opening
+        if not opening or row.is_sampled:
+            return text
+        name = opening.strip()
+        close = f"{name[0]}/{name[1:]}"
+        begins = text.lstrip().startswith(name)
+        if not begins and close not in text:
+            raise DataError(
+                f"{row.place}: the chat template begins each answer with {name}, and this one has "
+                "no thought: add it, or turn thoughts off with data.chat_template_kwargs"
+            )
+        if close not in text:
+            self.num_open += 1
+        if not begins:
+            return text
+        return text.lstrip().removeprefix(name).removeprefix(opening.removeprefix(name))
 
     def _sampled_ids(self, row: Row, sampled: object, text: str) -> list[int]:
         size = len(self._tokenizer)
@@ -199,6 +225,9 @@ def load_answered(
     if not rows:
         raise DataError(f"{source} has no usable row")
     logger.info("%s: %d rows; left out: %d that are too long", source, len(rows), len(too_long))
+    if encoder.num_open:
+        logger.warning("%s: %d answers begin a thought and do not end it", source, encoder.num_open)
+        encoder.num_open = 0
     return rows
 
 
@@ -270,9 +299,13 @@ class CorrectRows:
         )
 
     def _row(self, prompt: Prompt, text: str, response: Response, reward: float) -> dict[str, Any]:
-        messages = [*prompt.messages, (ASSISTANT, text)]
+        # only the sampled answer is learned
+        messages = [
+            {"role": role, "content": content, **({"weight": 0} if role == ASSISTANT else {})}
+            for role, content in prompt.messages
+        ]
         row: dict[str, Any] = {
-            "messages": [{"role": role, "content": content} for role, content in messages],
+            "messages": [*messages, {"role": ASSISTANT, "content": text}],
             "prompt_id": prompt.id,
             "reward": reward,
         }

@@ -22,7 +22,9 @@ GOLDS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
 """Usual columns of a gold answer; of several the first counts, which is verl's."""
 ANSWERS = ("response", "answer")
 """Columns of the text that answers a prompt, one of them."""
-OF_ROLLOUTS = ("tools", "response_ids", "environment_spans")
+PROMPT_ID = "prompt_id"
+"""The column that the rows of `megadapo rollout` have."""
+OF_ROLLOUTS = ("tools", "response_ids", "environment_spans", PROMPT_ID)
 """Columns of sampled answers: schemas in the prompt, tokens, and which of these were given."""
 EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
@@ -156,7 +158,9 @@ class Row:
         in `response` or `answer`.
         """
         named = self.names.config.prompt
-        if named is None and self.columns.get("messages") is not None:
+        # the rows of rollouts have messages, whatever column the prompts came from
+        is_chat = named is None or (self._value(named) is _MISSING and self.is_sampled)
+        if is_chat and self.columns.get("messages") is not None:
             return self._chat("messages")
         prompts = PROMPTS if named is None else (named,)
         filled = [name for name in prompts if self._value(name) not in (None, _MISSING)]
@@ -168,6 +172,27 @@ class Row:
             )
         prompt = self.names.wrap(self._prompt(filled[0]), self.place)
         return (*prompt, ("assistant", self._text(answers[0])))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether `megadapo rollout` wrote the row."""
+        return self.columns.get(PROMPT_ID) is not None
+
+    @property
+    def given_answers(self) -> set[int]:
+        """Places in `conversation` of answers that are not to be learned.
+
+        They are those of data.columns.examples, and messages with weight 0.
+        """
+        messages = self.conversation
+        first = int(messages[0][0] == "system")
+        examples = self.names.examples
+        has_examples = messages[first : first + len(examples)] == examples
+        given = set(range(first, first + len(examples))) if has_examples else set()
+        chat = self.columns.get("messages")
+        if isinstance(chat, list) and len(chat) == len(messages):
+            given |= {place for place, one in enumerate(chat) if one.get("weight") == 0}
+        return given
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -299,10 +324,10 @@ class Row:
                 f"{self.place}: a chat message of {column} has {unread[0]}, and only role and "
                 "content are read: write it into the content, as the model's template does"
             )
-        if message.get("weight") not in (None, 1):
+        if message.get("weight") not in (None, 0, 1):
             raise DataError(
                 f"{self.place}: a chat message of {column} has weight {message['weight']!r:.20}, "
-                "and every answer counts with weight 1: end the chat before it, or leave it out"
+                "and an answer counts with weight 1, or with 0 not at all"
             )
 
     def _text(self, column: str) -> str:

@@ -14,7 +14,14 @@ from megadapo.config import load_config
 from megadapo.doctor.doctor import Diagnosis, report
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.tables import TextTable, printable
-from megadapo.tokens.chat import ASSISTANT, Messages, answer_ids, chat_ids, chat_text
+from megadapo.tokens.chat import (
+    ASSISTANT,
+    Messages,
+    answer_ids,
+    chat_ids,
+    chat_text,
+    opened_thought,
+)
 from megadapo.tokens.encoder import encoder_of
 from megadapo.tokens.stops import ends_of_folder, stop_ids, turn_end
 from megadapo.tokens.tokenizer import TemplateValue, read_tokenizer
@@ -308,6 +315,11 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def _end_warnings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    if opening := opened_thought(tokenizer):
+        yield (
+            f"the generation prompt ends with {opening!r}, so answers begin inside a thought: "
+            "megadapo sft refuses one without a thought"
+        )
     close = turn_end(tokenizer)
     if close is not None and close not in (tokenizer.eos_token_id, *ends_of_folder(tokenizer)):
         name = tokenizer.convert_ids_to_tokens(close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,8 @@ _OF_TEMPLATES = (
     ValueError,
 )
 """Errors that a template's expressions can raise, such as 1 / 0 and range(10 ** 9)."""
+_OPENING = re.compile(r"(<[^<>/\s]*think[^<>/\s]*>|\[THINK\])\s*\Z", re.IGNORECASE)
+"""The end of a text that opens a thought."""
 _WITH_MARKUP = (ASSISTANT, "system")
 """Roles whose texts may have control tokens that are not special, such as <think>."""
 
@@ -79,6 +82,20 @@ def chat_text(
     """Return the text of a chat by the chat template."""
     options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
     return cast(str, _applied(messages, tokenizer, tools, **options))
+
+
+def opened_thought(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text with which the generation prompt opens a thought, such as "<think>\\n".
+
+    It is the beginning of every sampled answer, and empty for most templates.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        found = _OPENING.search(chat_text((("user", "0"),), tokenizer))
+    except jinja2.TemplateError:
+        return ""
+    return found[0] if found else ""
 
 
 def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

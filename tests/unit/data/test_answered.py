@@ -102,6 +102,57 @@ def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
     assert tokenizer.decode(sequences[1][0]).startswith("u:4+5=?a:9")
 
 
+def learned(tokenizer, rows):
+    """Return the texts that each sequence of the rows is trained on."""
+    return [tokenizer.decode(one[wanted][:-1]) for row in rows for one, wanted in row]
+
+
+THINKING = CHATML.replace("'a:'", "'a:<think>\\n'")
+"""A template whose generation prompt opens a thought, as those of reasoning models."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ("<think>\n1</think>3", "1</think>3"),
+        ("<think>1</think>3", "1</think>3"),
+        ("\n<think>\n\n1</think>3", "\n1</think>3"),
+        ("1</think>3", "1</think>3"),
+        ("<think>\n1", "1"),
+        ("3", None),
+    ],
+)
+def test_thought_that_the_template_opens_is_in_the_tokens_once(tmp_path, answer, kept, caplog):
+    """Otherwise the model learns to open a thought inside a thought, or to answer inside one."""
+    row = {"messages": [ASK, {**SAY, "content": answer}]}
+    sizes = {"max_response_tokens": 64}
+    if kept is None:
+        with pytest.raises(DataError, match="line 1: the chat template begins each .* <think>"):
+            load(tmp_path, row, template=THINKING, **sizes)
+        return
+    tokenizer, rows = load(tmp_path, row, template=THINKING, **sizes)
+    assert learned(tokenizer, rows) == [kept]
+    assert tokenizer.decode(rows[0][0][0]).count("<think>") == 1
+    assert ("do not end it" in caplog.text) == ("</think>" not in answer)
+    sampled = {**row, "prompt_id": "p"}
+    assert learned(*load(tmp_path, sampled, template=THINKING, **sizes)) == [answer]
+
+
+def test_answers_that_were_given_are_not_learned(tmp_path):
+    """Rows of rollouts have the examples of their prompts, but not the prompts' column."""
+    examples = write(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
+    columns = DataColumns(prompt="ask", template="Q: {prompt}\nA:", examples=examples)
+    tokenizer, encoder = encoder_of(CHATML, max_prompt_tokens=128)
+    given = {**SAY, "weight": 0}
+    rows = [
+        {"ask": "1+2=?", "response": "3"},
+        {"messages": [*SHOT, WRAPPED, SAY], "prompt_id": "p"},
+        {"messages": [*SHOT, ASK, given, WRAPPED, LAST], "prompt_id": "p"},
+    ]
+    found = load_answered(write(tmp_path / "a.jsonl", *rows), encoder, columns=columns)
+    assert learned(tokenizer, found) == ["3", "3", "9"]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -117,7 +168,8 @@ def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
         ({"messages": [ASK, SAY], "tools": ["add"]}, "tools is not a list of JSON schemas"),
         ({"messages": [ASK, {**SAY, "content": None, "tool_calls": [{}]}]}, "has tool_calls"),
         ({"messages": [ASK, {**SAY, "reasoning_content": "1"}]}, "has reasoning_content"),
-        ({"messages": [ASK, {**SAY, "weight": 0}, AGAIN, LAST]}, "has weight 0"),
+        ({"messages": [ASK, {**SAY, "weight": 0.5}, AGAIN, LAST]}, "has weight 0.5"),
+        ({"messages": [ASK, {**SAY, "weight": 0}]}, "no message .* to learn"),
         ({"messages": [ASK, {**SAY, "content": "3" * 9}]}, "an answer has 10 tokens; at most"),
         ({"messages": [{**ASK, "content": "3" * 99}, SAY]}, "a prompt has 99 tokens; at most"),
     ],
