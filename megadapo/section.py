@@ -6,10 +6,12 @@ shows the text under each field.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Self, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,6 +33,9 @@ Pair = Annotated[tuple[Item, ...], Field(min_length=2, max_length=2)]
 
 COLLECT = "collect"
 """Validation context that keeps pydantic's own errors, to report all problems of a file."""
+
+ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A model's folder, with a home folder in place of `~`, or its name on the Hub."""
 
 Timeout = Annotated[float, Field(ge=1.0)]
 """A limit in seconds, at least one: a busy process must not count as stuck."""

@@ -11,7 +11,7 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.section import Section
+from megadapo.section import ModelPath, Section
 
 Aggregation = Literal[
     "token-mean",
@@ -32,7 +32,7 @@ ADVANTAGES_WITH_KEY = {"discount": ("gae", "grpo-process"), "gae_lambda": ("gae"
 class ReferenceConfig(Section, title="algorithm.reference"):
     """Reference policy of the KL divergence: the run's first weights, unless a key changes that."""
 
-    path: str | None = None
+    path: ModelPath | None = None
     """Hugging Face model that is the reference policy (a teacher), with the policy's tokenizer and
     any sizes; it is on the trainer's ranks and split like the policy. none: no other model."""
     refresh_every: PositiveInt | None = None

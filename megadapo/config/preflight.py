@@ -7,7 +7,6 @@ that is not checked. A dry run also shows the first prompt as the model reads it
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import shutil
@@ -33,8 +32,8 @@ from megadapo.data.sources import (
     read_text_rows,
 )
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, MegadapoError
-from megadapo.models.description import ModelDescription, describe_critic, describe_model
-from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder, read_hf_config
+from megadapo.models.description import ModelDescription
+from megadapo.models.folder import cached_hub_folder, is_hub_name, no_folder
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
@@ -48,6 +47,7 @@ from megadapo.trainer.model.model_layout import (
     validate_teacher,
 )
 from megadapo.weights.disk.files import unreadable
+from megadapo.weights.disk.model_folder import check_model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
 """Reasons of the system that another start does not change."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 NUM_CHECKED = 64
 """Number of rows of each source that are read."""
 Reader = Callable[[str], Iterator[Row]]
@@ -89,17 +88,22 @@ def check_run(
         MegadapoError: an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
-    warnings = config.warnings()
+    warnings, policy = config.warnings(), None
+    try:
+        policy, notes = _read_policy(config, has_values=has_values)
+        warnings += notes
+    except MegadapoError as error:
+        problems.append(error)
     of_rollouts = (
-        _check_critic,
-        _check_teacher,
+        partial(_check_critic, policy),
+        partial(_check_teacher, policy),
         check_prompts,
         _check_rewards,
         _check_environments,
     )
     checks = (
         *(_check_folder, partial(_check_device, has_engines=has_engines and rows is None)),
-        partial(_check_model, has_values=has_values),
+        partial(_check_model, policy),
         *(of_rollouts if rows is None else (partial(check_answers, rows, has_values),)),
         *((_check_scored_template,) if has_values else ()),
         *(_check_resume, _check_writers, _check_on_event),
@@ -112,7 +116,7 @@ def check_run(
         except OSError as error:
             problems.append(unreadable(Path(error.filename or config.run.folder), error))
     if problems:
-        raise type(problems[0])("\n".join(str(problem) for problem in problems))
+        raise type(problems[0])("\n".join(dict.fromkeys(map(str, problems))))
     return warnings
 
 
@@ -179,12 +183,27 @@ def _check_device(config: RunConfig, *, has_engines: bool) -> list[str]:
     return notes
 
 
-def _check_model(config: RunConfig, *, has_values: bool) -> list[str]:
+def _read_policy(
+    config: RunConfig, *, has_values: bool
+) -> tuple[ModelDescription | None, list[str]]:
+    """Check the folder of model.path; the model is None if it is on the Hub."""
     folder = model_folder(config.model)
     if folder is None:
-        return [f"model.path = {config.model.path} is on the Hub and not checked"]
-    hf_config = read_hf_config(folder)
-    model = describe_critic(hf_config) if has_values else describe_model(hf_config)
+        return None, [f"model.path = {config.model.path} is on the Hub and not checked"]
+    # of a model on the Hub, the cache may have config.json alone
+    is_whole = Path(config.model.path).is_dir()
+    return check_model_folder(
+        folder,
+        where=f"model.path = {folder}",
+        as_critic=has_values,
+        with_weights=is_whole and config.model.init == "pretrained",
+        with_tokenizer=is_whole,
+    )
+
+
+def _check_model(model: ModelDescription | None, config: RunConfig) -> list[str]:
+    if model is None:
+        return []
     _check_layouts(model, config)
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU, vLLM's experts mistake every rank's expert numbers for their own
@@ -219,48 +238,45 @@ def _check_model(config: RunConfig, *, has_values: bool) -> list[str]:
     return []
 
 
-def _check_critic(config: RunConfig) -> list[str]:
+def _check_critic(policy: ModelDescription | None, config: RunConfig) -> list[str]:
     path = config.critic.path
     if config.algorithm.advantage != "gae" or path is None:
         return []
-    folder, policy = _local_folder("critic.path", path), model_folder(config.model)
+    folder = _local_folder("critic.path", path)
     if folder is None or policy is None:
-        return [f"critic.path = {path} is not compared with the policy: a model is on the Hub"]
-    model = describe_critic(read_hf_config(folder))
-    validate_critic(model, describe_model(read_hf_config(policy)), config.trainer)
-    return []
+        return [f"critic.path = {path} is not compared with the policy: a model is not here"]
+    critic, notes = check_model_folder(
+        folder, where=f"critic.path = {folder}", as_critic=True, with_tokenizer=False
+    )
+    validate_critic(critic, policy, config.trainer)
+    return notes
 
 
-def _check_teacher(config: RunConfig) -> list[str]:
-    path, policy = config.algorithm.reference.path, model_folder(config.model)
+def _check_teacher(policy: ModelDescription | None, config: RunConfig) -> list[str]:
+    key, path = "algorithm.reference.path", config.algorithm.reference.path
     if path is None:
         return []
-    folder = _local_folder("algorithm.reference.path", path)
+    folder = _local_folder(key, path)
     if folder is None or policy is None:
-        return [
-            f"algorithm.reference.path = {path} is not compared with the policy: a model is on "
-            "the Hub"
-        ]
-    if not any(folder.glob("*.safetensors")):
-        raise DataError(f"algorithm.reference.path = {folder} has no *.safetensors: not a model")
-    teacher = describe_model(read_hf_config(folder))
-    validate_teacher(teacher, describe_model(read_hf_config(policy)), config.trainer)
+        return [f"{key} = {path} is not compared with the policy: a model is not here"]
+    teacher, notes = check_model_folder(folder, where=f"{key} = {folder}", with_tokenizer=False)
+    validate_teacher(teacher, policy, config.trainer)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > teacher.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above the "
             f"max_position_embeddings = {teacher.max_positions} of algorithm.reference.path"
         )
-    own = read_tokenizer(str(policy)).get_vocab()
-    other = read_tokenizer(str(folder), key="algorithm.reference.path").get_vocab()
+    own = read_tokenizer(config.model.path).get_vocab()
+    other = read_tokenizer(str(folder), key=key).get_vocab()
     for token in sorted(own.keys() | other.keys()):
         if own.get(token) != other.get(token):
             raise ConfigError(
-                f"algorithm.reference.path = {folder} and model.path = {policy} have different "
+                f"{key} = {folder} and model.path = {config.model.path} have different "
                 f"tokenizers: {token!r} is token {other.get(token)} there and {own.get(token)} "
                 "here; a teacher reads the policy's tokens"
             )
-    return []
+    return notes
 
 
 def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
@@ -280,10 +296,7 @@ def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
 
 def model_folder(model: ModelConfig) -> Path | None:
     """Return the folder with the model's config.json, or None if it is on the Hub only."""
-    folder = _local_folder("model.path", model.path)
-    if folder is not None and Path(model.path).is_dir():
-        _check_model_folder(model, folder)
-    return folder
+    return _local_folder("model.path", model.path)
 
 
 def _local_folder(key: str, path: str) -> Path | None:
@@ -293,18 +306,6 @@ def _local_folder(key: str, path: str) -> Path | None:
     if not is_hub_name(path):
         raise no_folder(key, path)
     return cached_hub_folder(path)
-
-
-def _check_model_folder(model: ModelConfig, folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise DataError(f"model.path = {folder} has no config.json: not a Hugging Face model")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise DataError(f"model.path = {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
-        raise DataError(
-            f'model.path = {folder} has no *.safetensors; with model.init = "random" none are '
-            "needed"
-        )
 
 
 def _check_scored_template(config: RunConfig) -> list[str]:
@@ -434,13 +435,32 @@ def first_prompt(config: RunConfig) -> list[str]:
     if not is_built_in(one.source) and is_hub_dataset(one.source):
         return [f"no prompt is shown: {key} = {one.source} is on the Hub"]
     folder = model_folder(config.model)
-    if folder is None or not _has_tokenizer(folder):
+    if folder is None:
         return [f"no prompt is shown: model.path = {config.model.path} has no tokenizer here"]
     row = next(read_rows(one.source, config.data.columns))
     gold = config.reward.check_gold(row.ground_truth, row.data_source)
     prompt = Prompt(row.place, row.messages, gold, row.data_source)
     tokenizer = read_tokenizer(str(folder), chat_template_kwargs=config.data.chat_template_kwargs)
+    _check_prompt(config, prompt, tokenizer)
     return list(_lines(prompt, row, tokenizer))
+
+
+def _check_prompt(config: RunConfig, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the length of a prompt, and that the template can write its environment's turns."""
+    from megadapo.rollout.episodes.host import check_environments
+    from megadapo.rollout.episodes.requests import EpisodeRequests
+
+    longest, environments = config.data.max_prompt_tokens, config.rollout.environments
+    if config.data.overlong_prompts == "drop" and len(render(prompt, tokenizer)) > longest:
+        return
+    render(prompt, tokenizer, longest)
+    described = check_environments(environments) if environments else []
+    requests = EpisodeRequests(
+        environments=[*zip(environments, described, strict=True)],
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+    )
+    requests.check_template([prompt], longest)
 
 
 def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -460,14 +480,3 @@ def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iter
         yield f"{name} in the prompt is plain text; only a chat template writes control tokens"
     ends = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in stop_ids(tokenizer)]
     yield f"a response ends at {', '.join(ends) or 'rollout.max_response_tokens alone'}"
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder's tokenizer has a vocabulary; the check imports nothing heavy."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return True
-    try:
-        return "model" in json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error

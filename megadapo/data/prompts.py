@@ -175,7 +175,10 @@ def render(
     if not ids:
         raise DataError(f"{_describe(prompt)} has no tokens")
     if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-        raise DataError(f"{_describe(prompt)} has {len(ids)} tokens; at most {max_prompt_tokens}")
+        raise DataError(
+            f"{_describe(prompt)} has {len(ids)} tokens; at most data.max_prompt_tokens = "
+            f"{max_prompt_tokens} are allowed"
+        )
     return ids
 
 

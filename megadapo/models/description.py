@@ -6,11 +6,14 @@ it a sequence classifier with one label and read the last token; here every toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megadapo.errors import WeightError
 from megadapo.models.families import Family, family_of
+from megadapo.models.keys import check_keys
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.models.shape import ModelShape, model_shape, required_size
 
@@ -18,7 +21,18 @@ from megadapo.models.shape import ModelShape, model_shape, required_size
 RMS_NORM_EPS = 1e-6
 INITIALIZER_RANGE = 0.02
 
-_ROPE_DEFAULTS = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPE_THETA = 10000.0
+ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_positions",
+    },
+}
+"""Settings of each supported rotary scaling, with their names in `Rope`."""
 _LANGUAGE_MODEL, _VALUE_MODEL = "ForCausalLM", "ForSequenceClassification"
 
 _COMPARED = {
@@ -73,9 +87,6 @@ class ModelDescription:
     max_positions: int
     """Longest sequence in tokens."""
     rms_norm_eps: float
-    hidden_act: str
-    sliding_window: int | None
-    """Tokens that attention looks back; None: all of them."""
     initializer_range: float
     """Standard deviation of random matrices."""
     routing: Routing | None = None
@@ -88,24 +99,26 @@ class ModelDescription:
 
 
 def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Read a Hugging Face configuration."""
-    shape = model_shape(hf_config)
+    """Read a Hugging Face configuration.
+
+    Raises:
+        WeightError: it is not understood, or of a model that the trainer does not compute.
+    """
+    shape, family = model_shape(hf_config), family_of(hf_config)
+    check_keys(hf_config, family)
     routing = None
     if shape.num_experts:
         routing = Routing(
             experts_per_token=required_size(hf_config, "num_experts_per_tok"),
             sums_to_one=bool(hf_config.get("norm_topk_prob", False)),
         )
-    # Qwen2 files have a window that use_sliding_window = false turns off
-    has_window = hf_config.get("use_sliding_window", True)
+        _check_routing(routing, shape.num_experts)
     return ModelDescription(
-        family=family_of(hf_config),
+        family=family,
         shape=shape,
         rope=read_rope(hf_config),
         max_positions=required_size(hf_config, "max_position_embeddings"),
         rms_norm_eps=hf_config.get("rms_norm_eps", RMS_NORM_EPS),
-        hidden_act=hf_config.get("hidden_act", "silu"),
-        sliding_window=(hf_config.get("sliding_window") or None) if has_window else None,
         initializer_range=hf_config.get("initializer_range", INITIALIZER_RANGE),
         routing=routing,
     )
@@ -122,6 +135,13 @@ def describe_critic(hf_config: Mapping[str, Any]) -> ModelDescription:
         family=replace(model.family, head=VALUE_HEAD),
         shape=replace(model.shape, tied=False),
     )
+
+
+def describe_stored(hf_config: Mapping[str, Any]) -> ModelDescription:
+    """Describe the model whose weights are beside a configuration: a policy or a critic."""
+    names = hf_config.get("architectures") or []
+    is_critic = any(name.endswith(_VALUE_MODEL) for name in names)
+    return describe_critic(hf_config) if is_critic else describe_model(hf_config)
 
 
 def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,25 +179,74 @@ def _comparable(hf_config: Mapping[str, Any]) -> dict[str, object]:
         head_dim = hf_config.get("hidden_size", 0) // heads
     values["head_dim"] = head_dim
     values["num_experts"] = hf_config.get("num_experts", hf_config.get("num_local_experts"))
-    values["tie_word_embeddings"] = hf_config.get("tie_word_embeddings", family.tied_by_default)
-    bias = family.attention_bias
-    values["attention_bias"] = hf_config.get("attention_bias", False) if bias is None else bias
+    values["tie_word_embeddings"] = hf_config.get("tie_word_embeddings", False)
+    values["attention_bias"] = hf_config.get("attention_bias", family.has_qkv_bias)
     return values | {f"rope.{key}": value for key, value in _rope_settings(hf_config).items()}
 
 
 def read_rope(hf_config: Mapping[str, Any]) -> Rope:
+    """Read the rotary embedding as transformers does.
+
+    Raises:
+        WeightError: it is not supported, lacks a setting, or is given twice with other settings.
+    """
     settings = _rope_settings(hf_config)
-    names = {"original_max_positions": "original_max_position_embeddings"}
-    names |= {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    given = {name: settings[key] for name, key in names.items() if key in settings}
-    return Rope(kind=settings["rope_type"], theta=float(settings["rope_theta"]), **given)
+    kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
+    if kind not in ROPE_KINDS:
+        raise WeightError(
+            f"config.json: rotary scaling {kind!r} is not supported; known are "
+            f"{', '.join(ROPE_KINDS)}"
+        )
+    if settings.keys() != set(ROPE_KINDS[kind]):
+        raise WeightError(
+            f"config.json: rotary scaling {kind!r} has the settings {', '.join(settings)}, "
+            f"expected are {', '.join(ROPE_KINDS[kind]) or 'none'}"
+        )
+    for key, value in {"rope_theta": theta, **settings}.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise WeightError(f"config.json: {key} of the rotary embedding is {value!r}")
+    return Rope(
+        kind=kind,
+        theta=float(theta),
+        **{ROPE_KINDS[kind][key]: value for key, value in settings.items()},
+    )
 
 
 def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all rotary settings, from `rope_parameters` (transformers 5) or the older keys."""
-    scaling = dict(hf_config.get("rope_scaling") or {})
-    if "type" in scaling:
-        scaling["rope_type"] = scaling.pop("type")
-    older = {"rope_theta": hf_config["rope_theta"]} if "rope_theta" in hf_config else {}
-    newer = hf_config.get("rope_parameters") or {}
-    return _ROPE_DEFAULTS | older | scaling | newer
+    """Return all rotary settings; `rope_scaling` is the older name of `rope_parameters`."""
+    given = filter(None, map(hf_config.get, ("rope_scaling", "rope_parameters")))
+    blocks = [_completed_rope(block, hf_config) for block in [*given] or [{}]]
+    if blocks[0] != blocks[-1]:
+        raise WeightError(
+            f"config.json: rope_scaling means {blocks[0]} and rope_parameters {blocks[1]}: delete "
+            "one of them (transformers takes rope_scaling)"
+        )
+    return blocks[0]
+
+
+def _completed_rope(block: object, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one block with transformers' defaults."""
+    if not isinstance(block, Mapping):
+        raise WeightError(f"config.json: the rotary settings {block!r:.200} are not a table")
+    own = {key: value for key, value in block.items() if value is not None}
+    kind, theta = own.pop("type", "default"), hf_config.get("rope_theta", _ROPE_THETA)
+    settings = {"rope_type": kind, "rope_theta": theta} | own
+    if settings["rope_type"] == "llama3":
+        length = hf_config.get("max_position_embeddings")
+        settings.setdefault("original_max_position_embeddings", length)
+    if settings.get("partial_rotary_factor") == 1.0:
+        del settings["partial_rotary_factor"]
+    return settings
+
+
+def _check_routing(routing: Routing, num_experts: int) -> None:
+    if routing.experts_per_token > num_experts:
+        raise WeightError(
+            f"config.json: num_experts_per_tok = {routing.experts_per_token} is above num_experts "
+            f"= {num_experts}"
+        )
+    if routing.experts_per_token == 1 and routing.sums_to_one:
+        raise WeightError(
+            "config.json: norm_topk_prob with num_experts_per_tok = 1 gives every expert the "
+            "weight 1, so that no router could learn"
+        )

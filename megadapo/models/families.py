@@ -12,15 +12,12 @@ from typing import Any
 from megadapo.errors import WeightError
 from megadapo.models.rows import (
     ATTENTION_OUT,
-    ATTENTION_OUT_BIAS,
     DOWN,
-    DOWN_BIAS,
     EMBEDDING,
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     FINAL_NORM,
     GATE_UP,
-    GATE_UP_BIAS,
     HEAD,
     INPUT_NORM,
     K_NORM,
@@ -39,56 +36,71 @@ class Family:
 
     architecture: str
     """Name in `architectures` of the Hugging Face configuration."""
+    model_type: str
+    """The `model_type` that belongs to it."""
     layer: tuple[Weight, ...]
     """Weights of one decoder layer."""
-    attention_bias: bool | None = None
-    """Whether q, k and v have a bias; None: config.json sets it (`attention_bias`)."""
-    tied_by_default: bool = False
-    """Value of `tie_word_embeddings` if config.json does not set it."""
+    keys: tuple[str, ...] = ()
+    """Keys of config.json that this family reads beside those of `models/keys.py`."""
+    window_needs_flag: bool = True
+    """Whether `sliding_window` has an effect only with `use_sliding_window`."""
+    default_window: int | None = None
+    """Value of `sliding_window` if config.json does not set it."""
     embedding: Weight = EMBEDDING
     final_norm: Weight = FINAL_NORM
     head: Weight = HEAD
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether q, k and v have a bias."""
+        return QKV_BIAS in self.layer
 
     @property
     def has_qk_norm(self) -> bool:
         """Whether each head's q and k are normalised."""
         return Q_NORM in self.layer
 
-    def has_optional(self, flag: str) -> bool:
-        """Return whether some weight exists only if the configuration sets `flag`."""
-        return any(row.only_if == flag for row in self.layer)
-
 
 _PLAIN_MLP = (MLP_NORM, GATE_UP, DOWN)
-_QWEN3_ATTENTION = (INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, ATTENTION_OUT, ATTENTION_OUT_BIAS)
+_QWEN3_ATTENTION = (INPUT_NORM, QKV, Q_NORM, K_NORM, ATTENTION_OUT)
 
 # Qwen2 and Qwen2.5: a bias on q, k and v only
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
     layer=(INPUT_NORM, QKV, QKV_BIAS, ATTENTION_OUT, *_PLAIN_MLP),
-    attention_bias=True,
 )
-# a norm on each head's q and k; config.json sets the attention bias
-QWEN3 = Family(architecture="Qwen3ForCausalLM", layer=(*_QWEN3_ATTENTION, *_PLAIN_MLP))
+# a norm on each head's q and k
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    layer=(*_QWEN3_ATTENTION, *_PLAIN_MLP),
+)
 # a router and experts in every layer. MLP_NORM's alias is unused: there is no linear_fc1 beside
 # the norm that Transformer Engine could fuse with it
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
     layer=(*_QWEN3_ATTENTION, MLP_NORM, ROUTER, EXPERT_GATE_UP, EXPERT_DOWN),
-)
-# Llama 3: config.json sets the attention and MLP biases; the published models have none
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    layer=(
-        *(INPUT_NORM, QKV, QKV_BIAS, ATTENTION_OUT, ATTENTION_OUT_BIAS),
-        *(MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS),
+    keys=(
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
     ),
 )
-# no bias
+# Llama 3
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    layer=(INPUT_NORM, QKV, ATTENTION_OUT, *_PLAIN_MLP),
+    window_needs_flag=False,
+)
+# a configuration without sliding_window has transformers' window
 MISTRAL = Family(
     architecture="MistralForCausalLM",
+    model_type="mistral",
     layer=(INPUT_NORM, QKV, ATTENTION_OUT, *_PLAIN_MLP),
-    attention_bias=False,
+    window_needs_flag=False,
+    default_window=4096,
 )
 
 FAMILIES: dict[str, Family] = {

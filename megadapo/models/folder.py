@@ -12,24 +12,24 @@ from megadapo.errors import DataError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Pattern of a Hub name, ORGANISATION/NAME."""
-SMALL_FILES = ("*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 """Files of a model on the Hub that an export copies, its weights left out."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a model's folder.
+    """Read the config.json of a model's folder."""
+    return read_json(folder / "config.json")
 
-    Raises:
-        DataError: the file is missing or is not a JSON object.
-    """
-    path = folder / "config.json"
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; a DataError names a file that has none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path: {path} cannot be read as a model config: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"model.path: {path} is not a model's configuration")
-    return content
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} does not hold a JSON object")
+    return value
 
 
 def find_hf_config(path: str, *, key: str = "model.path") -> dict[str, Any]:

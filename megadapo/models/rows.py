@@ -40,8 +40,6 @@ class Weight:
     column_size: str | None = None
     """Symbol of the number of columns (axis 1); None for a vector."""
     split: TensorSplit = TensorSplit.REPLICATED
-    only_if: str | None = None
-    """`ModelShape` flag that the model must have set to have this weight."""
     expert: bool = False
     """Whether each expert has one. `{e}` in a name is the expert's number, local in Megatron and
     global in Hugging Face; vLLM stacks a rank's experts along a leading axis."""
@@ -52,19 +50,6 @@ class Weight:
 def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidden") -> Weight:
     """Return the row of a norm's weight: replicated, with the same name in vLLM."""
     return Weight(megatron=megatron, hf=(hf,), vllm=hf, row_sizes=(size,), megatron_alias=alias)
-
-
-def bias(matrix: Weight, *, only_if: str, split: TensorSplit | None = None) -> Weight:
-    """Return the row of a matrix's bias, split as the matrix's rows unless `split` is given."""
-    return replace(
-        matrix,
-        megatron=matrix.megatron.replace(".weight", ".bias"),
-        hf=tuple(name.replace(".weight", ".bias") for name in matrix.hf),
-        vllm=matrix.vllm.replace(".weight", ".bias"),
-        column_size=None,
-        split=split or matrix.split,
-        only_if=only_if,
-    )
 
 
 EMBEDDING = Weight(
@@ -105,7 +90,13 @@ QKV = Weight(
     column_size="hidden",
     split=TensorSplit.QKV,
 )
-QKV_BIAS = bias(QKV, only_if="attention_bias")
+QKV_BIAS = replace(
+    QKV,
+    megatron="self_attention.linear_qkv.bias",
+    hf=("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    vllm="self_attn.qkv_proj.bias",
+    column_size=None,
+)
 Q_NORM = norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", size="head_dim")
 K_NORM = norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", size="head_dim")
 ATTENTION_OUT = Weight(
@@ -116,7 +107,6 @@ ATTENTION_OUT = Weight(
     column_size="q",
     split=TensorSplit.COLUMNS,
 )
-ATTENTION_OUT_BIAS = bias(ATTENTION_OUT, only_if="attention_bias", split=TensorSplit.REPLICATED)
 
 MLP_NORM = norm(
     "pre_mlp_layernorm.weight",
@@ -131,7 +121,6 @@ GATE_UP = Weight(
     column_size="hidden",
     split=TensorSplit.GATE_UP,
 )
-GATE_UP_BIAS = bias(GATE_UP, only_if="mlp_bias")
 DOWN = Weight(
     megatron="mlp.linear_fc2.weight",
     hf=("mlp.down_proj.weight",),
@@ -140,7 +129,6 @@ DOWN = Weight(
     column_size="ffn",
     split=TensorSplit.COLUMNS,
 )
-DOWN_BIAS = bias(DOWN, only_if="mlp_bias", split=TensorSplit.REPLICATED)
 
 ROUTER = Weight(
     megatron="mlp.router.weight",

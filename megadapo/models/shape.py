@@ -1,4 +1,4 @@
-"""The sizes and flags of a model that decide the shape of its weights."""
+"""The sizes of a model that decide the shape of its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and flags that decide which weights a model has and how large they are."""
+    """Sizes that decide which weights a model has and how large they are."""
 
     num_layers: int
     hidden_size: int
@@ -35,8 +35,6 @@ class ModelShape:
     ffn_size: int
     vocab_size: int
     tied: bool
-    attention_bias: bool
-    mlp_bias: bool
     num_experts: int = 0
     expert_ffn_size: int = 0
 
@@ -73,9 +71,6 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
             "the expert layers; megadapo supports experts in every layer only."
         )
     experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    attention_bias = family.attention_bias
-    if attention_bias is None:
-        attention_bias = bool(hf_config.get("attention_bias", False))
     return ModelShape(
         num_layers=required_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
@@ -84,9 +79,7 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
         head_dim=hf_config.get("head_dim") or hidden_size // num_heads,
         ffn_size=required_size(hf_config, "intermediate_size"),
         vocab_size=required_size(hf_config, "vocab_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", family.tied_by_default)),
-        attention_bias=attention_bias,
-        mlp_bias=bool(hf_config.get("mlp_bias", False)),
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
         num_experts=required_size(hf_config, experts_key) if is_moe else 0,
         expert_ffn_size=required_size(hf_config, "moe_intermediate_size") if is_moe else 0,
     )

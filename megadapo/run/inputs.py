@@ -27,6 +27,8 @@ from megadapo.data.prompts import (
     warn_of_contradictions,
 )
 from megadapo.errors import DataError
+from megadapo.models.folder import read_hf_config, resolve_model_folder
+from megadapo.models.shape import required_size
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
@@ -40,7 +42,8 @@ from megadapo.rollout.sampling.scoring import SupportsGenerate
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings
 from megadapo.tokens.stops import stop_ids
-from megadapo.tokens.tokenizer import read_tokenizer
+from megadapo.tokens.tokenizer import check_vocabulary, read_tokenizer
+from megadapo.weights.disk.headers import read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +204,15 @@ def start_cluster(
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.path."""
-    return read_tokenizer(config.model.path, chat_template_kwargs=config.data.chat_template_kwargs)
+    """Return the tokenizer of model.path, whose tokens are all in the model's vocabulary."""
+    path = config.model.path
+    tokenizer = read_tokenizer(path, chat_template_kwargs=config.data.chat_template_kwargs)
+    hf_config = read_hf_config(resolve_model_folder(path, with_weights=False))
+    check_vocabulary(tokenizer, required_size(hf_config, "vocab_size"))
+    if config.model.init == "pretrained" and Path(path).is_dir():
+        for note in read_headers(Path(path)).notes:
+            logger.warning("%s", note)
+    return tokenizer
 
 
 def load_pretraining_data(

@@ -22,6 +22,7 @@ from megadapo.run.inputs import Phases, start_cluster
 from megadapo.run.state.status import StatusFile
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
+from megadapo.weights.disk.headers import INDEX_NAME, WHOLE_NAME
 
 
 class GpuSharing:
@@ -196,7 +197,12 @@ def start_engines_alone(
     Returns:
         The engines, and the host of the environments if there are any.
     """
-    num_engines = config.rollout.num_engines
+    model, num_engines = Path(config.model.path), config.rollout.num_engines
+    if (model / WHOLE_NAME).exists() and (model / INDEX_NAME).exists():
+        raise DataError(
+            f"model.path = {model} has {WHOLE_NAME}, which a run trains, and {INDEX_NAME}, whose "
+            "files vLLM would read here: delete one of them"
+        )
     cluster = start_cluster(
         config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
     )

@@ -22,13 +22,12 @@ from megadapo.run.fewer import fit_to_cluster
 from megadapo.run.inputs import start_cluster
 from megadapo.run.processes import GpuSharing, start_trainer
 from megadapo.run.run import Run
+from megadapo.run.state.checkpoint import ROWS_STATE
 from megadapo.run.step.metrics import skipped_updates, update_metrics
 from megadapo.run.step.record_writer import RecordWriter
 from megadapo.run.step.training import TrainerState
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import Metrics, TrainerSettings, UpdateRequest
-
-ROWS_STATE = "rows"
 
 
 class Stage(ABC):

@@ -69,6 +69,9 @@ def ends_of_folder(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
             config = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}") from error
-        found = config.get("eos_token_id")
-        yield from found if isinstance(found, list) else [found] if found is not None else []
+        found = config.get("eos_token_id") if isinstance(config, dict) else None
+        ends = found if isinstance(found, list) else [found] if found is not None else []
+        if not all(type(end) is int for end in ends):
+            raise DataError(f"{path}: eos_token_id is {found!r:.200}, not a token's id")
+        yield from ends
         return

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from megadapo.errors import ConfigError, DataError
+from megadapo.tokens.encoder import encoder_of
+from megadapo.tokens.stops import stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +54,34 @@ def read_tokenizer(
     if chat_template_kwargs:
         _set_variables(tokenizer, chat_template_kwargs, f"{key} = {path}")
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Compare the tokens that a text, the chat template or a stop can have with a model's rows.
+
+    The trainer pads the vocabulary, so that such a token would train a row that no export has.
+
+    Raises:
+        DataError: a token is not below `vocab_size`.
+    """
+    encoder = encoder_of(tokenizer)
+    special = set() if encoder is None else encoder.special
+    kept = {tokenizer.bos_token, tokenizer.eos_token}
+    template = str(tokenizer.chat_template)
+    names = {name: one for name, one in tokenizer.get_vocab().items() if one >= vocab_size}
+    # a special token that no template writes, such as one for padding, is in no batch
+    wrong = [
+        f"{name} ({one})"
+        for name, one in names.items()
+        if name not in special - kept or name in template
+    ]
+    wrong += [f"stop token {one!r}" for one in stop_ids(tokenizer) if not 0 <= one < vocab_size]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise DataError(
+            f"tokens beyond the model's vocab_size = {vocab_size}: {', '.join(wrong[:10])}{more}; "
+            "use the model's own tokenizer and generation_config.json, or give it rows for them"
+        )
 
 
 def _check_texts(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

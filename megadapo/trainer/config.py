@@ -14,7 +14,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from megadapo.section import Pair, Section, Timeout
+from megadapo.section import ModelPath, Pair, Section, Timeout
 
 ADAM_EPS = 1e-8
 """Adam's term against division by zero."""
@@ -26,7 +26,7 @@ StateKind = Literal["optimizer", "gradients", "parameters"]
 class ModelConfig(Section, title="model"):
     """The model to train."""
 
-    path: str
+    path: ModelPath
     """Hugging Face model: a folder, or a name on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Source of the first weights: the folder, or random numbers (only config.json is read)."""
@@ -223,7 +223,7 @@ class CriticConfig(Section, title="critic"):
     """The critic of algorithm.advantage = "gae": a model that gives a value per token. It is on the
     trainer's ranks and split like the policy."""
 
-    path: str | None = None
+    path: ModelPath | None = None
     """Hugging Face model to start from, with the policy's vocabulary: a language model (its value
     head starts at 0) or an exported critic; by default model.path."""
     warmup: NonNegativeInt = 0

@@ -39,7 +39,8 @@ from megadapo.trainer.trained_model import RankModel
 from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.trainer.update.step import compute_logprobs
-from megadapo.weights.disk.sources import OLD_MANIFEST, SafetensorsFolder, TensorSource
+from megadapo.weights.disk.headers import OLD_MANIFEST
+from megadapo.weights.disk.sources import TensorSource, open_weights
 
 
 class Teacher(RankModel):
@@ -72,7 +73,7 @@ class Teacher(RankModel):
 
     def first_weights(self) -> TensorSource:
         """Return the folder's tensors, also for a policy that starts from random numbers."""
-        return SafetensorsFolder(self.model_folder)
+        return open_weights(self.model_folder, self.layout)
 
     @contextmanager
     def resident(self) -> Iterator[None]:

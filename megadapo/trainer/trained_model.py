@@ -20,11 +20,10 @@ from megadapo.trainer.model.parallel import parameters_by_global_name, shard_pos
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, finalize_sums, wrap_for_gradients
 from megadapo.weights.disk.sources import (
-    SafetensorsFolder,
     TensorSource,
-    check_tensors,
     fill_shard,
     match_params,
+    open_weights,
 )
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -61,7 +60,6 @@ class RankModel:
         self.parameters = parameters_by_global_name(self.chunks)
         if needs_weights:
             source = self.first_weights()
-            check_tensors(source, self.layout, folder)
             for shard, param in match_params(self.parameters, self.layout, self.position):
                 fill_shard(param, shard, source)
 
@@ -72,7 +70,7 @@ class RankModel:
     def first_weights(self) -> TensorSource:
         """Return the full tensors with which the run starts."""
         if self.settings.model.init == "pretrained":
-            return SafetensorsFolder(self.model_folder)
+            return open_weights(self.model_folder, self.layout)
         std = self.model.initializer_range
         device = next(iter(self.parameters.values())).device
         return RandomTensors(self.layout, std=std, seed=self.settings.seed, device=device)

@@ -18,7 +18,7 @@ from megadapo.lab.diff.difference import Difference, Phase, row, share
 from megadapo.models.families import FAMILIES
 from megadapo.run.state.checkpoint import Checkpoint, load
 from megadapo.trainer.types import CRITIC_FOLDER
-from megadapo.weights.disk.sources import METADATA_FILE
+from megadapo.weights.disk.headers import METADATA_FILE
 from megadapo.weights.disk.torch_checkpoint import StoredTensors, Window
 
 _OPTIMIZER = ("optimizer.", "chained_")

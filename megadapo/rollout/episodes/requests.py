@@ -85,7 +85,11 @@ class EpisodeRequests:
         if not self.environments:
             return
         self._check_data_sources([*dict.fromkeys(prompt.data_source for prompt in prompts)])
-        if self.tokenizer.chat_template:
+        self.check_template(prompts, max_prompt_tokens)
+
+    def check_template(self, prompts: Sequence[Prompt], max_prompt_tokens: int) -> None:
+        """Check that the template can write the turns and tools of some prompts, as in `check`."""
+        if self.environments and self.tokenizer.chat_template:
             try:
                 Turns(self.tokenizer, ("user",))
             except ConfigError as error:

@@ -17,10 +17,10 @@ from huggingface_hub import ModelCardData
 from megadapo import __version__
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
-from megadapo.models.folder import resolve_model_folder
+from megadapo.models.folder import read_json, resolve_model_folder
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.run_records import RESOLVED_FILE
-from megadapo.run.state.checkpoint import MANIFEST, Checkpoint, load
+from megadapo.run.state.checkpoint import MANIFEST, ROWS_STATE, Checkpoint, load
 from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
@@ -28,7 +28,8 @@ from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.conversion import write_hf
 from megadapo.weights.disk.export import check_new, new_folder
-from megadapo.weights.disk.sources import METADATA_FILE, open_layout, read_json
+from megadapo.weights.disk.headers import METADATA_FILE
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"
@@ -42,17 +43,24 @@ RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "e
 _RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))
 _TITLES = {
     "policy": "{step} steps of DAPO",
+    "fine-tuned": "{step} steps of supervised fine-tuning",
     "critic": "{step} steps of PPO, critic",
     "reward model": "{step} steps as a reward model",
 }
-_TAGS = {"policy": "dapo", "critic": "ppo", "reward model": "reward-model"}
+_TAGS = {
+    "policy": ["dapo", "reinforcement-learning"],
+    "fine-tuned": ["sft"],
+    "critic": ["ppo", "reinforcement-learning"],
+    "reward model": ["reward-model", "reinforcement-learning"],
+}
 _VALUE_MODELS = {
     "critic": "The critic after step {step}, initialised from {base}. Its one label is the value "
     "of a state: the expected reward of the response under the policy of that step. Every token "
     "has a value, not only the last.",
     "reward model": "A reward model after step {step}, initialised from {base} and trained on "
     "pairs with the Bradley-Terry loss. Its one label is the score of a conversation, read at the "
-    "last token; only differences between answers to one prompt have a meaning.",
+    "last token; only differences between answers to one prompt have a meaning. Pad batches with a "
+    "token that ends no conversation: transformers reads the last token that is not padding.",
 }
 _LOCAL = ("run.folder", "run.resume")
 """Keys of those sections that depend on the machine only."""
@@ -73,6 +81,11 @@ class ExportSource:
         if (folder / CRITIC_FOLDER).is_dir() and not (folder / METADATA_FILE).exists():
             return "reward model"
         return "critic" if critic else "policy"
+
+    @property
+    def is_fine_tuned(self) -> bool:
+        """Whether `megadapo sft` wrote the checkpoint."""
+        return ROWS_STATE in self.checkpoint.state and self.kind() == "policy"
 
     def run_config(self) -> dict[str, Any]:
         """Return the run's resolved configuration as plain values; empty without a run."""
@@ -153,6 +166,7 @@ def export_checkpoint(
         else:
             text = json.dumps(critic_config(read_json(partial / "config.json")), indent=2) + "\n"
             (partial / "config.json").write_text(text, encoding="utf-8")
+            set_padding(partial)
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
@@ -225,6 +239,19 @@ def _complete_generation_config(folder: Path, base: Path) -> None:
         path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
 
 
+def set_padding(folder: Path) -> None:
+    """Delete a padding token that can end a conversation.
+
+    transformers scores the last token that is not padding, so it would read the one before. Without
+    a padding token it refuses batches.
+    """
+    if any(folder.glob("tokenizer*")):
+        config = read_json(folder / "config.json")
+        if config.get("pad_token_id") in stop_ids(read_tokenizer(str(folder))):
+            text = json.dumps(config | {"pad_token_id": None}, indent=2) + "\n"
+            (folder / "config.json").write_text(text, encoding="utf-8")
+
+
 def _model_card(
     source: ExportSource,
     config: Mapping[str, Any],
@@ -241,11 +268,12 @@ def _model_card(
     """
     step = source.checkpoint.step
     recipe = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
+    what = "fine-tuned" if source.is_fine_tuned else kind
     parts = [
-        f"---\n{_front_matter(base_model, kind)}\n---",
-        f"# {Path(base_model).name}, {_TITLES[kind].format(step=step)}",
+        f"---\n{_front_matter(base_model, what)}\n---",
+        f"# {Path(base_model).name}, {_TITLES[what].format(step=step)}",
         *(
-            [_what_it_is(base_model, step, config, quantized), _accuracy_table(source, config)]
+            [_what_it_is(base_model, source, config, quantized), _accuracy_table(source, config)]
             if kind == "policy"
             else [_VALUE_MODELS[kind].format(step=step, base=_code(base_model))]
         ),
@@ -255,29 +283,32 @@ def _model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(base_model: str, kind: Kind) -> str:
+def _front_matter(base_model: str, what: str) -> str:
     """Return the metadata block for the Hub."""
     # a base model in a folder has no name on the Hub
     is_folder = Path(base_model).is_dir()
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation" if kind == "policy" else "text-classification",
-        tags=["megadapo", _TAGS[kind], "reinforcement-learning"],
+        pipeline_tag="text-classification" if what in _VALUE_MODELS else "text-generation",
+        tags=["megadapo", *_TAGS[what]],
         base_model=None if is_folder else base_model,
     )
     return data.to_yaml()
 
 
 def _what_it_is(
-    base_model: str, step: int, config: Mapping[str, Any], quantized: str | None
+    base_model: str, source: ExportSource, config: Mapping[str, Any], quantized: str | None
 ) -> str:
     planned = _value(config, "run", "num_steps")
     of_all = "" if planned is None else f" of {planned}"
     weights = "unquantised" if quantized is None else f"quantised to {quantized}"
-    return (
-        f"The weights of {_code(base_model)} after step {step}{of_all} of reinforcement learning "
-        f"with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization), {weights}."
+    how = (
+        "reinforcement learning with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization)"
     )
+    if source.is_fine_tuned:
+        how = "supervised fine-tuning"
+    step = source.checkpoint.step
+    return f"The weights of {_code(base_model)} after step {step}{of_all} of {how}, {weights}."
 
 
 def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:

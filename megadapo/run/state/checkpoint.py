@@ -77,6 +77,8 @@ def _not_loaded(folder: Path, reason: str) -> CheckpointError:
 
 FORMAT = "megadapo-checkpoint-3"
 MANIFEST = "manifest.json"
+ROWS_STATE = "rows"
+"""Key of the state of a run on rows, without rollouts."""
 DIGEST = "sha256"
 """Key of the manifest's own hash, which covers all other keys."""
 STATE = "state.json"

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards, value_losses
 from megadapo.errors import CheckpointError
-from megadapo.models.description import ModelDescription, describe_critic
+from megadapo.models.description import ModelDescription, describe_critic, describe_stored
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
@@ -40,7 +40,7 @@ from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import run_schedule
-from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource
+from megadapo.weights.disk.sources import TensorSource, open_weights
 from megadapo.weights.layout.layout import ModelLayout
 
 (_HEAD,) = VALUE_HEAD.hf
@@ -178,9 +178,10 @@ class Critic(TrainedModel):
         """Return the tensors of a critic; its value head is 0 if the folder has none."""
         if self.is_random:
             return WithValueHead(super().first_weights(), self.layout)
-        source = SafetensorsFolder(self.model_folder)
-        has_head = VALUE_HEAD.hf[0] in source.shapes
-        return source if has_head else WithValueHead(source, self.layout)
+        stored = describe_stored(read_hf_config(self.model_folder))
+        source = open_weights(self.model_folder, ModelLayout(stored.family, stored.shape))
+        is_critic = stored.family.head == VALUE_HEAD
+        return source if is_critic else WithValueHead(source, self.layout)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return values [R] of each micro-batch's predicted tokens, computed without a gradient.

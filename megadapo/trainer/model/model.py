@@ -66,7 +66,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.attention_bias,
+        add_qkv_bias=model.family.has_qkv_bias,
         qk_layernorm=model.family.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,

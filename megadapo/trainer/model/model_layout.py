@@ -9,25 +9,21 @@ import math
 from collections.abc import Iterator
 
 from megadapo.errors import ConfigError
-from megadapo.models.description import ModelDescription, Routing
+from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from megadapo.weights.layout.shards import ShardPosition
 
-ROPE_KINDS = ("default", "linear", "llama3")
-"""Supported rotary scalings."""
-
 
 def validate_model_layout(model: ModelDescription, trainer: TrainerConfig) -> None:
-    """Check that the trainer supports the model, and that its sizes allow the split.
+    """Check that the model's sizes allow the split.
 
     The padded vocabulary always divides.
 
     Raises:
         ConfigError: it names every key that does not fit, and sizes that fit.
     """
-    validate_architecture(model)
     split_by_tensor = {
         "num_attention_heads": model.shape.num_heads,
         "num_key_value_heads": model.shape.num_kv_heads,
@@ -124,45 +120,7 @@ def _validate_beside_policy(model: ModelDescription, trainer: TrainerConfig, *, 
     try:
         validate_model_layout(model, plain)
     except ConfigError as error:
-        lines = (line.removeprefix("model.path: ") for line in str(error).splitlines())
-        raise ConfigError("\n".join(f"{key}: {line}" for line in lines)) from None
-
-
-def validate_architecture(model: ModelDescription) -> None:
-    """Check that the trainer computes the model and all its options correctly.
-
-    Raises:
-        ConfigError: it names the unsupported key of config.json.
-    """
-    name = model.family.architecture
-    if model.hidden_act != "silu":
-        raise ConfigError(f"model.path: hidden_act {model.hidden_act!r} is not supported")
-    for flag in ("attention_bias", "mlp_bias"):
-        is_choice = model.family.has_optional(flag) and getattr(model.family, flag, None) is None
-        if is_choice and getattr(model.shape, flag):
-            raise ConfigError(f"model.path: {flag} is not supported for {name}")
-    if model.routing is not None:
-        _validate_routing(model.routing, model.shape.num_experts)
-    if model.sliding_window is not None:
-        raise ConfigError("model.path: attention with a sliding_window is not supported")
-    if model.rope.kind not in ROPE_KINDS:
-        raise ConfigError(
-            f"model.path: rotary scaling {model.rope.kind!r} is not supported; known are "
-            f"{', '.join(ROPE_KINDS)}"
-        )
-
-
-def _validate_routing(routing: Routing, num_experts: int) -> None:
-    if routing.experts_per_token > num_experts:
-        raise ConfigError(
-            f"model.path: num_experts_per_tok = {routing.experts_per_token} is above num_experts = "
-            f"{num_experts}"
-        )
-    if routing.experts_per_token == 1 and routing.sums_to_one:
-        raise ConfigError(
-            "model.path: norm_topk_prob with num_experts_per_tok = 1 gives every expert the weight "
-            "1, so that no router could learn"
-        )
+        raise ConfigError("\n".join(f"{key}: {line}" for line in str(error).splitlines())) from None
 
 
 def chunks_of_stages(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Iterator
+from functools import reduce
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch
 
 from megadapo.errors import ConfigError, DataError, WeightError
 from megadapo.models.description import config_differences
+from megadapo.models.folder import read_json
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint, write_weights
 from megadapo.weights.disk.export import (
-    CARRIED,
     check_new,
     copy_config_and_tokenizer,
     export_weights,
@@ -25,15 +26,10 @@ from megadapo.weights.disk.export import (
     new_folder,
     progress_bar,
 )
-from megadapo.weights.disk.files import files_within
-from megadapo.weights.disk.sources import (
-    METADATA_FILE,
-    SafetensorsFolder,
-    TensorSource,
-    check_tensors,
-    open_layout,
-    read_json,
-)
+from megadapo.weights.disk.files import CARRIED, files_within
+from megadapo.weights.disk.headers import METADATA_FILE, read_headers
+from megadapo.weights.disk.model_folder import TOKENIZER_FILES, check_model_folder
+from megadapo.weights.disk.sources import TensorSource, open_layout, open_weights
 from megadapo.weights.layout.layout import ModelLayout
 
 QUANTIZATIONS = {"fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}
@@ -43,6 +39,7 @@ GGUF_EXTRA = ("accelerate", "gguf")
 """Packages that transformers needs to read a GGUF file, in megadapo's extra `gguf`."""
 UNREADABLE = (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, struct.error)
 """Errors of transformers on files that are damaged, or of an unknown architecture."""
+_ROPE_KEY = ".rope.scaling.type"
 SPLIT_KEY = "tokenizer.ggml.pre"
 """Name of the rule by which a byte-level tokenizer splits text before it merges."""
 COMMON_SPLITS = ("default", "gpt-2")
@@ -114,31 +111,41 @@ def _quantize_folder(source: Path, destination: Path, how: str) -> None:
         if not (partial / "hf_quant_config.json").is_file():
             raise WeightError(f"nvidia-modelopt wrote no quantised weights for {source}.")
         for path in files_within(source, CARRIED):
-            if not (partial / path.name).exists():
-                shutil.copyfile(path, partial / path.name)
+            copy = partial / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            if not copy.exists():
+                shutil.copyfile(path, copy)
 
 
 def inspect(path: Path, model: Path | None = None) -> str:
-    """Describe a model folder of either kind, after checking it against its config.json.
+    """Describe a model folder of either kind, after the checks that a run makes of it.
 
     Args:
         model: folder of the config.json; None: `path`.
     """
-    layout, dtype, _ = _open(path, model or path)
-    shape = layout.shape
+    notes: list[str] = []
+    if _is_megatron(path):
+        checkpoint = TrainerCheckpoint(path, open_layout(model or path))
+        layout, types = checkpoint.layout, {str(checkpoint.dtype)}
+    else:
+        with_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
+        found, notes = check_model_folder(path, where=str(path), with_tokenizer=with_tokenizer)
+        layout = ModelLayout(found.family, found.shape)
+        types = {header.dtype for header in read_headers(path).tensors.values()}
+    shape, listed = layout.shape, " and ".join(sorted(types))
     num_parameters = sum(prod(one) for one in layout.hf_shapes.values())
     lines = [
         f"{path}",
         f"  format        {'torch_dist' if _is_megatron(path) else 'Hugging Face'}",
         f"  family        {layout.family.architecture}",
-        f"  parameters    {num_parameters:,} in {len(layout.hf_shapes)} tensors, {dtype}",
+        f"  parameters    {num_parameters:,} in {len(layout.hf_shapes)} tensors, {listed}",
         f"  layers        {shape.num_layers} of hidden size {shape.hidden_size}",
         f"  heads         {shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} for keys",
         f"  vocabulary    {shape.vocab_size}, head {'tied' if shape.tied else 'of its own'}",
     ]
     if shape.num_experts:
         lines.append(f"  experts       {shape.num_experts} of {shape.expert_ffn_size}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  note          {note}" for note in notes)])
 
 
 def _inspected(partial: Path, destination: Path) -> str:
@@ -157,8 +164,8 @@ def verify(folders: tuple[Path, Path], models: tuple[Path, Path]) -> str:
     differences = config_differences(*[read_json(model / "config.json") for model in models])
     if differences:
         raise WeightError(f"{a} and {b} describe different models: {'; '.join(differences)}.")
-    layout, _, first = _open(a, models[0])
-    _, _, second = _open(b, models[1])
+    layout, first = _open(a, models[0])
+    _, second = _open(b, models[1])
     wrong = []
     with progress_bar("verify", len(layout.hf_shapes)) as advance:
         for (name, left), (_, right) in zip(first, second, strict=True):
@@ -171,15 +178,13 @@ def verify(folders: tuple[Path, Path], models: tuple[Path, Path]) -> str:
     return f"{len(layout.hf_shapes)} tensors are equal, bit by bit."
 
 
-def _open(
-    folder: Path, model: Path
-) -> tuple[ModelLayout, torch.dtype, Iterator[tuple[str, torch.Tensor]]]:
-    """Return layout and type of a checked model folder of either kind, and its full tensors."""
+def _open(folder: Path, model: Path) -> tuple[ModelLayout, Iterator[tuple[str, torch.Tensor]]]:
+    """Return the layout of a checked model folder of either kind, and its full tensors."""
     if _is_megatron(folder):
         checkpoint = TrainerCheckpoint(folder, open_layout(model))
-        return checkpoint.layout, checkpoint.dtype, checkpoint.tensors()
-    layout, source, dtype = _open_hf(folder)
-    return layout, dtype, full_tensors(source, layout)
+        return checkpoint.layout, checkpoint.tensors()
+    layout, source, _ = _open_hf(folder)
+    return layout, full_tensors(source, layout)
 
 
 def _is_megatron(folder: Path) -> bool:
@@ -187,13 +192,11 @@ def _is_megatron(folder: Path) -> bool:
 
 
 def _open_hf(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
-    """Open a Hugging Face folder and check its tensors against the layout."""
-    layout, source = open_layout(folder), SafetensorsFolder(folder)
-    check_tensors(source, layout, folder)
-    dtypes = {source.dtypes[name] for name in layout.hf_shapes}
-    if len(dtypes) != 1:
-        raise WeightError(f"{folder}: tensors have different types: {sorted(map(str, dtypes))}.")
-    return layout, source, dtypes.pop()
+    """Open a Hugging Face folder, with the narrowest type that holds all its weights."""
+    layout = open_layout(folder)
+    source = open_weights(folder, layout)
+    dtypes = [source.dtypes[name] for name in layout.hf_shapes]
+    return layout, source, reduce(torch.promote_types, dtypes)
 
 
 def gguf_to_hf(source: Path, destination: Path) -> str:
@@ -227,7 +230,9 @@ def gguf_to_hf(source: Path, destination: Path) -> str:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     except UNREADABLE as error:
         raise DataError(f"{source}: transformers cannot read this GGUF file: {error}") from error
-    rule = GGUFReader(source).get_field(SPLIT_KEY)
+    reader = GGUFReader(source)
+    _check_rope(reader, source)
+    rule = reader.get_field(SPLIT_KEY)
     set_split(tokenizer, None if rule is None else str(rule.contents()), source)
     tokenizer.model_max_length = model.config.max_position_embeddings
     # the name of the training run, which transformers would write as the model's path
@@ -239,6 +244,19 @@ def gguf_to_hf(source: Path, destination: Path) -> str:
             # safetensors makes files private to the user, but another user may serve the model
             path.chmod((partial / "config.json").stat().st_mode)
         return _inspected(partial, destination)
+
+
+def _check_rope(reader: Any, source: Path) -> None:
+    """Raise DataError if a file has a rotary scaling, which transformers leaves out."""
+    field = next((one for key, one in reader.fields.items() if key.endswith(_ROPE_KEY)), None)
+    kind = "none" if field is None else field.contents()
+    tensors = [one for one in reader.tensors if one.name.startswith("rope_f")]
+    if kind != "none" or any((one.data != 1.0).any() for one in tensors):
+        found = ", ".join([kind, *(one.name for one in tensors)])
+        raise DataError(
+            f"{source}: its rotary scaling ({found}) would be lost: convert from the model's "
+            "safetensors, whose config.json has it"
+        )
 
 
 def set_split(tokenizer: Any, rule: str | None, source: Path) -> None:

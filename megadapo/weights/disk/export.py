@@ -20,22 +20,12 @@ from safetensors.torch import save_file
 from megadapo.cluster.this_node import this_machine
 from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import InfraError, WeightError
-from megadapo.weights.disk.files import files_within, remove_folder, sync_path
-from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
+from megadapo.models.folder import read_json
+from megadapo.weights.disk.files import CARRIED, files_within, remove_folder, sync_path
+from megadapo.weights.disk.headers import INDEX_NAME
+from megadapo.weights.disk.sources import TensorSource
 from megadapo.weights.layout.layout import ModelLayout
 
-CARRIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-)
-"""Files that are copied along with the weights from one model folder to another."""
 PARTIAL = ".partial"
 """Part of the name of a folder that is still being written."""
 
@@ -132,13 +122,17 @@ def copy_config_and_tokenizer(
     """Copy the files of `CARRIED`, set the weights' type in the configuration; return the names."""
     names = []
     for path in files_within(Path(base_folder), CARRIED):
-        shutil.copyfile(path, folder / path.name)
-        names.append(path.name)
+        name = str(path.relative_to(base_folder))
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
+        names.append(name)
     config = read_json(folder / "config.json")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        text = json.dumps(config | {key: name}, indent=2) + "\n"
+    plain = config | {key: str(dtype).removeprefix("torch.")}
+    # the weights beside it are plain, also if those of the base model are not
+    plain.pop("quantization_config", None)
+    if plain != config:
+        text = json.dumps(plain, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
     return names
 

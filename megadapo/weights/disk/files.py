@@ -19,6 +19,21 @@ from typing import IO
 from megadapo.errors import CorruptCheckpointError, InfraError, WeightError
 
 _LOGGER = logging.getLogger("megadapo.weights")
+CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "LICENSE*",
+)
+"""Files that are copied along with the weights from one model folder to another."""
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 """Folders of the Hub's cache: files of a snapshot are links to blobs of the same model."""
 
@@ -144,13 +159,14 @@ def files_within(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
     roots = {root}
     if root.parent.name == _SNAPSHOTS:
         roots.add(root.parent.parent / _BLOBS)
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            target = path.resolve()
-            if not roots.intersection(target.parents):
-                raise WeightError(
-                    f"{path} is a link to {target}, outside of the model's folder: it is not "
-                    "copied; put the file itself there"
-                )
-            if path.is_file():
-                yield path
+    matches = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    # tokenizer.model has two patterns
+    for path in dict.fromkeys(matches):
+        target = path.resolve()
+        if not roots.intersection(target.parents):
+            raise WeightError(
+                f"{path} is a link to {target}, outside of the model's folder: it is not "
+                "copied; put the file itself there"
+            )
+        if path.is_file():
+            yield path

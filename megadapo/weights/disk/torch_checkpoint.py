@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megadapo.errors import CheckpointError
 from megadapo.weights.disk.files import Files, HashedFile, hashed_file, unreadable
-from megadapo.weights.disk.sources import METADATA_FILE
+from megadapo.weights.disk.headers import METADATA_FILE
 
 FORMAT_FILE = "metadata.json"
 """File by which megatron-core recognises its checkpoints."""

@@ -32,20 +32,11 @@ class ModelLayout:
     shape: ModelShape
 
     @cached_property
-    def layer_rows(self) -> tuple[Weight, ...]:
-        """Rows of a decoder layer that this model has."""
-        return tuple(
-            row
-            for row in self.family.layer
-            if row.only_if is None or getattr(self.shape, row.only_if)
-        )
-
-    @cached_property
     def hf_axes(self) -> dict[str, tuple[str, ...]]:
         """Size symbols of the axes of every Hugging Face tensor, in the order of the model."""
         axes = self._row_axes(self.family.embedding, "")
         for layer in range(self.shape.num_layers):
-            for row in self.layer_rows:
+            for row in self.family.layer:
                 axes |= self._row_axes(row, f"model.layers.{layer}.")
         axes |= self._row_axes(self.family.final_norm, "")
         if not self.shape.tied:
@@ -76,7 +67,7 @@ class ModelLayout:
 
     def megatron_layer(self, position: ShardPosition, layer: str) -> Iterator[Shard]:
         """Yield a decoder layer's parameters on a trainer rank; `layer` may be a placeholder."""
-        for row in self.layer_rows:
+        for row in self.family.layer:
             if not row.expert:
                 yield self.megatron_shard(row, position, layer)
                 continue
@@ -143,7 +134,7 @@ class ModelLayout:
 
     def engine_layer(self, position: EnginePosition, layer: str) -> Iterator[Shard]:
         """Yield a decoder layer's parameters on an engine rank; `layer` may be a placeholder."""
-        for row in self.layer_rows:
+        for row in self.family.layer:
             if not row.expert:
                 yield self.engine_shard(row, position, layer)
                 continue

@@ -162,6 +162,22 @@ def copy_model(
     return folder
 
 
+def write_zeros(folder: Path, hf_config: Mapping[str, object]) -> Path:
+    """Write a configuration, and weights of its sizes that are zero, into a folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megadapo.models.description import describe_stored
+    from megadapo.weights.layout.layout import ModelLayout
+
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    model = describe_stored(hf_config)
+    shapes = ModelLayout(model.family, model.shape).hf_shapes
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token per character, a byte-level BPE without merges.
 

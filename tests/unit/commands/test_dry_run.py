@@ -18,12 +18,17 @@ def dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     source = tmp_path / "rows.jsonl"
 
-    def run(*lines: str, functions: Sequence[str] = ("rule",), **columns: str) -> tuple[int, str]:
+    def run(
+        *lines: str,
+        functions: Sequence[str] = ("rule",),
+        overrides: Sequence[str] = (),
+        **columns: str,
+    ) -> tuple[int, str]:
         source.write_text("".join(f"{line}\n" for line in lines))
         keys = [f"--data.columns.{name}={json.dumps(text)}" for name, text in columns.items()]
         folder = f"--run.folder={tmp_path / 'run'}"
-        keys += [folder, f"--reward.functions={json.dumps(functions)}"]
-        code = main(["train", QUICKSTART, "--dry-run", f"--data.train={source}", *keys])
+        keys += [f"--data.train={source}", folder, f"--reward.functions={json.dumps(functions)}"]
+        code = main(["train", QUICKSTART, "--dry-run", *keys, *overrides])
         return code, capsys.readouterr().err
 
     return run
@@ -83,3 +88,19 @@ def test_first_prompt_is_shown_as_the_model_reads_it(dry_run):
         "a response ends at <|endoftext|> (0)",
     ):
         assert said in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "said"),
+    [
+        (["data.max_prompt_tokens=4"], 3, "has 10 tokens; at most data.max_prompt_tokens = 4"),
+        (["data.max_prompt_tokens=4", "data.overlong_prompts=drop"], 0, "the prompt has 10 tokens"),
+        (["model.path=~/base"], 0, "the prompt has 10 tokens"),
+        (["model.path=~/none"], 3, "/none': there is no such folder"),
+    ],
+)
+def test_model_and_first_prompt_are_checked(dry_run, tmp_path, monkeypatch, keys, code, said):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").symlink_to(REPOSITORY / "configs" / "quickstart-base")
+    found, message = dry_run(json.dumps(GOOD), overrides=[f"--{key}" for key in keys])
+    assert (found, message.count(said)) == (code, 1)

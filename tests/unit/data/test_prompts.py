@@ -196,7 +196,7 @@ def test_render_without_template(tokenizer) -> None:
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert render(prompt, tokenizer) == [ord(char) for char in "Add.1+2=?"]
     assert len(render(prompt, tokenizer, max_prompt_tokens=9)) == 9
-    with pytest.raises(DataError, match="has 9 tokens; at most 8"):
+    with pytest.raises(DataError, match="has 9 tokens; at most .* = 8"):
         render(prompt, tokenizer, max_prompt_tokens=8)
     with pytest.raises(DataError, match="has no tokens"):
         render(Prompt("id", (("user", ""),), "3", "test"), tokenizer)

@@ -1,15 +1,17 @@
 """Configuration of the trainer: the paper's schedule, and layouts that cannot be."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from megadapo.errors import ConfigError, WeightError
-from megadapo.models.description import Rope, describe_model, read_rope
+from megadapo.models.description import ROPE_KINDS, Rope, describe_model, read_rope
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.model.model_layout import validate_model_layout
 from tests.support.models.large import QWEN_7B, QWEN_30B_A3B
+from tests.support.models.tiny_models import FAMILY_NAMES, TEXT
 
 
 def test_warm_up_is_linear_over_rollout_steps_and_never_zero():
@@ -71,6 +73,12 @@ def test_impossible_trainer_values_name_their_key(changes, key):
         TrainerConfig(**changes)
 
 
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 NO_WINDOW = {"sliding_window": 131072, "use_sliding_window": False}
 """A window that is turned off, as published Qwen2.5 files have it."""
 
@@ -150,6 +158,28 @@ def test_driver_side_modules_load_neither_torch_nor_megatron():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "mlp_bias"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"attention_bias": False}, "attention_bias False is not supported for Qwen2"),
+        ({"model_type": "llama"}, "model_type 'llama' is not that of Qwen2"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be"),
+        ({"layer_types": ["sliding_attention"] * 28}, "layer_types must be"),
+        ({"final_logit_softcapping": 30.0, "auto_map": {}}, "final_logit_softcapping, auto_map:"),
+        ({"num_experts": 4}, "num_experts: not supported for Qwen2"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "has the settings partial_rotary"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "expected are factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor .* is '2'"),
+        ({"rope_parameters": ["default"]}, "are not a table"),
+        ({"original_max_position_embeddings": 64}, "original_max_position_embeddings: not supp"),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            "rope_scaling means .* and rope_parameters .*: delete one",
+        ),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
@@ -157,8 +187,8 @@ def test_driver_side_modules_load_neither_torch_nor_megatron():
     ],
 )
 def test_unsupported_models_are_refused(changes, key):
-    with pytest.raises(ConfigError, match=key):
-        validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
+    with pytest.raises(WeightError, match=key):
+        describe_model(QWEN_7B | changes)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +202,54 @@ def test_unsupported_models_are_refused(changes, key):
             "expert_tensor_parallel = 8 .*moe_intermediate_size = 100; .*1, 2, 4, 5, 10",
         ),
         ({}, {"tensor_parallel": 2}, "tensor_parallel = 2 .*trainer.sequence_parallel = true"),
-        ({"num_experts_per_tok": 1}, {}, "model.path: norm_topk_prob"),
-        ({"num_experts_per_tok": 200}, {}, "model.path: num_experts_per_tok = 200"),
+        ({"num_experts_per_tok": 1}, {}, "config.json: norm_topk_prob"),
+        ({"num_experts_per_tok": 200}, {}, "config.json: num_experts_per_tok = 200"),
     ],
 )
 def test_impossible_expert_split_names_its_key(model, split, message):
     config = model if model is QWEN_7B else QWEN_30B_A3B | model
     trainer = TrainerConfig(data_parallel=8, **split)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, WeightError), match=message):
         validate_model_layout(describe_model(config), trainer)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}},
+        {"rope_scaling": {"factor": 2.0, "rope_type": "linear", "type": "linear"}},
+        {"rope_scaling": LLAMA3_SCALING},
+        {"rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5, "max_position_embeddings": 4096},
+        {"rope_parameters": LLAMA3_SCALING | {"original_max_position_embeddings": 64}},
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
+    ],
+    ids=str,
+)
+def test_rotary_embedding_is_that_of_transformers(rope):
+    """Another frequency is a model that was never trained, and its loss is a little higher."""
+    from transformers import LlamaConfig
+
+    config = {"max_position_embeddings": 256, **rope}
+    found = read_rope(config)
+    expected = LlamaConfig(**json.loads(json.dumps(config))).rope_parameters
+    assert (found.kind, found.theta) == (expected["rope_type"], expected["rope_theta"])
+    for key, name in ROPE_KINDS[found.kind].items():
+        assert getattr(found, name) == expected[key]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_keys_that_transformers_writes_are_known(family):
+    """A model saved by it would be refused for a key without an effect."""
+    import transformers
+
+    sizes = TEXT | {"sliding_window": None, "num_labels": 1, "temperature": 0.6}
+    config = getattr(transformers, f"{family}Config")(**sizes).to_dict()
+    model = describe_model(config | {"architectures": [f"{family}ForCausalLM"]})
+    assert model.shape.hidden_size == 64
 
 
 def test_rotary_parameters_are_found_in_both_forms_of_config():

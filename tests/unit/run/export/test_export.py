@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from megadapo.cli import main
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, WeightError
 from megadapo.models.folder import resolve_model_folder
-from megadapo.run.export.export import export_checkpoint, find_source
+from megadapo.run.export.export import export_checkpoint, find_source, set_padding
 from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk import export
 from megadapo.weights.disk.torch_checkpoint import read_metadata
+from tests.support.models.tiny_models import TEXT, write_tokenizer
 from tests.support.runs.checkpoints import save_checkpoint, written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run
 
@@ -298,3 +299,45 @@ def test_quantised_export_is_marked(finished, tmp_path):
     assert kinds == {torch.float8_e4m3fn}
     assert "quantised to fp8" in (tmp_path / "out" / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_card_of_fine_tuning_says_so(run, tmp_path):
+    step = max((run / "checkpoints").iterdir()).name
+    source = find_source(run)
+    source.checkpoint.state["rows"] = "fingerprint"
+    export_checkpoint(source, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{step.removeprefix('step-')} steps of supervised fine-tuning" in card
+    assert "DAPO" not in card and "reinforcement" not in card
+
+
+def test_export_keeps_all_files_of_the_tokenizer_and_no_quantisation(
+    finished, tiny_model, tmp_path
+):
+    """transformers would quantise the plain weights, or look for their scales."""
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    small = ("additional_chat_templates/rag.jinja", "tekken.json", "spiece.model")
+    for name in small:
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("{}")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
+    assert all((tmp_path / "out" / name).is_file() for name in small)
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("padding", "kept"), [(0, 0), (1, None)])
+def test_padding_does_not_hide_the_last_token_of_a_conversation(tmp_path, padding, kept):
+    """transformers would score the token before it, and order pairs in another way."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
+
+    config = Qwen2Config(**TEXT | {"pad_token_id": padding, "num_labels": 1})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    set_padding(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    tokens = AutoTokenizer.from_pretrained(tmp_path)("1+2<eos>", return_tensors="pt")
+    with torch.no_grad():
+        last = model.score(model.model(**tokens)[0])[:, -1]
+        assert torch.equal(model(**tokens).logits, last) and model.config.pad_token_id == kept

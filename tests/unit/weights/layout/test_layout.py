@@ -68,16 +68,6 @@ def test_experts_are_spread_over_expert_ranks(model_folders, etp_size, ep_size, 
     assert_gives_model(folder, layout, ranks)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_attention_bias_follows_config(tmp_path, family, bias):
-    folder = make_model(tmp_path / "model", family, attention_bias=bias)
-    layout = open_layout(folder)
-    ((_, params),) = imported_ranks(folder, layout)
-    assert ("decoder.layers.0.self_attention.linear_qkv.bias" in params) == bias
-    assert ("decoder.layers.0.self_attention.linear_proj.bias" in params) == bias
-
-
 def test_fused_norm_names_are_known(model_folders):
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
@@ -91,8 +81,8 @@ def test_fused_norm_names_are_known(model_folders):
 
 @pytest.mark.parametrize("change,message", [
     (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
-    (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), "model.layers.9.x is not in"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight has shape \[3\]"),
+    (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), "layers.9.x of .* is not in"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight .* shape \[3\]"),
 ])  # fmt: skip
 def test_mismatched_checkpoint_is_rejected_by_name(model_folders, tmp_path, change, message):
     folder = copy_model(model_folders["Qwen2"], tmp_path, change)

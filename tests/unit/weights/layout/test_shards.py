@@ -229,7 +229,7 @@ def test_runs_are_placed_end_to_end():
 def test_names_outside_layers_have_no_prefix():
     layout = layout_of("Qwen3Moe")
     assert hf_names(layout.family.head, None, None) == ["lm_head.weight"]
-    *_, down = layout.layer_rows
+    *_, down = layout.family.layer
     assert hf_names(down, "7", 3) == ["model.layers.7.mlp.experts.3.down_proj.weight"]
 
 
