@@ -52,7 +52,7 @@ KINDS: tuple[tuple[tuple[str, ...], type[InfraError], str], ...] = (
     (
         ("ObjectStoreFullError", "OutOfDiskError"),
         DataLostError,
-        "Ray's object store is full: it needs more room in /dev/shm, and in /tmp/ray to spill to",
+        "Ray's object store is full: it needs more room in /dev/shm, and in /tmp to spill to",
     ),
     (
         ("ObjectLostError", "PlasmaObjectNotAvailable"),
@@ -70,7 +70,12 @@ KINDS: tuple[tuple[tuple[str, ...], type[InfraError], str], ...] = (
         CallCancelledError,
         "Ray could not start it: are all nodes of the run still up?",
     ),
-    (("RayError",), InfraError, "Ray failed; see its own logs in /tmp/ray/session_latest/logs"),
+    (
+        ("RayError",),
+        InfraError,
+        "Ray failed; see its own logs: logs/ray in the run's folder, or on the nodes of a cluster "
+        "that you started /tmp/ray/session_latest/logs",
+    ),
 )
 """Names of Ray's errors (a base class covers its subclasses), our error, and what to do."""
 # Ray uses one error for all deaths of an actor; only its text tells them apart
@@ -84,14 +89,20 @@ class Watch:
     def __init__(self, *checks: Callable[[], None]) -> None:
         """Each of `checks` raises the error that ends the run."""
         self._checks = list(checks)
+        self._deferred: list[Callable[[], None]] = []
 
-    def add(self, *checks: Callable[[], None]) -> None:
-        """Add checks, once their processes have started."""
-        self._checks += checks
+    def add(self, *checks: Callable[[], None], during_updates: bool = True) -> None:
+        """Add checks, once their processes have started.
 
-    def check(self, *, without: Callable[[], None] | None = None) -> None:
+        `during_updates`: whether the trainer's work must end too, which loses its update.
+        """
+        (self._checks if during_updates else self._deferred).extend(checks)
+
+    def check(
+        self, *, without: Callable[[], None] | None = None, during_update: bool = False
+    ) -> None:
         """Call every check except the one of the part that waits."""
-        for check in self._checks:
+        for check in self._checks + ([] if during_update else self._deferred):
             if check != without:
                 check()
 

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.health import nodes_to_leave_out
+from megadapo.cluster.local_ray import LocalRay
 from megadapo.cluster.nodes import NodeFolders, check_node_folders, lost_nodes
 from megadapo.cluster.places import (
     Place,
@@ -23,7 +24,12 @@ from megadapo.cluster.places import (
     locate,
     slot_resources,
 )
-from megadapo.cluster.ray_connection import RayDaemonWatch, connect_to_ray, has_node, leave_ray
+from megadapo.cluster.ray_connection import (
+    RayDaemonWatch,
+    connect_to_ray,
+    leave_ray,
+    watch_daemons,
+)
 from megadapo.errors import InfraError
 
 if TYPE_CHECKING:
@@ -38,23 +44,23 @@ class Cluster:
         config: ClusterConfig,
         trainer: Place,
         engines: Mapping[int, Place],
+        daemons: RayDaemonWatch,
         *,
-        daemons: Mapping[int, str | None] = {},
+        local: LocalRay | None = None,
         folders: NodeFolders | None = None,
     ) -> None:
         """
         Args:
             trainer: the slots of the trainer's ranks.
             engines: the slots of each engine, by number.
-            daemons: start time by pid of Ray's daemons, if they serve this process alone.
+            daemons: watches Ray's daemons.
+            local: the Ray that this process has started; None for a joined cluster.
             folders: folders that nodes which join later must see.
         """
-        import ray
-
         self.uses_cuda = config.uses_cuda
-        self.daemons = RayDaemonWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
+        self.daemons = daemons
         self._config, self._folders = config, folders
-        self._own_daemons = daemons
+        self._local = local
         self._trainer = trainer
         self._engines = dict(engines)
         self._num_cores: dict[str, int] = {}
@@ -78,7 +84,8 @@ class Cluster:
             folders: folders that every node of a joined cluster must see.
         """
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
-        daemons = connect_to_ray(config, sum(layout))
+        local = connect_to_ray(config, sum(layout))
+        daemons = watch_daemons(local)
         groups = reserve_all(config, layout, without=nodes_to_leave_out(config))
         places = [
             Place(group, sorted(locate(group, size, config), key=_sort_key))
@@ -95,7 +102,8 @@ class Cluster:
             engines = places[len(places) - num_engines :]
         engine_slots = [engine.slots for engine in engines]
         check_nodes(trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
-        cluster = cls(config, trainer, dict(enumerate(engines)), daemons=daemons, folders=folders)
+        by_number = dict(enumerate(engines))
+        cluster = cls(config, trainer, by_number, daemons, local=local, folders=folders)
         if folders is not None and config.address is not None:
             one_of_each = {
                 slot.node: place.options(number)
@@ -178,6 +186,11 @@ class Cluster:
         # it may go without harm
         self._num_cores = {node: num for node, num in self._num_cores.items() if node in left}
 
+    def keep_logs(self, folder: Path) -> None:
+        """Copy the logs of a Ray that this process has started."""
+        if self._local is not None:
+            self._local.keep_logs(folder)
+
     def shutdown(self) -> None:
         """Release the slots and leave Ray; a joined cluster keeps running."""
         import ray
@@ -186,7 +199,7 @@ class Cluster:
         if ray.is_initialized():
             places = (self._trainer, *self._engines.values())
             groups = {place.group.id: place.group for place in places if place.group is not None}
-            leave_ray(list(groups.values()), self._own_daemons)
+            leave_ray(list(groups.values()), self._local)
 
 
 def _layout(

@@ -12,27 +12,27 @@ import atexit
 import functools
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.processes import descendants
-from megadapo.cluster.watch.guard import kill_after_this_process, send_signal, start_time
-from megadapo.errors import ConfigError, InfraError, ProcessHungError
+from megadapo.cluster.local_ray import QUIET, LocalRay
+from megadapo.cluster.watch.guard import send_signal
+from megadapo.errors import ConfigError, InfraError, ProcessDiedError, ProcessHungError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _PROBE_TIMEOUT_S = 120.0
+RECONNECT_S = 86400
+"""Seconds for which Ray lets a process work without its control service."""
 _REFUSED, _ADMITTED = "refused", "admitted"
 _PROBE = f"""
 import sys
@@ -48,11 +48,11 @@ else:
 """
 
 
-def connect_to_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | None]:
+def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
     """Start or join Ray, unless this process is connected to it already.
 
     Returns:
-        Start time by pid of the daemons that end with this process; empty for a joined cluster.
+        The Ray that this process has started; None for a joined cluster.
 
     Raises:
         ConfigError: the cluster to join needs no token, or `cluster.device` is auto and only the
@@ -61,12 +61,17 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | Non
             machine has GPUs so far.
     """
     import ray
+    from ray._raylet import Config  # type: ignore[attr-defined]
 
     if ray.is_initialized():
-        return {}
-    if config.address is None:
-        return _start_ray(num_slots)
+        return None
+    # Ray would end this process a minute after the control service, before the run is saved
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
     with _own_sigterm_handler():
+        if config.address is None:
+            # slots are logical: more processes than cores is legal on a laptop
+            return LocalRay(max(num_slots, os.cpu_count() or 1))
+        Config.initialize("")  # this process may have read the variables already
         join_cluster(config.address)
     if not config.allow_unauthenticated and accepts_without_token():
         ray.shutdown()
@@ -77,7 +82,7 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | Non
             "private"
         )
     check_device(config, ray.cluster_resources().get("GPU", 0))
-    return {}
+    return None
 
 
 def join_cluster(address: str) -> None:
@@ -93,7 +98,7 @@ def join_cluster(address: str) -> None:
     from ray.exceptions import RayError
 
     try:
-        ray.init(address=address, **_QUIET)
+        ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise InfraError(
             f"no Ray cluster at {address} takes this process ({error}): docs/clusters.md says how "
@@ -152,55 +157,6 @@ def check_device(config: ClusterConfig, num_gpus: float) -> None:
         )
 
 
-def _start_ray(num_slots: int) -> dict[int, str | None]:
-    import ray
-    from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-    # Ray binds 127.0.0.1, as on desktops; by default it takes the network's address
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
-    ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read the variable already
-    # every user of this machine reaches loopback; only this process and its children see the token,
-    # and not the file in the home folder that Ray would write for everyone to read
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # this process has read the mode already, and a token too if it ran another Ray before
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-    # a process without a GPU share sees no GPU, instead of all of them
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    # the control service would store the duration of every call, which is never read
-    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray's default of 15 lets trainer and engines starve beside any other program
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    before = set(descendants(os.getpid()))
-    # slots are logical: more processes than cores is legal on a laptop
-    num_cpus = max(num_slots, os.cpu_count() or 1)
-    with _own_sigterm_handler(), _sessions_of_their_own():
-        # without "local" Ray would join any cluster that this machine happens to be a node of
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **_QUIET)
-    daemons = set(descendants(os.getpid())) - before
-    kill_after_this_process(daemons)
-    return {pid: start_time(pid) for pid in daemons}
-
-
-@contextmanager
-def _sessions_of_their_own() -> Iterator[None]:
-    """Start each of Ray's daemons in a new session.
-
-    A signal to this process's group, as from `timeout`, systemd or a closed terminal, would end
-    them before the run is saved.
-    """
-    from ray._private import services
-
-    popen = services.ConsolePopen
-    vars(services).update(ConsolePopen=functools.partial(popen, start_new_session=True))
-    try:
-        yield
-    finally:
-        vars(services).update(ConsolePopen=popen)
-
-
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
     """Restore the program's SIGTERM handler, if it has one; Ray's raises SystemExit."""
@@ -217,7 +173,7 @@ def _own_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-PING_S = 5.0
+PING_S = 2.0
 LIMIT_S = 60.0
 """Seconds without an answer after which a daemon counts as hung, about as long as Ray waits before
 it gives up a node. Also the seconds that the driver may then stay in one call of Ray."""
@@ -229,6 +185,10 @@ SILENT = (
 LOST = (
     "Ray has given up the node of this driver: its daemon (raylet) is stopped, or the node is cut "
     "off from the cluster's head"
+)
+DIED = (
+    "has ended: it was killed, by the kernel for its memory (dmesg) or by `ray stop`, or its own "
+    "log says why (logs/ray in the run's folder)"
 )
 _LOGGER = logging.getLogger("megadapo.cluster")
 
@@ -289,15 +249,19 @@ class RayDaemonWatch:
         ping: Callable[[], bool],
         end: Callable[[str], None] = _end_process,
         *,
+        lost_daemon: Callable[[], str | None] = lambda: None,
         main: MainThread | None = None,
         every_s: float = PING_S,
     ) -> None:
         self._ping, self._end, self._every_s = ping, end, every_s
+        self._lost_daemon = lost_daemon
         self._main = main or MainThread()
         self._num_answers = self._seen = 0
         self._has_node = True
         self._silent_s = self._stuck_s = 0.0
-        self._problem: str | None = None
+        self.before_end: Callable[[str], object] = lambda problem: None
+        """Receives the reason before this process is ended."""
+        self._problem: InfraError | None = None
         self._closed = threading.Event()
         for work in (self._keep_pinging, self._keep_counting):
             threading.Thread(target=work, daemon=True).start()
@@ -311,25 +275,32 @@ class RayDaemonWatch:
         """Raise if a daemon does not answer; call every few seconds while waiting for processes.
 
         Raises:
-            ProcessHungError: the error names the daemon.
+            InfraError: the error names the daemon.
         """
         if self._problem is not None:
-            raise ProcessHungError(self._problem)
+            raise self._problem
 
     def tick(self) -> None:
         """Count an interval; time during which this process is suspended is not counted."""
         num_answers = self._num_answers
         self._silent_s = self._silent_s + self._every_s if num_answers == self._seen else 0.0
         self._seen = num_answers
-        silent = SILENT if self._silent_s > LIMIT_S else None
-        self._problem = silent or (None if self._has_node else LOST)
+        limit_s, dead = LIMIT_S, self._lost_daemon()
+        if dead is not None:
+            # it answers no request, however long this process waits
+            limit_s, self._problem = LEAVE_S, ProcessDiedError(f"{dead} {DIED}")
+        elif self._silent_s > LIMIT_S:
+            self._problem = ProcessHungError(SILENT)
+        else:
+            self._problem = None if self._has_node else ProcessHungError(LOST)
         if self._problem is None:
             self._main.forget()
             self._stuck_s = 0.0
             return
         self._stuck_s = self._stuck_s + self._every_s if self._main.is_stuck_in_ray() else 0.0
-        if self._stuck_s > LIMIT_S:
-            self._end(self._problem)
+        if self._stuck_s > limit_s:
+            self.before_end(f"{type(self._problem).__name__}: {self._problem}")
+            self._end(str(self._problem))
 
     def close(self) -> None:
         """Stop both threads."""
@@ -345,25 +316,40 @@ class RayDaemonWatch:
             self.tick()
 
 
-def leave_ray(groups: Sequence[PlacementGroup], daemons: Mapping[int, str | None]) -> None:
+def watch_daemons(local: LocalRay | None) -> RayDaemonWatch:
+    """Watch the daemons of the Ray that this process is connected to."""
+    import ray
+
+    ping = functools.partial(has_node, ray.get_runtime_context().get_node_id())
+    if local is None:
+        return RayDaemonWatch(ping)
+    return RayDaemonWatch(ping, lost_daemon=local.lost_daemon)
+
+
+def leave_ray(groups: Sequence[PlacementGroup], local: LocalRay | None) -> None:
     """Release the slots and disconnect from Ray, at the latest after LEAVE_S per attempt.
 
-    `daemons`: start time by pid of the daemons that serve this process alone.
+    `local`: the Ray that this process has started, which ends.
     """
-    leaving = threading.Thread(target=_leave, args=(groups,), daemon=True)
+    # slots of a Ray that ends need no request, which its control service may not answer
+    leaving = threading.Thread(target=_leave, args=([] if local else groups,), daemon=True)
     leaving.start()
     leaving.join(LEAVE_S)
     # a daemon that is only stopped can still disconnect after SIGCONT, which harms no other
-    for last_resort in (signal.SIGCONT, signal.SIGKILL) if daemons else ():
-        if not leaving.is_alive():
-            return
+    for last_resort in (signal.SIGCONT, signal.SIGKILL):
+        if local is None or not leaving.is_alive():
+            break
         _LOGGER.warning("Ray does not answer as it is left: its daemons get %s", last_resort.name)
-        send_signal(daemons.items(), last_resort)
+        send_signal(local.processes.items(), last_resort)
         leaving.join(LEAVE_S)
     if leaving.is_alive():
         import ray
 
         atexit.unregister(ray.shutdown)
+        # Ray's own asks the control service before it prints an error
+        sys.excepthook = sys.__excepthook__
+    if local is not None:
+        local.end()
 
 
 def _leave(groups: Sequence[PlacementGroup]) -> None:

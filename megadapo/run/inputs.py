@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.algorithm.advantages import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.nodes import NodeFolders
+from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
 from megadapo.data.order import Share
@@ -26,7 +27,7 @@ from megadapo.data.prompts import (
     load_prompts,
     warn_of_contradictions,
 )
-from megadapo.errors import DataError
+from megadapo.errors import DataError, InfraError
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.shape import required_size
 from megadapo.observe.rollouts.token_pieces import decoder_of
@@ -41,6 +42,7 @@ from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import SupportsGenerate
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings
+from megadapo.run.state.status import rewrite_status
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import check_vocabulary, read_tokenizer
 from megadapo.weights.disk.headers import read_headers
@@ -197,7 +199,20 @@ def start_cluster(
             tensor_parallel=config.trainer.tensor_parallel,
             folders=folders,
         )
-        stack.callback(cluster.shutdown)
+        logs = (folder or config.run.folder / LOGS_FOLDER) / "ray"
+
+        def leave(kind: object, error: BaseException | None, trace: object) -> None:
+            if isinstance(error, InfraError):
+                cluster.keep_logs(logs)
+            cluster.shutdown()
+
+        def write_end(reason: str) -> None:
+            cluster.keep_logs(logs)
+            if folder is None:
+                rewrite_status(config.run.folder, state="failed", reason=reason)
+
+        cluster.daemons.before_end = write_end
+        stack.push(leave)
         # processes that start later have ended when this looks for lost nodes
         stack.enter_context(cluster.naming_lost_nodes())
     return cluster

@@ -172,6 +172,7 @@ def _start_live(
     first = at_start(config, folder)
     cluster = start_cluster(first, phases, stack, trains=True, num_engines=first.num_engines)
     watch = Watch()
+    watch.add(cluster.daemons.check, during_updates=False)
     host = start_environments(
         config, phases, stack, log_folder=config.run.folder / LOGS_FOLDER, folder=folder
     )
@@ -188,7 +189,7 @@ def _start_live(
     )
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines, reserved)
-    watch.add(trainer.check, engines.check, evaluations.check, cluster.daemons.check, progress)
+    watch.add(trainer.check, engines.check, evaluations.check, progress)
     if host is not None:
         watch.add(host.check)
     if folder is not None and status is not None and config.cluster.placement == "separate":
@@ -245,8 +246,9 @@ def _start_replay(
 ) -> Workers:
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     watch = Watch()
+    watch.add(cluster.daemons.check, during_updates=False)
     trainer = start_trainer(config, settings, phases, cluster, stack, watch)
-    watch.add(cluster.daemons.check, _progress(on_progress, trainer))
+    watch.add(_progress(on_progress, trainer))
     gpus = GpuSharing(trainer)
     step_trainer = StepTrainer(trainer, gpus, config.algorithm, pretraining_data)
     return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=tokenizer)

@@ -121,12 +121,10 @@ def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerSt
     with ExitStack() as stack:
         cluster = start_cluster(config, run, stack, trains=True, num_engines=0)
         watch = Watch()
+        watch.add(cluster.daemons.check, during_updates=False)
         settings = replace(stage.settings(), reads_weights=checkpoint is None)
         trainer = start_trainer(config, settings, run, cluster, stack, watch)
-        watch.add(
-            cluster.daemons.check,
-            lambda: run.log.status.report_progress(trainer.num_micro_batches, 0),
-        )
+        watch.add(lambda: run.log.status.report_progress(trainer.num_micro_batches, 0))
         state = TrainerState(trainer, GpuSharing(trainer))
         if checkpoint is not None:
             with run.phase("load checkpoint"):

@@ -151,6 +151,10 @@ class Trainer:
         trainer._heartbeats = trainer._watch_heartbeats()
         return trainer
 
+    def check_others(self) -> None:
+        """Check what the ranks work with, before an update that its end would make useless."""
+        self._watch.check(without=self.check)
+
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Apply one optimizer update per mini-batch of the request's batch."""
         return UpdateResult.joined(
@@ -267,7 +271,7 @@ class Trainer:
 
         def look() -> None:
             self._check_heartbeats()
-            self._watch.check(without=self.check)
+            self._watch.check(without=self.check, during_update=doing != "start")
 
         try:
             return gather(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,9 @@ class Actor:
     def pid(self):
         return os.getpid()
 
+    def variables(self):
+        return dict(os.environ)
+
 actors = [Actor.options(**cluster.trainer_options(rank)).remote() for rank in range(3)]
 actors += [Actor.options(**cluster.engine_options(index)).remote() for index in range(2)]
 pids = ray.get([actor.pid.remote() for actor in actors])
@@ -72,14 +76,21 @@ listening = sorted(
     {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == "LISTEN"}
 )
 processes = [process.pid for process in family[1:]]
-print(json.dumps({"actors": pids, "listening": listening, "processes": processes}), flush=True)
+folder = cluster._local.folder
+answer = {"actors": pids, "listening": listening, "processes": processes, "folder": str(folder)}
+answer["sockets"] = [str(path) for path in folder.rglob("*") if path.is_socket()]
+answer["variables"] = ray.get(actors[0].variables.remote())
+print(json.dumps(answer), flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.fault
 def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
-    """Ray must not join another user's cluster, and more processes than cores must start."""
+    """Ray must not join another user's cluster, and more processes than cores must start.
+
+    No other user may enter the folder of Ray's and vLLM's sockets, which ends with the driver too.
+    """
     driver = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + DRIVER],
         stdout=subprocess.PIPE,
@@ -91,6 +102,10 @@ def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
         answer = json.loads(driver.stdout.readline())
         processes = [psutil.Process(pid) for pid in answer["processes"]]
         assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+        folder = Path(answer["folder"])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert {Path(path).name for path in answer["sockets"]} >= {"plasma_store", "raylet"}
+        assert answer["variables"]["VLLM_RPC_BASE_PATH"] == str(folder)
     finally:
         driver.kill()
         driver.wait()
@@ -99,6 +114,7 @@ def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
     assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert alive == []
+    wait_until(lambda: not folder.exists(), timeout_s=20, message="Ray's folder is left")
 
 
 LOCAL = """
@@ -286,9 +302,17 @@ cluster = Cluster.start(ClusterConfig(device="cpu"), **ONE_EACH)
     one for one in psutil.Process().children(recursive=True)
     if one.cmdline() and one.cmdline()[0].endswith("/" + sys.argv[1])
 ]
-daemon.send_signal(signal.SIGSTOP)
+daemon.send_signal(signal.Signals[sys.argv[2]])
 while sys.argv[1] == "raylet":
     ray.put(bytes(1 << 20))
+while sys.argv[2] == "SIGKILL":
+    time.sleep(0.1)
+    try:
+        cluster.daemons.check()
+    except InfraError as error:
+        print(error, file=sys.stderr)
+        break
+cluster.keep_logs(Path(sys.argv[3]))
 cluster.shutdown()
 print("left")
 """
@@ -296,23 +320,25 @@ print("left")
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    ("daemon", "exit_code", "says"),
+    ("daemon", "how", "exit_code", "says"),
     [
         pytest.param(
-            *("raylet", 5, "given up the node of this driver.* and this process waits for it"),
+            *("raylet", "SIGSTOP", 5, "given up the node of this driver.* this process waits"),
             marks=pytest.mark.full,
         ),
-        ("gcs_server", 0, "its daemons get SIGCONT"),
+        pytest.param("gcs_server", "SIGSTOP", 0, "", marks=pytest.mark.full),
+        ("gcs_server", "SIGKILL", 0, r"Ray's control service \(gcs_server\) has ended"),
     ],
 )
-def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, says):
+def test_driver_does_not_wait_for_lost_daemon(tmp_path, daemon, how, exit_code, says):
     """Requests to a stopped daemon wait inside Ray, where no signal is handled."""
     health = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 500, "failure_threshold": 3}
     variables = {f"RAY_health_check_{name}": str(value) for name, value in health.items()}
-    done = execute(STOPS, daemon, RUN_UNDER_TEST=str(tmp_path), **variables)
+    logs = tmp_path / "logs"
+    done = execute(STOPS, daemon, how, str(logs), RUN_UNDER_TEST=str(tmp_path), **variables)
     assert done.returncode == exit_code, done.stderr
     assert re.search(says, done.stderr)
-    assert ("left" in done.stdout) == (exit_code == 0)
+    assert ("left" in done.stdout) == (exit_code == 0) == (logs / "gcs_server.out").exists()
     wait_until(lambda: not descendants(tmp_path), timeout_s=30, message="processes are left")
 
 

@@ -1,8 +1,8 @@
 """Kills the processes that this process would leave behind if it were killed.
 
-vLLM's engine core outlives a killed parent and keeps the GPU's memory. Two of Ray's agents outlive
-a killed driver for a minute. So a process starts this file as a separate program, which waits until
-a pipe to the process is closed. It needs only the standard library, to start fast and stay small.
+vLLM's engine core outlives a killed parent and keeps the GPU's memory, and Ray outlives a killed
+driver. So a process starts this file as a separate program, which waits until a pipe to the process
+is closed. It needs only the standard library, to start fast and stay small.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 MARK = "MEGADAPO_ENGINE_MARK"
-"""Environment variable that marks the processes of one engine."""
+"""Environment variable that marks the processes of one engine, or of Ray."""
 GRACE_S = 3.0
 """Seconds that listed processes have to end by themselves."""
 SWEEP_PAUSE_S = 0.05
@@ -32,7 +33,7 @@ class Guard:
     """A guard process, which acts when this process ends for any reason."""
 
     def __init__(self, kind: Literal["mark", "pids"], targets: Sequence[str]) -> None:
-        """`targets`: one mark, or `PID:START_TIME` of each process."""
+        """`targets`: one mark and folders to remove, or `PID:START_TIME` of each process."""
         starter = subprocess.Popen(
             [sys.executable, "-S", "-E", __file__, kind, *targets],
             stdin=subprocess.PIPE,
@@ -133,7 +134,10 @@ def _main(kind: str, *targets: str) -> None:
     if sys.stdin.buffer.read() == _DISMISS:
         return
     if kind == "mark":
-        kill_marked(*targets)
+        mark, *folders = targets
+        kill_marked(mark)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         return
     time.sleep(GRACE_S)
     listed = [target.partition(":") for target in targets]

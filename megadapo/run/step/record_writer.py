@@ -163,6 +163,8 @@ class RecordWriter:
         run, trainer = self._run, self._trainer
         if trainer.step != (run.step if self._updated is None else self._updated.step):
             # the trainer is in the middle of an update, and its weights belong to no step
+            saved = run.log.status.current.checkpoint_step
+            run.log.show(f"the update of step {run.step + 1} was cut off; step {saved} is saved")
             return
         self._complete_updated_step()
         if isinstance(error, ProcessHungError) and not trainer.ranks.all_alive():

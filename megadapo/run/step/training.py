@@ -82,6 +82,7 @@ class TrainerState:
         """Apply the updates of a step. Engines on shared GPUs sleep until the next publish."""
         # fails, if an engine cannot sleep, while the weights are still those of a step
         self.gpus.start_update()
+        self.ranks.check_others()
         self.step = None
         result = self.ranks.update(request)
         self.step = request.step

@@ -1,14 +1,19 @@
-"""Ray is joined only with a token, and its silent daemons are named and left."""
+"""Ray is joined only with a token, and its silent and dead daemons are named and left."""
 
+import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from megadapo.cluster.local_ray import private_folder
 from megadapo.cluster.ray_connection import (
+    LEAVE_S,
     LIMIT_S,
     LOST,
     SILENT,
@@ -16,7 +21,7 @@ from megadapo.cluster.ray_connection import (
     RayDaemonWatch,
     _own_sigterm_handler,
 )
-from megadapo.errors import ProcessHungError
+from megadapo.errors import ConfigError, ProcessDiedError, ProcessHungError
 from tests.support.processes.running import wait_until
 
 
@@ -37,6 +42,25 @@ def test_stop_signal_while_ray_starts_reaches_the_program():
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_folder_of_sockets_is_private_and_short(tmp_path, monkeypatch, name):
+    """Another user could replace Ray's sockets; a longer path than 107 bytes ends its start."""
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setenv(name, str(long))
+    if name == "RAY_TMPDIR":
+        with pytest.raises(ConfigError, match="RAY_TMPDIR = .* at most 21 bytes"):
+            private_folder()
+        return
+    folder = private_folder()
+    try:
+        assert folder.parent == Path("/tmp") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    finally:
+        os.rmdir(folder)
 
 
 EVERY_S = LIMIT_S / 4
@@ -92,6 +116,20 @@ def test_driver_stuck_in_ray_without_its_daemon_is_ended() -> None:
     assert ended == [LOST]
     with pytest.raises(ProcessHungError, match="raylet"):
         watch.check()
+
+
+def test_dead_daemon_is_named_at_once_and_ends_a_driver_that_waits_for_it() -> None:
+    """Ray itself waits a day for a lost control service, and says nothing."""
+    ended, dead = list[str](), ["gcs_server"]
+    watch = manual_watch(ended)
+    watch._lost_daemon = lambda: dead[0]
+    watch.tick()
+    with pytest.raises(ProcessDiedError, match="gcs_server has ended"):
+        watch.check()
+    while not ended:
+        watch.tick()
+        assert watch._stuck_s <= LEAVE_S + EVERY_S < LIMIT_S
+    assert "gcs_server has ended" in ended[0]
 
 
 def test_working_driver_is_never_ended() -> None:

@@ -26,7 +26,8 @@ from tests.support.processes.running import is_running, wait_until
 MARKED = """
 import os, subprocess, sys, time
 from multiprocessing import shared_memory
-from megadapo.cluster.watch.guard import mark_and_guard
+from megadapo.cluster.watch.guard import Guard, mark_and_guard
+folder_guard = Guard("mark", [sys.argv[1] + "-folder", sys.argv[3]])
 guard = mark_and_guard(sys.argv[1])
 child = "import subprocess, sys, time; from multiprocessing import shared_memory, resource_tracker;"
 child += "b = shared_memory.SharedMemory(create=True, size=4096, name=sys.argv[1]);"
@@ -54,11 +55,13 @@ def start(source: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.fault
-def test_nothing_marked_outlives_a_killed_process() -> None:
-    """SIGKILL prevents any cleanup of children, grandchildren and shared memory."""
+def test_nothing_marked_outlives_a_killed_process(tmp_path: Path) -> None:
+    """SIGKILL prevents any cleanup of children, grandchildren, shared memory and folders."""
     mark, block = f"test-{os.getpid()}-{time.time_ns()}", f"psm_test{os.getpid()}"
     bystander = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: "another-engine"})
-    parent = start(MARKED, mark, block)
+    sockets = tmp_path / "sockets"
+    (sockets / "ray").mkdir(parents=True)
+    parent = start(MARKED, mark, block, str(sockets))
     try:
         assert parent.stdout.readline() == "up\n"
         wait_until(lambda: len(marked_processes(mark)) >= 2)
@@ -66,6 +69,7 @@ def test_nothing_marked_outlives_a_killed_process() -> None:
         parent.kill()
         wait_until(lambda: not marked_processes(mark), timeout_s=20)
         wait_until(lambda: not Path("/dev/shm", block).exists(), timeout_s=5)
+        wait_until(lambda: not sockets.exists(), timeout_s=5)
         assert bystander.poll() is None
     finally:
         for process in (parent, bystander):

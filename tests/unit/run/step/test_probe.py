@@ -125,7 +125,7 @@ def trained(batch: PackedBatch, change: Callable[[np.ndarray], np.ndarray]) -> U
         ]
         return SimpleNamespace(result=lambda: [scores], warnings=[])
 
-    ranks: Any = SimpleNamespace(update=update)
+    ranks: Any = SimpleNamespace(update=update, check_others=lambda: None)
     engines: Any = SimpleNamespace(score=score, warn=lambda: None, shares_gpus=False)
     probe = ParityProbe(CONFIG, engines)
     trainer = StepTrainer(ranks, GpuSharing(ranks), CONFIG.algorithm, probe=probe)

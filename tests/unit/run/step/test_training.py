@@ -10,7 +10,9 @@ import pytest
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.cluster.calls import Watch
 from megadapo.data.group import Group
+from megadapo.errors import ProcessDiedError
 from megadapo.run.processes import GpuSharing
 from megadapo.run.step.training import StepTrainer, make_batch
 from megadapo.trainer.types import UpdateRequest, UpdateResult
@@ -38,7 +40,7 @@ def test_critic_warmup_keeps_kl_coefficient():
         kl_control=KlControlConfig(target=0.1, horizon=100),
         normalize_by_std=False,
     )
-    ranks: Any = SimpleNamespace(update=update)
+    ranks: Any = SimpleNamespace(update=update, check_others=lambda: None)
     trainer = StepTrainer(ranks, GpuSharing(ranks), algorithm)
     batch = random_batch([5] * 10)
     for step in (1, 2, 3, 4):
@@ -50,11 +52,28 @@ def test_critic_warmup_keeps_kl_coefficient():
 def test_ranks_are_told_whether_to_check_the_first_ratio(checks):
     seen = []
     ranks: Any = SimpleNamespace(
-        update=lambda request: seen.append(request.checks_first_ratio) or UPDATE
+        update=lambda request: seen.append(request.checks_first_ratio) or UPDATE,
+        check_others=lambda: None,
     )
     trainer = StepTrainer(ranks, GpuSharing(ranks), AlgorithmConfig())
     trainer.update(random_batch([5]), 1, checks_first_ratio=checks)
     assert seen == [checks]
+
+
+def test_update_is_not_begun_without_what_the_ranks_work_with():
+    """In the middle of an update the weights belong to no step, and nothing can be saved."""
+    watch = Watch()
+    watch.add(lambda: end("gcs_server has ended"), during_updates=False)
+    watch.check(during_update=True)
+    ranks: Any = SimpleNamespace(check_others=watch.check)
+    trainer = StepTrainer(ranks, GpuSharing(ranks), AlgorithmConfig())
+    with pytest.raises(ProcessDiedError, match="gcs_server"):
+        trainer.update(random_batch([5]), 1)
+    assert trainer.step == 0
+
+
+def end(reason: str) -> None:
+    raise ProcessDiedError(reason)
 
 
 SIZES = {
