@@ -66,9 +66,12 @@ def complete_steps(group: ScoredGroup) -> list[Steps]:
     ]
 
 
-ROUNDING = 1e-12
-"""Relative difference below which rewards count as equal: several hundred times the rounding error
-of a sum of a few weighted scores."""
+ROUNDING = 1e-6
+"""Relative difference below which rewards count as equal: several times the rounding error of
+scores in fp32, as models give them."""
+MIN_DEVIATION = 1e-9
+"""Smallest standard deviation that rewards are divided by. Without it the rounding error of scores
+that cancel would be trained on like any other difference."""
 
 Advantages = np.ndarray | Sequence[np.ndarray]
 """[S] one per response, for all of its tokens; or for each response an array with its tokens'."""
@@ -158,7 +161,8 @@ def group_advantages(
 ) -> np.ndarray:
     """Return the advantages of a group's G responses, before any whitening over the step.
 
-    grpo: (R_i - mean) / std, with the unbiased standard deviation (G - 1), as in verl and TRL.
+    grpo: (R_i - mean) / std, with the unbiased standard deviation (G - 1), as in verl and TRL, of
+    MIN_DEVIATION or more.
     grpo-process: the same, of scores of steps; `process_advantages` gives them to tokens.
     rloo: R_i less the mean of the others, which is G / (G - 1) (R_i - mean).
     reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
@@ -189,7 +193,7 @@ def group_advantages(
         return np.zeros_like(values)
     centered: np.ndarray = values - values.mean()
     if rule in ("grpo", "grpo-process") and normalize_by_std:
-        centered /= values.std(ddof=1)
+        centered /= max(values.std(ddof=1), MIN_DEVIATION)
     elif rule == "rloo":
         centered *= values.size / (values.size - 1)
     elif rule == "maxrl":
@@ -276,7 +280,7 @@ def advantages_with_kl(
 def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """Return (values - mean) / std over all tokens, with the unbiased standard deviation.
 
-    Values that are all equal up to rounding become zeros.
+    The deviation is MIN_DEVIATION or more. Values that are all equal up to rounding become zeros.
 
     Args:
         values: [S], the same for each token of a response.
@@ -288,7 +292,7 @@ def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         return np.zeros_like(values)
     centered: np.ndarray = values - (values * num_tokens).sum() / total
     variance = (centered**2 * num_tokens).sum() / (total - 1)
-    whitened_values: np.ndarray = centered / np.sqrt(variance)
+    whitened_values: np.ndarray = centered / max(np.sqrt(variance), MIN_DEVIATION)
     return whitened_values
 
 
@@ -301,6 +305,12 @@ def is_mixed(
     shaped rewards, and training on them teaches length alone.
     """
     return min_accuracy < sum(correct) / len(correct) < max_accuracy
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Return whether rewards of a group differ by more than rounding and MIN_DEVIATION."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return not _all_equal(values) and bool(np.ptp(values) > MIN_DEVIATION)
 
 
 def has_mixed_steps(group: ScoredGroup) -> bool:

@@ -13,6 +13,7 @@ from megadapo.algorithm.advantages import (
     overlong_penalty,
     process_advantages,
     response_advantages,
+    rewards_differ,
     shaped_rewards,
     whitened,
 )
@@ -130,8 +131,31 @@ def test_rounding_does_not_make_rewards_different(rule):
     assert rewards[0] != rewards[1] and found.tolist() == [0.0] * 4
     # the mean of equal numbers may be another one
     assert (group_advantages([0.1 + 0.2] * 3, rule=rule) == 0.0).all()
-    near = np.array([0.3 + 1e-9, 0.3, 0.3, 0.3])
+    of_fp32 = np.array([float(np.float32(0.7)), 0.7, 0.7, 0.7])
+    assert (group_advantages(of_fp32, rule=rule) == 0.0).all()
+    near = np.array([0.3 + 1e-5, 0.3, 0.3, 0.3])
     assert response_advantages(near, [4], np.full(4, 5), rule=rule, normalize_by_std=True).any()
+
+
+@pytest.mark.parametrize("rewards", [[5.6e-17, 0.0, 0.0, 0.0], [0.0, 1e-200], [0.0, 5e-324, 0.0]])
+def test_what_is_left_of_cancelled_scores_has_no_advantage(rewards):
+    """A division by such a deviation makes full advantages of it, or infinite ones."""
+    assert np.abs(group_advantages(rewards)).max() < 1e-6
+    assert np.abs(whitened(np.array(rewards), np.full(len(rewards), 3))).max() < 1e-6
+    assert not rewards_differ(rewards)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.2, 0.4], True),
+        ([0.3, 0.3 + 1e-5], True),
+        ([0.7, 0.7], False),
+        ([7e3, 7e3 + 1e-4], False),
+    ],
+)
+def test_rewards_differ(rewards, expected):
+    assert rewards_differ(rewards) is expected
 
 
 def test_filtering_leaves_the_punishment_of_complete_responses():
