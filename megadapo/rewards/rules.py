@@ -18,7 +18,8 @@ Rule = Literal["answer", "boxed", "answer_or_boxed", "last_number", "exact_text"
 """Place of the answer, and the comparison.
 
 answer, boxed, answer_or_boxed: the rules of `dapo_math`.
-last_number: the last number of the response, compared as a number.
+last_number: the last number of the response, compared as a number. If it is an operand, as the 2
+of 1/2, there is no number to compare.
 exact_text: the last lines of the response, as many as the gold answer has, compared verbatim.
 pattern: the match of `reward.pattern`, compared as a number or verbatim.
 """
@@ -37,6 +38,15 @@ _NUMBER = re.compile(
 _NEGATIVE_AMOUNT = re.compile(rf"([{_SIGNS}])\\?[$€£](?=\.?[0-9])")
 # the blank in "x = - 5" and "$- 5$", where nothing is there to subtract from
 _SIGN_AND_BLANK = re.compile(rf"((?:\A|[=({{][ \t]?|[$])[{_SIGNS}])[ \t](?=\\?[$€£]?\.?[0-9])")
+_OPERAND = re.compile(
+    # right of an operator, as in 1/2, 2^10 and 3 \\cdot 4, or the index or exponent of a number
+    r"(?:[\w)\]}][ \t]{0,3}[/^÷]|[0-9)\]}][ \t]{0,3}(?:[+·×]|\\times|\\cdot|\\div|(?<!\*)\*)"
+    r"|[0-9)\]}]\*\*|[0-9)\]}] \*\* |(?<![A-Za-z])\w_|[0-9][eE]|√|sqrt"
+    # in a fraction or root of LaTeX
+    r"|\\[dt]?frac ?(?:\{[^{}]{0,40}\}|[0-9])?)[ \t]{0,3}[({]?[ \t]{0,3}[-+]?\Z"
+)
+_BEFORE = 64
+"""Characters before a number that are searched for an operator."""
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3}(?![0-9]))")
 _ANSWER = re.compile(r"(?i)\bAnswer\s{0,8}:")
 
@@ -55,6 +65,9 @@ def score(response: str, ground_truth: str, rule: Rule, pattern: str | None = No
     if rule != "exact_text" and not correct:
         number = as_number(answer)
         correct = number is not None and number == as_number(expected)
+    if rule != "exact_text":
+        # as it was compared, so that votes for 5 and 5.0 are for one answer
+        answer = as_number(answer) or answer
     return Score(1.0 if correct else -1.0, correct, answer[:MAX_ANSWER])
 
 
@@ -125,7 +138,11 @@ def _answer(response: str, ground_truth: str, rule: Rule, pattern: str | None) -
         # the sign of -$5 belongs to its number
         amounts = _NEGATIVE_AMOUNT.sub(r"\1", numbers)
         last = deque(_NUMBER.finditer(amounts), maxlen=1)
-        return last[0][0] if last else None
+        if not last:
+            return None
+        begin, end = last[0].span()
+        is_operand = _OPERAND.search(amounts[max(0, begin - _BEFORE) : begin])
+        return None if is_operand or amounts[end:].lstrip(" ").startswith("^") else last[0][0]
     if rule == "exact_text":
         num_lines = ground_truth.strip().count("\n") + 1
         return "\n".join(response.strip().rsplit("\n", num_lines)[-num_lines:]).strip() or None

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from megadapo.data.group import NO_ANSWER
 from megadapo.data.patterns import last_match
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
@@ -71,6 +72,71 @@ def test_exact_text_compares_the_last_lines(response, gold, correct):
 )
 def test_marked_answer_is_found(response, gold, answer):
     assert marked_answer(response, gold) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1/2", "1 / 2", "x/2", "(1+3)/2", r"\frac{1}{2}", r"\dfrac12", r"\frac{n}{2}", "10^2"),
+        *(
+            "10 ^ 2",
+            "10**2",
+            "10 ** 2",
+            "x^{2}",
+            "1 + 2",
+            "1*2",
+            "1 * 2",
+            r"1 \times 2",
+            "1\u00d72",
+        ),
+        *(
+            r"1 \cdot 2",
+            r"\sqrt{2}",
+            "sqrt(2)",
+            "\u221a2",
+            "1_2",
+            "1_{2}",
+            "x_2",
+            "1e2",
+            "2^n",
+            "2^{n}",
+        ),
+    ],
+)
+def test_operand_is_no_answer(text):
+    """A policy that leaves out the last calculation would be right half of the time."""
+    found = score(f"It is {text}", "2", "last_number")
+    assert (found.correct, found.answer) == (False, NO_ANSWER)
+    assert score(f"It is {text} = 2", "2", "last_number").correct
+    assert marked_answer(f"Answer: {text}", "2") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "**2**",
+            "**Answer:** 2",
+            "**The answer is** 2",
+            "Step 1\n+ 2",
+            "Item 1\n* 2",
+            "* 2",
+            "+2",
+        ),
+        *(
+            "2/hour",
+            "2!",
+            "f(2)",
+            "Answer_2",
+            "3-2",
+            "1/3 of 6, so 2",
+            r"$\frac{4}{2}$ is 2",
+            "# 2",
+        ),
+    ],
+)
+def test_number_beside_other_marks_is_an_answer(text):
+    assert score(text, "2", "last_number").correct
 
 
 def test_pattern_takes_the_first_group_in_the_last_line_that_it_matches():
@@ -146,7 +212,7 @@ def test_function_without_prompts_is_named_before_a_run(caplog) -> None:
     def check(*data_sources: str) -> None:
         entry = {"function": "boxed", "data_sources": data_sources}
         with Scorer(RewardConfig(functions=("rule", entry), symbolic="off")) as scorer:
-            scorer.check_data_sources(prompts)
+            scorer.check_prompts(prompts)
 
     with pytest.raises(
         ConfigError, match=r'\[1\] \(boxed\) has no prompts: .* have "maths", "code"'
