@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -44,23 +44,32 @@ class Prompt:
     ground_truth: str
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Further columns of the row as JSON values; empty unless a reward function reads them."""
+    """The row's extra_info as JSON values; empty unless a reward function reads it."""
+    further: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Other columns of the row that reward functions take, as JSON values."""
+    is_text: bool = False
+    """Whether the row's prompt is one text; known if a reward function reads columns."""
 
     @property
     def state(self) -> str:
-        """The extra_info as JSON, without `index`, which often counts repeated rows.
+        """extra_info and further columns as JSON without `index`, which often counts repeats.
 
         An item of reasoning-gym has none, because its question says all.
         """
         if self.data_source == reasoning_gym.NAME:
             return ""
-        state = {name: value for name, value in self.extra_info.items() if name != "index"}
-        return json.dumps(state, sort_keys=True) if state else ""
+        tables = [
+            {name: value for name, value in table.items() if name != "index"}
+            for table in (self.extra_info, self.further)
+            if table
+        ]
+        return "".join(json.dumps(table, sort_keys=True) for table in tables if table)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prompt as JSON values; an empty extra_info is left out."""
+        """Return the prompt as JSON values; what only reward functions read may be left out."""
         entry = {**asdict(self), "messages": [list(message) for message in self.messages]}
-        return {name: value for name, value in entry.items() if name != "extra_info" or value}
+        optional = ("extra_info", "further", "is_text")
+        return {name: value for name, value in entry.items() if name not in optional or value}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
@@ -75,6 +84,7 @@ def load_prompts(
     check_gold: Callable[[object, str], str],
     columns: DataColumns | None = None,
     with_extra_info: bool = False,
+    further: Collection[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
@@ -88,13 +98,14 @@ def load_prompts(
         columns: names of the columns and texts around each prompt, as in `read_rows`.
         with_extra_info: read the extra_info column too, if there is one. Prompts with the same
             messages and another `Prompt.state` are then different prompts.
+        further: names of other columns to read as `Prompt.further`, or ALL_COLUMNS.
         tokenizer: measures prompts against max_prompt_tokens, if both are given.
 
     Raises:
         DataError: a row cannot be read or scored, or is too long; the error names file and row.
     """
-    found = _Collection(source, check_gold, with_extra_info)
-    for row in read_rows(source, columns, with_extra_info=with_extra_info):
+    found = _Collection(source, check_gold, with_extra_info, further)
+    for row in read_rows(source, columns, with_extra_info=with_extra_info, further=further):
         found.add(row)
     agreed = found.finish()
     prompts = agreed
@@ -243,31 +254,43 @@ def _fingerprint(ids: Iterable[str]) -> str:
     return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
+_Key = tuple[Messages, str, str]
+"""Messages, state and data_source, by which a prompt is known."""
+
+
 class _Collection:
     """The distinct prompts of a source, collected row by row, with the problems of other rows."""
 
     def __init__(
-        self, source: str, check_gold: Callable[[object, str], str], with_extra_info: bool
+        self,
+        source: str,
+        check_gold: Callable[[object, str], str],
+        with_extra_info: bool,
+        further: Collection[str],
     ) -> None:
         self.num_rows = 0
         self.num_duplicates = 0
         """Rows that repeat a prompt and its gold (DAPO-Math-17k has each about 100 times)."""
-        self.conflicts: dict[tuple[Messages, str], str] = {}
-        """Contradictory golds of the prompts, known by messages and state."""
+        self.conflicts: dict[_Key, str] = {}
+        """Contradictory golds of the prompts."""
         self._source = source
         self._check_gold = check_gold
-        self._with_extra_info = with_extra_info
-        self._prompts: dict[tuple[Messages, str], Prompt] = {}
+        self._with_extra_info, self._further = with_extra_info, further
+        self._prompts: dict[_Key, Prompt] = {}
         self._bad_golds: list[str] = []
 
     def add(self, row: Row) -> None:
         """Keep the prompt of a row if it is new."""
         self.num_rows += 1
         messages, gold = row.messages, row.ground_truth
-        extra_info = row.extra_info if self._with_extra_info else {}
         # the whole id follows when all prompts are known
-        prompt = Prompt(row.own_source, messages, "", row.data_source, extra_info)
-        key = (messages, prompt.state)
+        prompt = Prompt(row.own_source, messages, "", row.data_source)
+        if self._with_extra_info:
+            further = row.further(self._further)
+            prompt = replace(
+                prompt, extra_info=row.extra_info, further=further, is_text=row.is_text
+            )
+        key = (messages, prompt.state, prompt.data_source)
         known = self._prompts.get(key)
         if known is None:
             self._prompts[key] = replace(prompt, ground_truth=self._checked(row, gold))
@@ -285,7 +308,7 @@ class _Collection:
             # Two golds for one prompt would reward contradictory answers.
             listed = "\n".join(some(list(self.conflicts.values())))
             logger.warning("%s: prompts with two gold answers dropped:\n%s", self._source, listed)
-        num_states = Counter(messages for messages, _ in self._prompts)
+        num_states = Counter(messages for messages, _ in {key[:2] for key in self._prompts})
         return [
             replace(
                 prompt,

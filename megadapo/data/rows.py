@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -29,6 +29,8 @@ OF_ROLLOUTS = ("tools", "response_ids", "environment_spans", PROMPT_ID)
 EXTRA_INFO = "extra_info"
 """The column with further facts about a prompt; few readers need it."""
 DATA_SOURCE = "data_source"
+ALL_COLUMNS = "*"
+"""Stands for all columns of a row but those of the prompt, data_source and extra_info."""
 TEXT = "text"
 """The only column that pretraining data needs."""
 _OF_ANSWERS = ("assistant", "tool")
@@ -163,7 +165,7 @@ class Row:
         if is_chat and self.columns.get("messages") is not None:
             return self._chat("messages")
         prompts = PROMPTS if named is None else (named,)
-        filled = [name for name in prompts if self._value(name) not in (None, _MISSING)]
+        filled = [name for name in prompts if self.has(name)]
         answers = [name for name in ANSWERS if self.columns.get(name) is not None]
         if not filled or len(answers) != 1:
             raise DataError(
@@ -244,9 +246,23 @@ class Row:
             return {}
         if not isinstance(extra_info, dict):
             raise DataError(f"{self.place}: {EXTRA_INFO} is not a table: {extra_info!r:.80}")
-        text = json.dumps(extra_info, default=str)
-        plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)
-        return plain
+        return _plain(extra_info)
+
+    def further(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the columns with these names, or all, as JSON values."""
+        known = (self.names.prompt, DATA_SOURCE, EXTRA_INFO)
+        return _plain(
+            {
+                name: value
+                for name, value in self.columns.items()
+                if name in names or (ALL_COLUMNS in names and name not in known)
+            }
+        )
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is one text, and no list of chat messages."""
+        return isinstance(self._value(self.names.prompt), str)
 
     @property
     def own_source(self) -> str:
@@ -289,7 +305,11 @@ class Row:
                 f"{self.place}: looked for {_either(wanted)}, but there "
                 f"{_are(list(found))}; {advice}"
             )
-        return next((name for name in there if self._value(name) is not None), there[0])
+        return next((name for name in there if self.has(name)), there[0])
+
+    def has(self, name: str) -> bool:
+        """Return whether a column has a value here, not null."""
+        return self._value(name) not in (None, _MISSING)
 
     def _prompt(self, column: str) -> Messages:
         value = self._value(column)
@@ -348,6 +368,13 @@ def _with_text(message: Any) -> Any:
     of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
     return {**message, "content": "".join(texts)} if len(texts) == len(parts) else message
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return JSON values; other values become text."""
+    text = json.dumps(values, default=str)
+    plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)
+    return plain
 
 
 def _either(names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from megadapo.data import arithmetic, reasoning_gym
 from megadapo.data.config import DataColumns
 from megadapo.data.rows import (
+    ALL_COLUMNS,
     ANSWERS,
     DATA_SOURCE,
     EXTRA_INFO,
@@ -61,13 +62,18 @@ def is_built_in(source: str) -> bool:
 
 
 def read_rows(
-    source: str, columns: DataColumns | None = None, *, with_extra_info: bool = False
+    source: str,
+    columns: DataColumns | None = None,
+    *,
+    with_extra_info: bool = False,
+    further: Collection[str] = (),
 ) -> Iterator[Row]:
     """Yield the rows of a file, a folder, a Hub dataset or a built-in source, in order.
 
     Args:
         columns: names of the columns, which are found without them, and texts around each prompt.
         with_extra_info: read this column of parquet files too.
+        further: names of other columns to read, or ALL_COLUMNS.
     """
     names = _names(source, columns or DataColumns())
     if is_built_in(source):
@@ -82,7 +88,7 @@ def read_rows(
             yield Row(f"{source}, row {number}", row, names)
         return
     for file in _files(source, SUFFIXES):
-        yield from _prompt_rows(file, names, with_extra_info=with_extra_info)
+        yield from _prompt_rows(file, names, {*further, *[EXTRA_INFO] * with_extra_info})
 
 
 def read_text_rows(source: str) -> Iterator[Row]:
@@ -157,25 +163,44 @@ def _names(source: str, columns: DataColumns) -> Names:
     )
 
 
-def _prompt_rows(file: Path, names: Names, *, with_extra_info: bool) -> Iterator[Row]:
-    """Yield a file's rows with the columns that its first row decides on."""
+def _prompt_rows(file: Path, names: Names, further: Collection[str]) -> Iterator[Row]:
+    """Yield a file's rows with the columns that its first row decides on.
+
+    `further`: names of other columns to read, or ALL_COLUMNS.
+    """
     config = names.config
     named = filter(None, [config.prompt, config.ground_truth, config.data_source])
-    wanted = (*PROMPTS, *GOLDS, *named, DATA_SOURCE, *([EXTRA_INFO] if with_extra_info else []))
+    wanted = {*PROMPTS, *GOLDS, *named, DATA_SOURCE, *further}
+    if ALL_COLUMNS in further and file.suffix == ".parquet":
+        wanted.update(_parquet_columns(file))
     rows = _rows(file, wanted)
     first = next(rows, None)
     if first is None:
         return
-    found = pq.read_schema(file).names if file.suffix == ".parquet" else list(first.columns)
+    found = _parquet_columns(file) if file.suffix == ".parquet" else list(first.columns)
     prompt = first.find("data.columns.prompt", config.prompt, PROMPTS, found)
     gold = first.find("data.columns.ground_truth", config.ground_truth, GOLDS, found)
+    # columns that would have been taken before these; their values in other rows may not be lost
+    skipped = [] if config.prompt is not None else [*PROMPTS[: PROMPTS.index(prompt)]]
+    skipped += [] if config.ground_truth is not None else GOLDS[: GOLDS.index(gold)]
     names = replace(names, prompt=prompt, ground_truth=gold)
     pattern = config.ground_truth_pattern
     if pattern is None:
         pattern = GSM8K_PATTERN if _has_marks(file, gold, first) else ""
     names = replace(names, pattern=pattern)
     for row in chain([first], rows):
+        if filled := [name for name in skipped if row.has(name)]:
+            raise DataError(
+                f"{row.place}: {filled[0]} has a value, and in {first.place} it has none, where "
+                f"{prompt} and {gold} were found instead: name the columns with "
+                "data.columns.prompt and data.columns.ground_truth"
+            )
         yield Row(row.place, row.columns, names)
+
+
+def _parquet_columns(file: Path) -> list[str]:
+    names: list[str] = pq.read_schema(file).names
+    return names
 
 
 def _has_marks(file: Path, column: str, first: Row) -> bool:

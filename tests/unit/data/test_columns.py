@@ -14,6 +14,7 @@ from megadapo.data.arithmetic import generate
 from megadapo.data.config import DataColumns
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.prompts import Prompt, load_prompts, warn_of_contradictions
+from megadapo.data.rows import ALL_COLUMNS
 from megadapo.errors import ConfigError, DataError
 from tests.support import REPOSITORY
 
@@ -25,12 +26,15 @@ def jsonl(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def read(source: str, *, with_extra_info: bool = False, **columns: str) -> list[Prompt]:
+def read(
+    source: str, *, with_extra_info: bool = False, further: tuple[str, ...] = (), **columns: str
+) -> list[Prompt]:
     return load_prompts(
         source,
         check_gold=lambda gold, _: str(gold),
         columns=DataColumns(**columns),
         with_extra_info=with_extra_info,
+        further=further,
     )
 
 
@@ -161,6 +165,41 @@ def test_hidden_state_makes_prompts_different(tmp_path, caplog):
     assert caplog.text == ""
     warn_of_overlap(found, found[2:])
     assert "1 of 1 held-out problems" in caplog.text
+
+
+def test_columns_that_a_function_takes_make_prompts_different(tmp_path):
+    """Otherwise the first of several rubrics would be trained on alone."""
+    rows = [
+        {"question": "Q", "answer": 2, "rubric": rubric, "id": number, "data_source": source}
+        for number, (rubric, source) in enumerate([("a", "s"), ("b", "s"), ("a", "s"), ("a", "t")])
+    ]
+    source = jsonl(tmp_path / "a.jsonl", *rows)
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), parquet)
+    for file in (source, str(parquet)):
+        found = read(file, with_extra_info=True, further=("rubric",))
+        assert [(p.further, p.data_source) for p in found] == [
+            *(({"rubric": "a"}, "s"), ({"rubric": "b"}, "s"), ({"rubric": "a"}, "t"))
+        ]
+        assert all(prompt.is_text for prompt in found) and len({p.id for p in found}) == 3
+        everything = read(file, with_extra_info=True, further=(ALL_COLUMNS,))
+        assert everything[0].further == {"answer": 2, "rubric": "a", "id": 0}
+        assert Prompt.from_json(everything[0].to_json()) == everything[0]
+        # rows that differ in data_source are scored by other functions
+        assert [prompt.data_source for prompt in read(file)] == ["s", "t"]
+
+
+def test_empty_first_value_does_not_decide_for_the_file(tmp_path):
+    rows = [{"prompt": None, "question": "Q", "answer": "1"}, {"prompt": "P", "answer": "2"}]
+    with pytest.raises(DataError, match=r"line 2: prompt has a value, and in .*line 1 it has none"):
+        read(jsonl(tmp_path / "a.jsonl", *rows))
+    golds = [{"prompt": "P", "answer": "1"}, {"prompt": "Q", "answer": "", "ground_truth": "2"}]
+    with pytest.raises(DataError, match="line 2: ground_truth has a value"):
+        read(jsonl(tmp_path / "b.jsonl", *golds))
+    named = read(
+        jsonl(tmp_path / "c.jsonl", golds[0], {**golds[1], "answer": "3"}), ground_truth="answer"
+    )
+    assert [prompt.ground_truth for prompt in named] == ["1", "3"]
 
 
 def test_chat_that_shows_its_answer_is_refused(tmp_path):
