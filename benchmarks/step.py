@@ -33,7 +33,7 @@ from megadapo.config import RunConfig, to_dict
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations
 from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
-from megadapo.run.inputs import RunPrompts
+from megadapo.run.inputs import RunPrompts, load_tokenizer
 
 OVERRIDES = ("checkpoint.every=1000000", "reward.symbolic=off")
 """Overrides that turn off what TRL's step does not have."""
@@ -116,7 +116,8 @@ def _take_turns(
     """Alternate the run's steps with TRL's; evaluate both as often as the recipe says."""
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)
-    prompts, every, held_out = RunPrompts.load(config), config.evaluation.every, None
+    prompts = RunPrompts.load(config, load_tokenizer(config), further=())
+    every, held_out = config.evaluation.every, None
     if every:
         held_out = HeldOutRequests.create(
             prompts.held_out,
@@ -132,7 +133,7 @@ def _take_turns(
         other = _their_steps(baseline, held_out, every, found)
         steps = alternate(own, other, config.run.num_steps - 1)
     ours = [
-        HeldOut(one.step, one.accuracy, one.standard_error, one.response_length)
+        HeldOut(one.step, one.mean, one.standard_error, one.response_length)
         for one in read_evaluations(config.run.folder)
     ]
     return Comparison(

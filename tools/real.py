@@ -84,7 +84,7 @@ def real(config: RunConfig, train: list[str]) -> int:
     (run / "real.md").write_text(found.markdown() + "\n", encoding="utf-8")
     print(found.text())
     error = math.hypot(after.standard_error, plain.standard_error)
-    if abs(after.accuracy - plain.accuracy) > MOST_ERRORS * error:
+    if abs((after.accuracy or 0.0) - (plain.accuracy or 0.0)) > MOST_ERRORS * error:
         print("the export has another accuracy than the trained model", file=sys.stderr)
         return 1
     return 0

@@ -141,7 +141,7 @@ class Transformer:
         if normalised(text) == normalised(problem.text):
             return Transformed(problem=problem, refusal="not changed", reply=reply)
         solutions = [self._chat(SOLVE.format(problem=text)) for _ in range(self.num_checks)]
-        agreed = sum(score(solution, answer).correct for solution in solutions)
+        agreed = sum(bool(score(solution, answer).correct) for solution in solutions)
         if agreed < self.min_agreed:
             reason = f"only {agreed} of {self.num_checks} solutions agree with {answer}"
             return Transformed(

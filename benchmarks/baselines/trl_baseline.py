@@ -127,7 +127,8 @@ class TrlBaseline:
         """Evaluate the present weights on the problems that the settings are of."""
         results = [ProblemResult(**one) for one in self._ask("evaluate")["results"]]
         found = held_out.evaluation(results)
-        return HeldOut(step, found.accuracy, found.standard_error, found.response_length_mean)
+        accuracy = found.accuracy or 0.0
+        return HeldOut(step, accuracy, found.standard_error, found.response_length_mean)
 
     def _ask(self, request: str) -> dict[str, Any]:
         assert self._process.stdin is not None

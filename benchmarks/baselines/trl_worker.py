@@ -75,7 +75,7 @@ class _Reward:
         lengths = [len(ids) for ids in completion_ids]
         self._num_answers += len(completions)
         self._num_tokens += sum(lengths)
-        self._num_correct += sum(one.correct for one in scores)
+        self._num_correct += sum(bool(one.correct) for one in scores)
         return [
             one.reward + factor * overlong_penalty(length, max_length=max_length, buffer=buffer)
             for one, length in zip(scores, lengths, strict=True)
@@ -119,9 +119,11 @@ class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this env
 
     def _result(self, responses: Sequence[list[int]], gold: str) -> dict[str, Any]:
         texts = self.processing_class.batch_decode(responses, skip_special_tokens=True)
+        scores = [self.step_reward.score(text, gold) for text in texts]
         return {
-            "num_correct": sum(self.step_reward.score(text, gold).correct for text in texts),
+            "num_correct": sum(bool(score.correct) for score in scores),
             "num_scored": len(texts),
+            "reward_sum": sum(score.reward for score in scores),
             "consensus": None,
             "num_tokens": sum(map(len, responses)),
             "num_truncated": sum(ids[-1] not in self.eos_token_ids for ids in responses),

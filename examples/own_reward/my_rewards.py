@@ -1,15 +1,7 @@
 """A reward function: correct answers score 1, and shorter ones a little more."""
 
-from typing import Any
 
-
-def short_and_right(
-    messages: list[dict[str, str]],
-    response: str,
-    tokens: list[int],
-    ground_truth: str,
-    extra_info: dict[str, Any],
-) -> dict[str, float | bool]:
+def short_and_right(response: str, tokens: list[int], ground_truth: str) -> dict[str, float | bool]:
     """Return score, correctness and one more number, which becomes a metric."""
     right = response.strip().endswith(f"Answer: {ground_truth}")
     brevity = 1.0 / (1.0 + len(tokens))

@@ -70,9 +70,12 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
 
 
 def _print_record(console: Console, record: EvaluationRecord) -> None:
+    from megadapo.observe.metrics.records import mean_of
+
+    what = "score, " if record.accuracy is None else ""
     console.print(
-        f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
-        f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "
+        f"{what}avg@{record.samples_per_problem} on {record.num_problems} problems: "
+        f"{record.mean:.4f} ± {record.standard_error:.4f}, "
         f"mean length {record.response_length:.1f} tokens",
         highlight=False,
     )
@@ -82,9 +85,10 @@ def _print_record(console: Console, record: EvaluationRecord) -> None:
     if parts:
         console.print(", ".join(parts), highlight=False)
     for name, own in record.sets.items():
+        best = own["best_of_all"]
+        of_all = "" if best is None else f", pass@{record.samples_per_problem} {best:.4f}"
         console.print(
-            f"{name}: {own['accuracy']:.4f} ± {own['standard_error']:.4f} on "
-            f"{own['num_problems']:.0f} problems, "
-            f"pass@{record.samples_per_problem} {own['best_of_all']:.4f}",
+            f"{name}: {mean_of(own):.4f} ± {own['standard_error']:.4f} on "
+            f"{own['num_problems']:.0f} problems{of_all}",
             highlight=False,
         )

@@ -21,7 +21,8 @@ batch of step 1 is the same as in training; later ones differ, because the weigh
 For a checkpoint: megadapo export RUN FOLDER, then --model.path=FOLDER."""
 
 COLUMNS = (
-    *("step", "sampled", "kept", "all correct", "all incorrect", "accuracy", "length", "p95"),
+    *("step", "sampled", "kept", "all correct", "all incorrect", "accuracy", "reward"),
+    *("length", "p95"),
     *("truncated", "reward s", "disagreed"),
 )
 
@@ -140,8 +141,9 @@ def _cells(done: RolloutStep) -> tuple[str, ...]:
     return (
         str(done.step),
         *(str(len(counters.stats)), str(len(done.sampled.groups))),
-        *(str(counters.num_all_correct), str(counters.num_all_wrong)),
-        f"{counters.accuracy:.4f}",
+        *(str(counters.num_at("all_correct")), str(counters.num_at("all_wrong"))),
+        "-" if np.isnan(counters.accuracy) else f"{counters.accuracy:.4f}",
+        f"{counters.reward_mean:.4f}",
         *(f"{np.mean(lengths):.1f}", f"{np.quantile(lengths, 0.95):.1f}"),
         f"{counters.truncated_fraction:.4f}",
         f"{counters.reward_seconds:.2f}",

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
 
-DISPOSITIONS = ("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band")
+DISPOSITIONS = (
+    *("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band", "equal"),
+)
 """Values of observe.rollouts.saved_group.Disposition, repeated since its import needs numpy."""
 
 

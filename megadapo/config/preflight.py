@@ -11,8 +11,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
@@ -23,7 +24,7 @@ from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.data.config import DataColumns
 from megadapo.data.prompts import Prompt, render
-from megadapo.data.rows import Row
+from megadapo.data.rows import ALL_COLUMNS, Row
 from megadapo.data.sources import (
     EXAMPLES_KEY,
     TEXT_SUFFIXES,
@@ -327,8 +328,17 @@ def _check_resume(config: RunConfig) -> list[str]:
 
 
 def _check_rewards(config: RunConfig) -> list[str]:
-    """Import every reward function in its worker process."""
-    check_functions(config.reward.functions, config.reward.isolation)
+    """Import every reward function in its worker process, and look for the columns it takes."""
+    ended = check_functions(config.reward.functions, config.reward.isolation)
+    takes_columns = [runner for runner in ended if any(runner.columns.values())]
+    sources = {*(one.source for one in config.data.train_sources.values())}
+    for source in sources.union(config.data.held_out_sources.values()) if takes_columns else ():
+        # rows that cannot be read are a problem of check_prompts
+        with suppress(DataError):
+            if is_built_in(source) or not is_hub_dataset(source):
+                rows = read_rows(source, config.data.columns, further=(ALL_COLUMNS,))
+                for row, runner in product(islice(rows, NUM_CHECKED), takes_columns):
+                    runner.check_columns(row.data_source, row.columns, row.place)
     return [
         f"reward.functions.environment: {name} is not set here, so {function.label} does not get it"
         for function in config.reward.functions

@@ -396,6 +396,12 @@ def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> I
 def _check_process_rewards(
     algorithm: AlgorithmConfig, reward: RewardConfig, sampling: SamplingConfig
 ) -> Iterator[str]:
+    says = any(one.may_say_correct or one.right_above is not None for one in reward.functions)
+    if sampling.changed("accuracy_range") and not says:
+        yield (
+            "sampling.accuracy_range has no effect: no entry of reward.functions says what is "
+            "correct; set right_above in one, or leave it out"
+        )
     if not algorithm.compares_steps:
         return
     process = 'algorithm.advantage = "grpo-process"'

@@ -275,10 +275,12 @@ class CorrectRows:
 
     def _rows(self, group: Group) -> Iterator[dict[str, Any]]:
         texts = self._texts[group.prompt.id]
-        for response, score in zip(group.responses, group.scores, strict=True):
+        for response, score, is_correct in zip(
+            group.responses, group.scores, group.need_correct(), strict=True
+        ):
             ids = response.token_ids.tolist()
             text = self._encoder.text_of(ids)
-            if not score.correct:
+            if not is_correct:
                 continue
             if response.truncated:
                 # a token that ends it would be invented

@@ -23,6 +23,7 @@ import numpy as np
 
 from megadapo.algorithm.groups import Branch, Steps, branches_among
 from megadapo.data.prompts import Prompt
+from megadapo.errors import DataError
 
 NO_VERSION = -1
 """The policy version of a token that was given, not sampled: of prompts, tools, environments."""
@@ -162,14 +163,16 @@ class Score:
 
     reward: float
     """Reward before any shaping; the rule gives +1.0 or -1.0."""
-    correct: bool
-    """Whether the response is correct; selection and accuracy use this."""
+    correct: bool | None
+    """Whether the response is correct; None if no function says. Selection and accuracy use it."""
     answer: str
     """The answer as it was compared, or NO_ANSWER; empty from a function without answers."""
     symbolic_correct: bool | None = None
     """Whether the symbolic comparison accepts it; None if it did not run or gave up."""
     parts: RewardParts = ()
     """Parts of the reward, if more than the rule scores."""
+    texts: tuple[tuple[str, str], ...] = ()
+    """(name, text) of what functions return beside numbers."""
     steps: Steps = ()
     """Scored steps with their shares of the reward, if a function scores steps."""
     failure: Failure | None = None
@@ -219,8 +222,23 @@ class Group:
         return tuple(score.reward for score in self.scores)
 
     @property
-    def correct(self) -> tuple[bool, ...]:
-        return tuple(score.correct for score in self.scores)
+    def correct(self) -> tuple[bool, ...] | None:
+        """Whether each response is correct; None if that is not known of all."""
+        known = tuple(score.correct for score in self.scores if score.correct is not None)
+        return known if len(known) == len(self.scores) else None
+
+    def need_correct(self) -> tuple[bool, ...]:
+        """Return whether each response is correct.
+
+        Raises:
+            DataError: no reward function says.
+        """
+        if self.correct is None:
+            raise DataError(
+                f"prompt {self.prompt.id}: no reward function says which responses are correct: "
+                "set right_above in reward.functions"
+            )
+        return self.correct
 
     @property
     def steps(self) -> tuple[Steps, ...]:
@@ -348,6 +366,7 @@ def encode_score(score: Score) -> dict[str, Any]:
         "answer": score.answer,
         "symbolic_correct": score.symbolic_correct,
         "reward_parts": dict(score.parts),
+        **({"reward_texts": dict(score.texts)} if score.texts else {}),
         "steps": [list(step) for step in score.steps],
     }
 
@@ -358,8 +377,9 @@ def decode_score(entry: Mapping[str, Any], num_tokens: int) -> Score:
     Raises:
         KeyError, TypeError, ValueError: the entry is not a score.
     """
-    kinds = {"reward": int | float, "correct": bool, "answer": str, "symbolic_correct": bool | None}
-    _check_types(entry, kinds)
+    of_truth: Any = bool | None
+    kinds = {"correct": of_truth, "answer": str, "symbolic_correct": of_truth}
+    _check_types(entry, {"reward": int | float, **kinds})
     steps = tuple((int(end), float(value)) for end, value in entry["steps"])
     ends = [0, *(end for end, _ in steps), num_tokens]
     if ends != sorted(ends):
@@ -370,6 +390,7 @@ def decode_score(entry: Mapping[str, Any], num_tokens: int) -> Score:
         answer=entry["answer"],
         symbolic_correct=entry["symbolic_correct"],
         parts=tuple((name, float(value)) for name, value in entry["reward_parts"].items()),
+        texts=tuple((name, str(text)) for name, text in entry.get("reward_texts", {}).items()),
         steps=steps,
     )
 

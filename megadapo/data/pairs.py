@@ -170,9 +170,9 @@ class PairRows:
         """Yield pairs of different texts; each text of a prompt is in one pair at most."""
         prompt, known = group.prompt, self._texts[group.prompt.id]
         new: dict[bool, dict[str, None]] = {True: {}, False: {}}
-        for response, score in zip(group.responses, group.scores, strict=True):
+        for response, is_correct in zip(group.responses, group.need_correct(), strict=True):
             if response.text not in known:
-                new[score.correct][response.text] = None
+                new[is_correct][response.text] = None
         for chosen, rejected in zip(new[True], new[False], strict=False):
             if self._num_of[prompt.id] == self._max_per_prompt:
                 return

@@ -89,6 +89,7 @@ SECTIONS: tuple[Section, ...] = (
                     "reward/mean": "unshaped",
                     "reward/shaped_mean": "shaped",
                     "reward/overlong_penalty_mean": "overlong penalty",
+                    "eval/score": "held out",
                 },
                 in_plot=True,
             ),
@@ -329,6 +330,7 @@ SECTIONS: tuple[Section, ...] = (
                 {
                     "groups/all_correct_share": "all correct",
                     "groups/all_wrong_share": "all incorrect",
+                    "groups/equal_share": "equal rewards",
                 },
                 in_plot=True,
             ),
@@ -340,6 +342,7 @@ SECTIONS: tuple[Section, ...] = (
                     "groups/kept": "kept",
                     "groups/all_correct": "all correct",
                     "groups/all_wrong": "all incorrect",
+                    "groups/equal": "equal rewards",
                 },
             ),
             Panel(

@@ -157,7 +157,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
             if series:
                 axes.plot(list(series), list(series.values()), label=label, **look)
         _fill_band(axes, panel, run, colour)
-        if panel.held_out and run.evaluations:
+        if panel.held_out and any(one.accuracy is not None for one in run.evaluations):
             _draw_held_out(axes, run, _look(colour, len(panel.lines), len(runs)))
 
 
@@ -183,24 +183,25 @@ def _fill_band(axes: Axes, panel: Panel, run: RunRecords, colour: str) -> None:
 
 def _draw_held_out(axes: Axes, run: RunRecords, look: dict[str, Any]) -> None:
     """Draw the accuracy of evaluations in a band of its standard error."""
-    steps = [e.step for e in run.evaluations]
-    mean = [e.accuracy for e in run.evaluations]
-    low = [e.accuracy - e.standard_error for e in run.evaluations]
-    high = [e.accuracy + e.standard_error for e in run.evaluations]
-    samples = run.evaluations[-1].samples_per_problem
+    evaluations = [one for one in run.evaluations if one.accuracy is not None]
+    steps = [e.step for e in evaluations]
+    mean = [e.mean for e in evaluations]
+    low = [e.mean - e.standard_error for e in evaluations]
+    high = [e.mean + e.standard_error for e in evaluations]
+    samples = evaluations[-1].samples_per_problem
     label = f"held-out avg@{samples} \u00b1 standard error"
     axes.plot(steps, mean, marker="o", markersize=5, label=label, **look)
     axes.fill_between(steps, low, high, color=look["color"], alpha=0.2, linewidth=0)
     for what, style, values in (
-        ("pass", ":", [e.best_of_all for e in run.evaluations]),
-        ("cons", "-.", [e.consensus for e in run.evaluations]),
+        ("pass", ":", [e.best_of_all for e in evaluations]),
+        ("cons", "-.", [e.consensus for e in evaluations]),
     ):
         known = [value for value in values if value is not None]
         if samples > 1 and len(known) == len(steps):
             label = f"held-out {what}@{samples}"
             axes.plot(steps, known, label=label, **look | {"linestyle": style, "alpha": 0.7})
-    for number, name in enumerate(run.evaluations[-1].sets):
-        own = [(e.step, e.sets[name]["accuracy"]) for e in run.evaluations if name in e.sets]
+    for number, name in enumerate(evaluations[-1].sets):
+        own = [(e.step, e.sets[name]["accuracy"]) for e in evaluations if name in e.sets]
         axes.plot(
             *zip(*own, strict=True),
             **(look | {"marker": "sv^D<>pX"[number % 8]}),

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
-from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts, mean_of
 from megadapo.observe.tables import discard_output, printable
 
 LOG_FILE = "log.txt"
@@ -96,14 +96,13 @@ def evaluation_line(evaluation: EvaluationRecord) -> str:
     """Return one evaluation as a line with fixed fields."""
     return (
         f"evaluation step={evaluation.step} policy_version={evaluation.policy_version} "
-        f"accuracy={evaluation.accuracy:.4f} standard_error={evaluation.standard_error:.4f} "
+        f"{evaluation.measure}={evaluation.mean:.4f} "
+        f"standard_error={evaluation.standard_error:.4f} "
         f"length={evaluation.response_length:.1f} problems={evaluation.num_problems} "
         f"samples={evaluation.samples_per_problem}"
         + "".join(f" pass_at_{k}={value:.4f}" for k, value in evaluation.pass_at.items())
         + (f" consensus={evaluation.consensus:.4f}" if evaluation.consensus is not None else "")
-        + "".join(
-            f" held_out/{name}={own['accuracy']:.4f}" for name, own in evaluation.sets.items()
-        )
+        + "".join(f" held_out/{name}={mean_of(own):.4f}" for name, own in evaluation.sets.items())
     )
 
 
@@ -273,9 +272,7 @@ def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[Evaluatio
         table.add_row(*_curve_cells(label, values, form))
     if is_supervised:
         return table
-    label, curve, now, change = _curve_cells(
-        "held-out", [e.accuracy for e in evaluations], "{:.3f}"
-    )
+    label, curve, now, change = _curve_cells("held-out", [e.mean for e in evaluations], "{:.3f}")
     if evaluations:
         now = f"{now} ± {evaluations[-1].standard_error:.3f}"
     table.add_row(label, curve, now, change)

@@ -17,6 +17,7 @@ from megadapo.observe.metrics.records import (
     EvaluationRecord,
     MetricRecord,
     has_rollouts,
+    mean_of,
 )
 from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
 from megadapo.observe.progress import LOG_FILE
@@ -140,7 +141,9 @@ def _held_out_rows(evaluations: Sequence[EvaluationRecord]) -> list[tuple[str, s
     if not evaluations:
         return []
     before, after = evaluations[0], evaluations[-1]
-    name = f"held-out accuracy (avg@{after.samples_per_problem}, {after.num_problems} problems)"
+    name = (
+        f"held-out {after.measure} (avg@{after.samples_per_problem}, {after.num_problems} problems)"
+    )
     lengths = f"{before.response_length:.1f}", f"{after.response_length:.1f}"
     return [
         (name, _held_out(before), _held_out(after)),
@@ -166,11 +169,11 @@ def _held_out_rows(evaluations: Sequence[EvaluationRecord]) -> list[tuple[str, s
 
 def _of_set(evaluation: EvaluationRecord, name: str) -> str:
     own = evaluation.sets.get(name)
-    return "-" if own is None else f"{own['accuracy']:.3f} ± {own['standard_error']:.3f}"
+    return "-" if own is None else f"{mean_of(own):.3f} ± {own['standard_error']:.3f}"
 
 
 def _held_out(evaluation: EvaluationRecord) -> str:
-    return f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f} (step {evaluation.step})"
+    return f"{evaluation.mean:.3f} ± {evaluation.standard_error:.3f} (step {evaluation.step})"
 
 
 def _cell(value: int | float | None, form: str) -> str:

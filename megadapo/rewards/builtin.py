@@ -21,11 +21,7 @@ _ANSWER = re.compile(r"\s*Answer:.*", re.S)
 
 
 def format_reward(
-    messages: Messages,
     response: str,
-    tokens: Sequence[int],
-    ground_truth: str,
-    extra_info: Mapping[str, Any],
     *,
     pattern: str | None = None,
     json_keys: Sequence[str] | None = None,
@@ -56,11 +52,7 @@ def _has_keys(response: str, keys: Sequence[str]) -> bool:
 
 
 def length_reward(
-    messages: Messages,
-    response: str,
     tokens: Sequence[int],
-    ground_truth: str,
-    extra_info: Mapping[str, Any],
     *,
     max_tokens: int,
     min_tokens: int = 0,
@@ -78,11 +70,8 @@ def length_reward(
 
 
 def hierarchical_reward(
-    messages: Messages,
     response: str,
-    tokens: Sequence[int],
     ground_truth: str,
-    extra_info: Mapping[str, Any],
     *,
     tools: Sequence[str],
     bonus: float = 0.1,
@@ -99,7 +88,7 @@ def hierarchical_reward(
         pattern: a regular expression that must match the whole response; "" allows any format.
         rule: place of the answer.
     """
-    correct = score(response, ground_truth, rule).correct
+    correct = bool(score(response, ground_truth, rule).correct)
     has_format = not pattern or re.fullmatch(pattern, response, re.S) is not None
     used_tools = all(tool in response for tool in tools)
     found = correct * (1.0 + bonus * used_tools) if has_format else -1.0
@@ -110,9 +99,7 @@ def hierarchical_reward(
 def arithmetic_steps_reward(
     messages: Messages,
     response: str,
-    tokens: Sequence[int],
     ground_truth: str,
-    extra_info: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return 1 or 0 for each step of a worked sum; DAPO's rule decides about the answer.
 
@@ -121,7 +108,7 @@ def arithmetic_steps_reward(
     term to the total written before it. So a slip costs only its own step. Any other text is wrong,
     and so is a step after the last term or after an answer.
     """
-    correct = score(response, ground_truth).correct
+    correct = bool(score(response, ground_truth).correct)
     terms = [int(term) for term in re.findall("[0-9]+", messages[-1]["content"])]
     texts = split_steps(response, STEP_SEPARATORS)
     return {"steps": list(_step_scores(texts, terms, correct)), "correct": correct}

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import json
 import re
+import string
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
@@ -58,6 +59,8 @@ SANDBOX_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
 """Types of the options of the functions that run in a sandbox."""
 SCORES_STEPS = {"arithmetic_steps": STEP_SEPARATORS}
 """Separators of the built-in functions that score steps."""
+SAY_CORRECT = (*get_args(Rule), "rule", "hierarchical", "arithmetic_steps", *SANDBOX_OPTIONS)
+"""Built-in functions that say whether a response is correct."""
 BUILT_IN = (*IN_PROCESS, *IN_WORKERS, *SANDBOX_OPTIONS)
 WITH_NETWORK = ("judge", "reward_model")
 """Built-in functions that ask a server."""
@@ -87,15 +90,17 @@ class RewardFunction(Section, title="reward.functions"):
     """Prompts that it scores, by their data_source; empty: all."""
     options: dict[str, Any] = {}
     """Keyword arguments of its calls."""
-    right_above: float = 0.0
-    """Score above which a response counts as correct, if the function returns no `correct`.
-    Accuracy and the selection of groups use the first function that scores a prompt."""
-    on_failure: OnFailure | None = None
+    right_above: float | None = None
+    """Score above which a response counts as correct. none: the function itself says, with
+    `correct` or `acc`, or else no one does. Accuracy and the selection of groups use the first
+    function that says; without any, groups whose rewards differ are mixed, and there is no
+    accuracy."""
+    on_failure: OnFailure = "exclude"
     """Reaction to a failure on a response. exclude: leave the response out of its group. retry: as
     exclude, but wait through an outage for every response. score: give failure_score. stop: stop
-    the run. none: exclude with network, in a sandbox and after an outage, else score."""
-    failure_score: float = 0.0
-    """Score of a response on which it failed, with "score"; such a response is not correct."""
+    the run."""
+    failure_score: float | None = None
+    """Score of a response on which it failed, with "score": a wrong answer's, or a lower one."""
     step_separators: tuple[str, ...] = ()
     """Texts that end a step of a response, for a function that returns one score a step;
     empty: it returns spans of tokens, if it scores steps."""
@@ -137,13 +142,6 @@ class RewardFunction(Section, title="reward.functions"):
         """Whether it may open sockets; built-in functions that ask a server may."""
         return self.network or self.function in WITH_NETWORK
 
-    def reaction(self, *, is_outage: bool) -> OnFailure:
-        """Return the reaction to a failure; an outage is no fault of the response."""
-        if self.on_failure is not None:
-            return self.on_failure
-        runs_elsewhere = self.may_use_network or self.function in SANDBOX_OPTIONS
-        return "exclude" if runs_elsewhere or is_outage else "score"
-
     @property
     def path(self) -> str:
         """MODULE:FUNCTION of a function that runs in worker processes."""
@@ -158,6 +156,11 @@ class RewardFunction(Section, title="reward.functions"):
     def may_score_steps(self) -> bool:
         """Whether it can return scores of steps; any user's function may."""
         return self.function in SCORES_STEPS or self.function not in BUILT_IN
+
+    @property
+    def may_say_correct(self) -> bool:
+        """Whether it can return what is correct; any user's function may."""
+        return self.function not in BUILT_IN or self.function in SAY_CORRECT
 
     @property
     def label(self) -> str:
@@ -180,11 +183,16 @@ class RewardFunction(Section, title="reward.functions"):
             yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
         if not _NAME.fullmatch(self.label) or self.label in _TAKEN:
             yield f'reward.functions.name = "{self.label}" cannot be the name of a metric'
-        if self.changed("failure_score") and self.reaction(is_outage=False) != "score":
+        if self.failure_score is not None and self.on_failure != "score":
             yield (
                 "reward.functions.failure_score has no effect on "
                 f'"{self.function}", whose failures give no score: leave it out, or set '
                 'on_failure = "score"'
+            )
+        if self.failure_score is None and self.on_failure == "score":
+            yield (
+                'reward.functions.on_failure = "score" needs failure_score: the score of a wrong '
+                f'answer by "{self.function}", or a lower one, so that failing does not pay'
             )
         yield from self._wrong_steps()
         yield from self._wrong_options()
@@ -232,6 +240,12 @@ class RewardFunction(Section, title="reward.functions"):
             yield f'reward.functions.options.url = "{url}" must begin with http:// or https://'
         if self.function != "judge":
             return
+        template = self.options.get("template", "$response")
+        if "response" not in string.Template(template).get_identifiers():
+            yield (
+                "reward.functions.options.template has no $response, so the judge would rate "
+                "every response alike"
+            )
         if self.options.get("scale", 1.0) <= 0:
             yield f"reward.functions.options.scale = {self.options['scale']:g} must be above 0"
         try:
@@ -361,6 +375,20 @@ class RewardConfig(Section, title="reward"):
         if not function.is_in_process or function.function == ENVIRONMENT:
             return None
         return self.rule if function.function == "rule" else cast(Rule, function.function)
+
+    @property
+    def verdict(self) -> str:
+        """The functions that say whether a response is correct, for messages."""
+        rules = []
+        for one in self.functions:
+            if one.right_above is not None:
+                rules.append(f"a score of {one.label} above right_above = {one.right_above:g}")
+            elif (rule := self.rule_of(one)) is not None:
+                decides = self.symbolic == "decide" and one.function == "rule"
+                rules.append(f'the rule "{rule}"' + ", compared symbolically" * decides)
+            elif one.may_say_correct:
+                rules.append(one.label if one.function in BUILT_IN else f"`correct` of {one.label}")
+        return ", or else ".join(rules) or "no function"
 
     def conflicts(self) -> Iterator[str]:
         if self.symbolic == "decide" and self.rule not in MATHEMATICAL:

@@ -11,8 +11,8 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from megadapo.rewards.rules import marked_answer
 from megadapo.rewards.steps import step_ends
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.workers import cgroup
+from megadapo.rewards.workers.arguments import OFFER
 from megadapo.rewards.workers.processes import TIMEOUT, CallError, ProcessPool, Program, Reply
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,12 @@ class FailureCounts:
 class FunctionScore:
     """One function's score of one response."""
 
-    score: float
-    correct: bool
+    score: float | None
+    """Score of the function, if it gives one."""
+    correct: bool | None
+    """Whether the response is correct, if the function says."""
     parts: RewardParts = ()
+    texts: tuple[tuple[str, str], ...] = ()
     failure: str | None = None
     """Reason why the function gave no score."""
     is_outage: bool = False
@@ -118,6 +122,10 @@ class Runner(abc.ABC):
     """Number of groups that it can score at the same time."""
     is_fresh = False
     """Whether a process is for one request only."""
+    columns: Mapping[str, bool] = {}
+    """Whether each column of the row that it takes by name is required."""
+    takes_rest = False
+    """Whether it takes all other columns too."""
 
     def __init__(
         self, config: RewardFunction, program: Program, decode: Decode | None = None
@@ -128,7 +136,9 @@ class Runner(abc.ABC):
         self._pool = ProcessPool(program, config.num_workers, what=what, is_fresh=self.is_fresh)
         self._decode = decode
         self._failures = FailureCounts(f"reward function {config.label}")
-        self._num_repeats = 0
+        self._num_repeats = self._num_scored = 0
+        self._last_failure = ""
+        """Reason of the last failure since `check_step`."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -154,21 +164,56 @@ class Runner(abc.ABC):
         for score in scores:
             if score.failure is not None:
                 self._count_failure(score.failure, prompt)
-        return scores
+            with self._lock:
+                self._num_scored += score.failure is None
+                self._last_failure = score.failure or self._last_failure
+        # a response that it failed on is not correct, if others are
+        says = any(score.correct is not None for score in scores)
+        return [replace(one, correct=False) if one.failure and says else one for one in scores]
+
+    def check_step(self) -> None:
+        """Check the responses since the last call.
+
+        Raises:
+            RewardError: the function failed on all of them.
+        """
+        with self._lock:
+            failure, num_scored = self._last_failure, self._num_scored
+            self._last_failure, self._num_scored = "", 0
+        if failure and not num_scored:
+            raise RewardError(
+                f"reward function {self.config.label} failed on all responses of the step: "
+                f"{failure}. Nothing of the step is trained on; mend the function"
+            )
+
+    def check_columns(self, data_source: str, found: Collection[str], place: str) -> None:
+        """Check that a row has the columns that the function needs, if it scores the row.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        needed = [name for name, is_required in self.columns.items() if is_required]
+        missing = [name for name in needed if name not in found]
+        if missing and self.config.applies_to(data_source):
+            raise ConfigError(
+                f'reward.functions.function = "{self.config.function}" takes {missing[0]}, which '
+                f"is no column of {place}; its columns are {', '.join(found) or 'not read'}. "
+                f"Arguments are {OFFER}"
+            )
 
     def drain_warning(self) -> str | None:
         """Return a summary of the failures since the last call, if there were any."""
         with self._lock:
             num_repeats, self._num_repeats = self._num_repeats, 0
-        excludes = self.config.reaction(is_outage=False) != "score"
-        given = "were left out" if excludes else f"scored {self.config.failure_score:g}"
+        score = self.config.failure_score
+        given = "were left out" if score is None else f"scored {score:g}"
         repeated = f"could not score a group {num_repeats} times, and it was scored again"
         return self._failures.drain_warning(given, *[repeated] * bool(num_repeats))
 
     def _check_outage(self, scores: Sequence[FunctionScore]) -> None:
         """Raise RewardOutageError if an outage leaves too few responses, or any must wait."""
         outages = [score.failure for score in scores if score.is_outage]
-        reaction = self.config.reaction(is_outage=True)
+        reaction = self.config.on_failure
         num_scored = sum(score.failure is None for score in scores)
         too_few = num_scored < min(MIN_RESPONSES, len(scores))
         if outages and (reaction == "retry" or (reaction == "exclude" and too_few)):
@@ -184,18 +229,19 @@ class Runner(abc.ABC):
         steps = self._steps(result.get("steps", ()), text, token_ids)
         if steps is None:
             return self._failed("its steps cannot be located among the tokens of the response")
-        score = result["score"]
-        correct = result.get("correct", score > self.config.right_above)
         counted = {}
         if steps:
             mean = sum(value for _, value in steps) / len(steps)
             counted = {"steps": float(len(steps)), "step_mean": mean}
         parts = {**counted, **result["parts"], FAILED: 0.0}
-        return FunctionScore(score, correct, tuple(parts.items()), steps=steps)
+        texts = tuple(result.get("texts", {}).items())
+        given = result["score"], result.get("correct")
+        return FunctionScore(*given, tuple(parts.items()), texts, steps=steps)
 
     def _failed(self, failure: str, *, is_outage: bool = False) -> FunctionScore:
         score = self.config.failure_score
-        return FunctionScore(score, False, ((FAILED, 1.0),), failure, is_outage=is_outage)
+        parts = ((FAILED, 1.0),)
+        return FunctionScore(score, None, parts, failure=failure, is_outage=is_outage)
 
     def _steps(
         self, scored: Sequence[tuple[int | None, float]], text: str, token_ids: np.ndarray
@@ -241,23 +287,28 @@ def start_runner(
         raise ConfigError(str(error)) from error
 
 
-def check_functions(functions: Sequence[RewardFunction], isolation: Isolation = "auto") -> None:
-    """Start and end each function once, as a check.
+def check_functions(
+    functions: Sequence[RewardFunction], isolation: Isolation = "auto"
+) -> list[Runner]:
+    """Start and end each function once, as a check; return the ended functions.
 
     Raises:
         ConfigError: lists every function that cannot be started.
     """
-    problems = []
+    problems, ended = [], []
     for config in functions:
         if config.is_in_process:
             continue
         try:
             one = config.model_copy(update={"num_workers": 1})
-            start_runner(one, isolation=isolation).close()
+            runner = start_runner(one, isolation=isolation)
+            runner.close()
+            ended.append(runner)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    return ended
 
 
 class FunctionRunner(Runner):
@@ -269,9 +320,10 @@ class FunctionRunner(Runner):
 
     def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
         super().__init__(config, _program(config), decode)
-        (described,) = self._pool.run([{"calls": None}], config.timeout_s)
+        (described,) = self._pool.run([{"row": None}], config.timeout_s)
         assert not isinstance(described, CallError), "the worker answers without the function"
         self._takes: Literal["one", "batch", "async"] = described["takes"]
+        self.columns, self.takes_rest = described["columns"], described["takes_rest"]
         if self._takes != "one":
             self.num_threads = config.num_workers
 
@@ -279,20 +331,24 @@ class FunctionRunner(Runner):
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[Reply]:
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        extra_info = {**prompt.extra_info, "data_source": prompt.data_source}
-        calls = [
-            [messages, text, ids.tolist(), prompt.ground_truth, extra_info]
-            for text, ids in zip(texts, token_ids, strict=True)
-        ]
-        whole = self._takes != "one"
-        requests = [{"calls": calls}] if whole else [{"calls": [call]} for call in calls]
+        row = {
+            "messages": messages,
+            "is_text": prompt.is_text,
+            "ground_truth": prompt.ground_truth,
+            "data_source": prompt.data_source,
+            "extra_info": {**prompt.extra_info, "data_source": prompt.data_source},
+            "further": prompt.further,
+        }
+        responses = [(text, ids.tolist()) for text, ids in zip(texts, token_ids, strict=True)]
+        parts = [responses] if self._takes != "one" else [[response] for response in responses]
+        requests = [{"row": row, "responses": part} for part in parts]
         # each coroutine has its own limit, so that the others of the group keep their scores
         limit_s = self.config.timeout_s + (COROUTINE_GRACE_S if self._takes == "async" else 0.0)
         replies = self._pool.run(requests, limit_s)
         return [
             result
-            for reply, request in zip(replies, requests, strict=True)
-            for result in self._unpack(reply, len(request["calls"]))
+            for reply, part in zip(replies, parts, strict=True)
+            for result in self._unpack(reply, len(part))
         ]
 
     def _unpack(self, reply: Reply | CallError, size: int) -> Sequence[Reply]:

@@ -6,19 +6,21 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 
+from megadapo.algorithm.advantages import ROUNDING
 from megadapo.algorithm.groups import Steps
 from megadapo.data.group import Failure, Score
 from megadapo.data.prompts import Prompt
+from megadapo.data.rows import ALL_COLUMNS
 from megadapo.errors import ConfigError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import FailureCounts, Runner, start_runner
+from megadapo.rewards.function_runners import FailureCounts, FunctionScore, Runner, start_runner
 from megadapo.rewards.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -58,12 +60,16 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def check_data_sources(self, prompts: Iterable[Prompt]) -> None:
-        """Check that each function with data_sources has prompts; warn of those without any.
+    def check_prompts(self, prompts: Collection[Prompt]) -> None:
+        """Check that each function has prompts with its columns; warn of data_sources without any.
 
         Raises:
-            ConfigError: a function would never be called.
+            ConfigError: a function would never be called, or lacks a column.
         """
+        for prompt in prompts:
+            for runner in self._runners.values():
+                place = f"the row of prompt {prompt.id}"
+                runner.check_columns(prompt.data_source, prompt.further, place)
         found = [*dict.fromkeys(prompt.data_source for prompt in prompts)]
         listed, problems = ", ".join(map(json.dumps, found)), []
         for number, one in enumerate(self._config.functions):
@@ -100,7 +106,21 @@ class Scorer:
             if function.applies_to(prompt.data_source)
         ]
         columns = [self._score(one, prompt, texts, token_ids, returns) for one in applying]
-        return [_combined(applying, row) for row in zip(*columns, strict=True)]
+        rows = [*zip(*columns, strict=True)]
+        size = max((_size(applying, row) for row in rows), default=0.0)
+        return _without_rounding([_combined(applying, row) for row in rows], size)
+
+    def check_step(self) -> None:
+        """Raise RewardError if a function failed on all responses since the last call."""
+        for runner in self._runners.values():
+            runner.check_step()
+
+    @property
+    def further_columns(self) -> frozenset[str]:
+        """Columns of the rows that functions take by name; ALL_COLUMNS among them: all."""
+        named = [name for runner in self._runners.values() for name in runner.columns]
+        takes_rest = any(runner.takes_rest for runner in self._runners.values())
+        return frozenset([*named, *[ALL_COLUMNS] * takes_rest])
 
     def count_failure(self, failure: Failure, prompt: Prompt) -> None:
         """Count the failure of an environment on a response, which has no score."""
@@ -136,65 +156,97 @@ class Scorer:
         texts: Sequence[str],
         token_ids: Sequence[np.ndarray],
         returns: Sequence[float],
-    ) -> list[Score]:
-        """Return one function's scores, as if it were the only function."""
+    ) -> Sequence[Score | None]:
+        """Return one function's scores, as if it were the only function; None: it gives none."""
         if function.function == ENVIRONMENT:
             if len(returns) != len(texts):
                 raise RewardError(
                     f'{prompt.data_source}: reward.functions has "{ENVIRONMENT}", and no entry of '
                     "rollout.environments plays these prompts: set data_sources in one of both"
                 )
-            return [Score(one, one > function.right_above, "") for one in returns]
+            return [Score(one, None, "") for one in returns]
         golds = [prompt.ground_truth] * len(texts)
         if function.function == "rule":
             return self.verifier.score_batch(texts, golds)
         if (rule := self._config.rule_of(function)) is not None:
             return [self._config.score(text, prompt.ground_truth, rule) for text in texts]
-        found: list[Score] = []
-        for one in self._runners[function.label].score_group(prompt, texts, token_ids):
-            failure = None
-            if one.failure is not None and function.reaction(is_outage=one.is_outage) != "score":
-                failure = Failure(function.label, one.failure)
-            given = Score(one.score, one.correct, "", parts=one.parts, steps=one.steps)
-            found.append(replace(given, failure=failure))
-        return found
+        return [
+            _given(function, one)
+            for one in self._runners[function.label].score_group(prompt, texts, token_ids)
+        ]
 
 
-def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> Score:
-    """Combine the scores of one response; the first function decides whether it is right."""
+def _given(function: RewardFunction, one: FunctionScore) -> Score | None:
+    """Return what a function gave a response; None if it gave no score."""
+    if one.score is not None:
+        found = Score(one.score, one.correct, "", parts=one.parts, texts=one.texts)
+        return replace(found, steps=one.steps)
+    if one.failure is None:
+        return None
+    failure = Failure(function.label, one.failure)
+    return Score(0.0, None, "", parts=one.parts, failure=failure)
+
+
+def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score | None]) -> Score:
+    """Combine the scores of one response; the first function that says decides what is correct."""
+    given = [(f, one) for f, one in zip(functions, scores, strict=True) if one is not None]
+    if not given:
+        reason = "it returned None, and no other function scores the response"
+        return Score(0.0, None, "", failure=Failure(functions[0].label, reason))
     parts: list[tuple[str, float]] = []
-    for function, one in zip(functions, scores, strict=True):
+    for function, one in given:
         parts.append((function.label, one.reward))
         parts += ((f"{function.label}/{name}", value) for name, value in one.parts)
-    rewards = [f.weight * one.reward for f, one in zip(functions, scores, strict=True)]
-    answer = next((score.answer for score in scores if score.answer), "")
-    return replace(
-        scores[0],
-        reward=math.fsum(rewards),
-        answer=answer,
+    texts = ((f"{f.label}/{name}", text) for f, one in given for name, text in one.texts)
+    rewards = [function.weight * one.reward for function, one in given]
+    verdicts = (
+        one.correct if function.right_above is None else one.reward > function.right_above
+        for function, one in given
+    )
+    symbolic = (one.symbolic_correct for _, one in given)
+    return Score(
+        math.fsum(rewards),
+        next((verdict for verdict in verdicts if verdict is not None), None),
+        next((one.answer for _, one in given if one.answer), ""),
+        next((result for result in symbolic if result is not None), None),
         parts=tuple(parts),
-        steps=_combined_steps(functions, scores, rewards),
-        failure=next((score.failure for score in scores if score.failure is not None), None),
+        texts=tuple(texts),
+        steps=_combined_steps(given, rewards),
+        failure=next((one.failure for _, one in given if one.failure is not None), None),
     )
 
 
+def _size(functions: Sequence[RewardFunction], scores: Sequence[Score | None]) -> float:
+    """Return the sum of |weight x score|, by which the rounding of the reward is measured."""
+    return math.fsum(
+        abs(function.weight * one.reward)
+        for function, one in zip(functions, scores, strict=True)
+        if one is not None
+    )
+
+
+def _without_rounding(scores: list[Score], size: float) -> list[Score]:
+    """Return the scores of a group with one reward if their rewards differ by rounding alone."""
+    rewards = [score.reward for score in scores if score.failure is None]
+    if not rewards or max(rewards) - min(rewards) > ROUNDING * size:
+        return scores
+    return [replace(score, reward=rewards[0]) for score in scores]
+
+
 def _combined_steps(
-    functions: Sequence[RewardFunction], scores: Sequence[Score], rewards: Sequence[float]
+    given: Sequence[tuple[RewardFunction, Score]], rewards: Sequence[float]
 ) -> Steps:
     """Return the weighted steps of all functions in order; empty if no function scores steps.
 
     The rewards of functions that score the whole response are added to its last step.
     """
-    steps = sorted(
-        (
-            (end, function.weight * value)
-            for function, one in zip(functions, scores, strict=True)
-            for end, value in one.steps
-        ),
-        key=lambda step: step[0],
-    )
+    weighted = [
+        (end, function.weight * value) for function, one in given for end, value in one.steps
+    ]
+    steps = sorted(weighted, key=lambda step: step[0])
     if not steps:
         return ()
-    whole_rewards = [reward for reward, one in zip(rewards, scores, strict=True) if not one.steps]
+    pairs = zip(rewards, given, strict=True)
+    whole_rewards = [reward for reward, (_, one) in pairs if not one.steps]
     end, value = steps[-1]
     return (*steps[:-1], (end, math.fsum([value, *whole_rewards])))

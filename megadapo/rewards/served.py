@@ -108,9 +108,7 @@ class Client:
 def judge_reward(
     messages: Sequence[Conversation],
     responses: Sequence[str],
-    tokens: Sequence[Sequence[int]],
     ground_truths: Sequence[str],
-    extra_infos: Sequence[Mapping[str, Any]],
     *,
     url: str,
     model: str,
@@ -168,9 +166,6 @@ def _find_score(reply: str, pattern: str, scale: float) -> float:
 def reward_model_reward(
     messages: Sequence[Conversation],
     responses: Sequence[str],
-    tokens: Sequence[Sequence[int]],
-    ground_truths: Sequence[str],
-    extra_infos: Sequence[Mapping[str, Any]],
     *,
     url: str,
     model: str,
@@ -237,9 +232,6 @@ def _item_at(value: Any, *path: str | int) -> Any:
 def local_reward_model_reward(
     messages: Sequence[Conversation],
     responses: Sequence[str],
-    tokens: Sequence[Sequence[int]],
-    ground_truths: Sequence[str],
-    extra_infos: Sequence[Mapping[str, Any]],
     *,
     path: str,
 ) -> list[float]:

@@ -365,7 +365,7 @@ class Verifier:
             if self._cross_check is not None:
                 for pair, by_rule in zip(pairs, scores, strict=True):
                     if pair is not None:
-                        self._scored.setdefault(pair, []).append(by_rule.correct)
+                        self._scored.setdefault(pair, []).append(bool(by_rule.correct))
         if self._pool is None or self._cross_check is not None:
             return scores
         compared = [pair for pair in pairs if pair is not None]
@@ -376,7 +376,7 @@ class Verifier:
             symbolic = None
             if pair is not None:
                 symbolic = equal.get(pair)
-                self._count_disagreement(by_rule.correct, symbolic)
+                self._count_disagreement(bool(by_rule.correct), symbolic)
             correct = by_rule.correct if symbolic is None else symbolic
             decided.append(Score(1.0 if correct else -1.0, correct, by_rule.answer, symbolic))
         return decided

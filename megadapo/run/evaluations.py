@@ -175,6 +175,7 @@ class Evaluations:
             step=self._step,
             policy_version=running.policy_version,
             accuracy=result.accuracy,
+            score=result.score,
             standard_error=result.standard_error,
             num_problems=result.num_problems,
             samples_per_problem=result.samples_per_problem,
@@ -184,10 +185,11 @@ class Evaluations:
             sets={
                 name: {
                     "accuracy": one.accuracy,
+                    "score": one.score,
                     "standard_error": one.standard_error,
                     "num_problems": one.num_problems,
                     "response_length": one.response_length_mean,
-                    "best_of_all": one.pass_at[one.samples_per_problem],
+                    "best_of_all": one.pass_at.get(one.samples_per_problem),
                 }
                 for name, one in result.sets.items()
             },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -68,10 +68,11 @@ class RunPrompts:
     """Problems of each held-out set by its name, empty for one without a name."""
 
     @staticmethod
-    def load(config: RunConfig) -> RunPrompts:
-        """Load data.train and data.held_out."""
-        tokenizer = load_tokenizer(config)
-        load = partial(_load_prompts, config, tokenizer=tokenizer)
+    def load(
+        config: RunConfig, tokenizer: PreTrainedTokenizerBase, further: Collection[str]
+    ) -> RunPrompts:
+        """Load data.train and data.held_out; `further`: other columns that are read."""
+        load = partial(_load_prompts, config, tokenizer=tokenizer, further=further)
         held_out = config.data.load_held_out(load)
         all_held_out = [problem for problems in held_out.values() for problem in problems]
 
@@ -106,12 +107,13 @@ class SamplingInputs(RunPrompts):
     @classmethod
     def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> SamplingInputs:
         """Load the prompts and start the scorer, which ends with `stack`."""
-        with phases.phase("load prompts"):
-            loaded = RunPrompts.load(config)
+        tokenizer = load_tokenizer(config)
         with phases.phase("start verifier"):
-            scorer = stack.enter_context(Scorer(config.reward, decoder_of(loaded.tokenizer)))
+            scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
+        with phases.phase("load prompts"):
+            loaded = RunPrompts.load(config, tokenizer, scorer.further_columns)
         problems = [problem for one in loaded.held_out.values() for problem in one]
-        scorer.check_data_sources([*loaded.prompts, *problems])
+        scorer.check_prompts([*loaded.prompts, *problems])
         environments = config.rollout.environments
         described = check_environments(environments) if environments else []
         episodes = EpisodeRequests(
@@ -167,6 +169,7 @@ class SamplingInputs(RunPrompts):
             journal=journal,
             schedule=schedule,
             max_failed_share=config.reward.max_failed_share,
+            verdict=config.reward.verdict,
             episodes=self.episodes,
             host=host,
         )
@@ -253,13 +256,17 @@ def load_pretraining_data(
 
 
 def _load_prompts(
-    config: RunConfig, source: str, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    further: Collection[str],
 ) -> list[Prompt]:
     return load_prompts(
         source,
         columns=config.data.columns,
         check_gold=config.reward.check_gold,
         with_extra_info=config.reads_extra_info,
+        further=further,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,

@@ -38,7 +38,7 @@ from megadapo.rollout.sampling.statistics import (
 from megadapo.run.rollouts import Rollouts
 from megadapo.run.state.config_diff import samples_digest
 
-REJECTED = ("all_correct", "all_wrong", "out_of_band")
+REJECTED = ("all_correct", "all_wrong", "out_of_band", "equal")
 """Dispositions of groups that are not mixed."""
 
 

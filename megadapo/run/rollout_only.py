@@ -128,6 +128,7 @@ def _sample(
     verifier = inputs.verifier
     before = verifier.counts.num_disagreements
     sampled = sampler.next_batch()
+    inputs.scorer.check_step()
     inputs.start_cross_check(sampled)
     # without an update there is no idle time for the cross-check
     verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)

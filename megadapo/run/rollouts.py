@@ -110,6 +110,7 @@ class LiveRollouts(Rollouts):
 
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
+        self.inputs.scorer.check_step()
         if self.config.cluster.engines_sleep:
             self.evaluations.finish_pending()
         self.inputs.start_cross_check(batch)

@@ -24,6 +24,8 @@ from megadapo.observe.metrics.records import (
     EvaluationRecord,
     MetricRecord,
     MetricsLog,
+    mean_of,
+    measure_of,
     read_evaluations,
     read_metrics,
 )
@@ -208,11 +210,12 @@ class RunLog:
         evaluated: dict[str, int | float | None] = {}
         if self._evaluated is not None:
             evaluated = {
-                f"held_out/{name}/accuracy": one["accuracy"]
+                f"held_out/{name}/{measure_of(one)}": mean_of(one)
                 for name, one in self._evaluated.sets.items()
             }
             evaluated |= {
                 "eval/accuracy": self._evaluated.accuracy,
+                "eval/score": self._evaluated.score,
                 "eval/pass_at_k": self._evaluated.best_of_all,
                 "eval/cons_at_k": self._evaluated.consensus,
                 "eval/policy_version": self._evaluated.policy_version,

@@ -58,7 +58,7 @@ def _held_out(which: int) -> Callable[[RunRecords, float], float | None]:
 
 
 def _steps_to_accuracy(run: RunRecords, accuracy: float) -> float | None:
-    return next((float(e.step) for e in run.evaluations if e.accuracy >= accuracy), None)
+    return next((float(e.step) for e in run.evaluations if (e.accuracy or 0.0) >= accuracy), None)
 
 
 def _total_to_accuracy(*names: str) -> Callable[[RunRecords, float], float | None]:

@@ -76,7 +76,14 @@ _PHASES: tuple[tuple[Phase, tuple[str, ...]], ...] = (
 """Phase and prefixes of the metrics that it makes; all others are of the update."""
 _CAUSES = ("policy/lr", "critic/lr", "kl/coef", "policy/skipped_updates", "critic/skipped_updates")
 """Metrics of the update that explain the others."""
-_NEWS = ("step", "eval/accuracy", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version")
+_NEWS = (
+    "step",
+    "eval/accuracy",
+    "eval/score",
+    "eval/pass_at_k",
+    "eval/cons_at_k",
+    "eval/policy_version",
+)
 """Metrics of an evaluation that became known in the step, which depends on its speed: the
 evaluations themselves are compared."""
 _HELD_OUT = ("held_out/", "/accuracy")

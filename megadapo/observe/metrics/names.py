@@ -38,7 +38,8 @@ METRICS = {
     "environment/NAME/failed counts them.",
     "reward/overlong_penalty_mean": "Mean soft overlong punishment of the same responses.",
     "reward/shaped_mean": "Sum of reward/mean and reward/overlong_penalty_mean.",
-    "accuracy/mean": "Share of correct responses among all generated.",
+    "accuracy/mean": "Share of correct responses among all generated; null if no reward function "
+    "says what is correct.",
     "response_length/mean": "Mean response length in tokens.",
     "response_length/p50": "Median response length.",
     "response_length/p95": "95th percentile of the response length.",
@@ -48,8 +49,11 @@ METRICS = {
     "groups/kept": "Groups that the step trained on.",
     "groups/all_correct": "Completed groups with only correct responses.",
     "groups/all_wrong": "Completed groups with only incorrect responses.",
+    "groups/equal": "Completed groups whose rewards are equal, where no reward function says what "
+    "is correct.",
     "groups/all_correct_share": "Share of groups/all_correct in groups/sampled.",
     "groups/all_wrong_share": "Share of groups/all_wrong in groups/sampled.",
+    "groups/equal_share": "Share of groups/equal in groups/sampled.",
     "groups/from_reserve": "Groups of the batch that an earlier step completed.",
     "groups/to_reserve": "Finished mixed groups that wait for a later step.",
     "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "
@@ -172,6 +176,7 @@ METRICS = {
     "`megadapo sft` and `megadapo reward-model` only.",
     "eval/pair_accuracy": "Share of held-out pairs whose chosen response has the higher score.",
     "eval/accuracy": "Held-out accuracy that became known in this step; the newest if several did.",
+    "eval/score": "Mean reward of that evaluation, whose measure it is without an accuracy.",
     "eval/pass_at_k": "Share of its problems with a correct response among all samples.",
     "eval/cons_at_k": "Share of its problems whose most frequent answer is correct.",
     "eval/policy_version": "Weights that the evaluation scored.",
@@ -214,7 +219,8 @@ not_continued (an episode that cannot be repeated or has lost its records). A st
 without failures.
 
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
-`eval/accuracy`, which is their mean. `megadapo sft` and `megadapo reward-model` have
+`eval/accuracy`, which is their mean; without an accuracy there is `held_out/NAME/score`. `megadapo
+sft` and `megadapo reward-model` have
 `held_out/NAME/loss`, and for pairs `held_out/NAME/pair_accuracy`.
 
 If saved rollouts are trained on again, everything that needs engines is null, group metrics

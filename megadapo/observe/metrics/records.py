@@ -38,10 +38,11 @@ class EvaluationRecord:
     step: int
     """Last finished rollout step; 0 is before training."""
     policy_version: int
-    accuracy: float
-    """Mean over problems of the share of right samples (avg@k)."""
+    accuracy: float | None
+    """Mean over problems of the share of right samples (avg@k); None if no reward function says
+    what is right."""
     standard_error: float
-    """Standard error of the accuracy over problems."""
+    """Standard error over problems, of the accuracy or else of the score."""
     num_problems: int
     samples_per_problem: int
     response_length: float
@@ -51,7 +52,10 @@ class EvaluationRecord:
     consensus: float | None = None
     """cons@k: share of problems whose most frequent answer is right; None without answers."""
 
-    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    score: float | None = None
+    """Mean reward; None in records without it."""
+
+    sets: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Values of each named held-out set, by the names above; those are the means over the sets.
     `best_of_all` is pass@k of all samples."""
 
@@ -59,6 +63,27 @@ class EvaluationRecord:
     def best_of_all(self) -> float | None:
         """pass@k of all samples; None in records without it."""
         return self.pass_at.get(str(self.samples_per_problem))
+
+    @property
+    def mean(self) -> float:
+        """The accuracy, or else the score."""
+        return mean_of(vars(self))
+
+    @property
+    def measure(self) -> str:
+        """Name of `mean`."""
+        return measure_of(vars(self))
+
+
+def measure_of(values: Mapping[str, Any]) -> str:
+    """Return what an evaluation, or one of its sets, measures: accuracy or score."""
+    return "score" if values["accuracy"] is None else "accuracy"
+
+
+def mean_of(values: Mapping[str, Any]) -> float:
+    """Return the mean over problems of what an evaluation or set measures."""
+    mean: float = values[measure_of(values)]
+    return mean
 
 
 class MetricsLog:

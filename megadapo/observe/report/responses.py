@@ -59,11 +59,16 @@ class Distributions:
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._groups: defaultdict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
 
-    def add(self, step: int, lengths: Sequence[int], correct: Sequence[bool]) -> None:
+    def add(self, step: int, lengths: Sequence[int], correct: Sequence[bool] | None) -> None:
         """Count one group's responses: their lengths in tokens, and which are correct."""
         self._lengths[step].update(lengths)
         if correct:
             self._groups[step][sum(correct), len(correct)] += 1
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether it is known of a group what is correct."""
+        return bool(self._groups)
 
     def length(self) -> HeatMap:
         """Return responses by length in tokens."""
@@ -120,7 +125,9 @@ class GroupEntry:
     prompt_id: str
     excerpt: str
     """Beginning of the prompt's last message."""
-    correct: list[bool]
+    correct: list[bool | None]
+    reward: float
+    """Mean reward of its responses."""
     truncated: list[bool]
     disagreed: list[bool]
     """Whether rule and symbolic comparison differ, per response."""
@@ -159,7 +166,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
         for group in RunRecords(folder).all_groups():
             entry = _entry(run, group)
             lengths = [len(saved.response.token_ids) for saved in group.responses]
-            counts.add(entry.step, lengths, entry.correct)
+            counts.add(entry.step, lengths, group.group.correct)
             shown: dict[str, object] = {
                 "prompt": group.prompt.to_json(),
                 "responses": [_shown_response(response) for response in group.responses],
@@ -178,7 +185,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
             num_responses=num_responses,
             num_shown=sum(entry.run == run for entry in entries),
             length=counts.length() if num_responses else None,
-            accuracy=counts.accuracy() if num_responses else None,
+            accuracy=counts.accuracy() if counts.has_accuracy else None,
         )
         for run, (counts, num_groups, num_responses) in enumerate(totals)
     ]
@@ -231,6 +238,7 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
         prompt_id=group.prompt.id,
         excerpt=messages[-1][1][:_EXCERPT] if messages else "",
         correct=[saved.score.correct for saved in group.responses],
+        reward=math.fsum(group.group.rewards) / max(1, len(group.responses)),
         truncated=[saved.response.truncated for saved in group.responses],
         disagreed=[saved.disagreed for saved in group.responses],
     )

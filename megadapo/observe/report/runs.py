@@ -90,7 +90,8 @@ def _read_run(folder: Path, name: str) -> RunView:
         rows=before_after(records, evaluations),
         costs=costs(records),
         series=read_series(records),
-        evaluations=evaluations,
+        # curves of accuracy; the score of others is a metric
+        evaluations=[one for one in evaluations if one.accuracy is not None],
         verdicts=judge(records, bounds),
         config=config,
     )

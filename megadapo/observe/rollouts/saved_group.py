@@ -2,7 +2,7 @@
 
     {"step": int,
      "disposition": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong" |
-                    "out_of_band",
+                    "out_of_band" | "equal",
      "from_reserve": bool, "prompt_index": int,
      "prompt": {"id": str, "messages": [[role, content], ...], "ground_truth": str,
                 "data_source": str},
@@ -18,9 +18,10 @@
                     "entropy": float | null,
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "advantages": [float | null, ...] | null,
-                    "correct": bool, "answer": str,
-                    "rule_correct": bool, "symbolic_correct": bool | null,
-                    "reward_parts": {str: float}, "steps": [[int, float], ...],
+                    "correct": bool | null, "answer": str,
+                    "rule_correct": bool | null, "symbolic_correct": bool | null,
+                    "reward_parts": {str: float}, "reward_texts": {str: str},
+                    "steps": [[int, float], ...],
                     "branch": [int, int] | null,
                     "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null,
                     "failure": null}, ...],
@@ -37,7 +38,7 @@ end, counted in tokens, and its score. A turn is its end, with its output, the e
 its reward, its environment's seconds, whether the output answers a call, and what the environment
 counted. `SavedResponse`,
 `Response` and `Score` describe the fields. "control_tokens" has the names of the special tokens in
-the responses by their ids.
+the responses by their ids. "reward_texts" is left out if it is empty.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ from megadapo.data.group import (
 )
 from megadapo.data.prompts import Prompt
 
-Disposition = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
+Disposition = Literal[
+    "trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band", "equal"
+]
 """The use of a group: trained on in this step, kept for the next one, dropped because the reserve
 was full, or rejected because the share of correct responses is 1, 0, or outside of
-sampling.accuracy_range."""
+sampling.accuracy_range. If no function says what is correct, equal rewards are rejected."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,8 +94,9 @@ class SavedResponse:
     """Advantage of the response; the mean over its tokens if they differ."""
     advantages: np.ndarray | None = None
     """[n] float32 advantages of the tokens, if they differ."""
-    rule_correct: bool
-    """Verdict of the string rule, whichever of the two scorers decided."""
+    rule_correct: bool | None
+    """Verdict of the string rule, whichever of the two scorers decided; None if no function says
+    what is correct."""
 
     @property
     def disagreed(self) -> bool:
@@ -197,7 +201,7 @@ _KINDS = {
     "penalty": int | float,
     "shaped_reward": int | float,
     "advantage": int | float | None,
-    "rule_correct": bool,
+    "rule_correct": bool | None,
 }
 _ARRAYS = ("token_ids", "tokens", "logprobs_old", "logprobs_update", "advantages")
 

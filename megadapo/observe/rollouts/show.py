@@ -113,11 +113,11 @@ def _render_step(
 def _render_group(
     group: SavedGroup, responses: Sequence[tuple[int, SavedResponse]]
 ) -> RenderableType:
-    num_correct = sum(saved.score.correct for saved in group.responses)
-    num_responses = len(group.responses)
-    title = (
-        f"group {group.prompt_index}: {group.disposition}, {num_correct} of {num_responses} correct"
-    )
+    correct, rewards = group.group.correct, group.group.rewards
+    found = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards"
+    if correct is not None:
+        found = f"{sum(correct)} of {len(correct)} correct"
+    title = f"group {group.prompt_index}: {group.disposition}, {found}"
     if group.from_reserve:
         title += ", from the reserve"
     parts: list[RenderableType] = [Rule(Text(title, "bold cyan"), style="cyan")]
@@ -130,6 +130,8 @@ def _render_group(
         parts += ["", _header(number, saved)]
         if saved.score.parts:
             parts.append(_reward_parts(saved.score))
+        for name, text in saved.score.texts:
+            parts.append(Text(printable(f"{name}: {text}"), "dim"))
         if saved.disagreed:
             parts.append(_disagreement(saved))
         if saved.response.turns:
@@ -178,10 +180,14 @@ def _text_of(saved: SavedResponse, part: Part, control_tokens: Mapping[int, str]
 
 def _header(number: int, saved: SavedResponse) -> Text:
     response, score = saved.response, saved.score
-    colour = "green" if score.correct else "red"
+    colour, verdict = {
+        True: ("green", "correct"),
+        False: ("red", "wrong"),
+        None: ("cyan", "scored"),
+    }[score.correct]
     text = Text.assemble(
         (f"response {number}: ", "bold"),
-        ("correct" if score.correct else "wrong", f"bold {colour}"),
+        (verdict, f"bold {colour}"),
         ", answer ",
         (printable(score.answer) or "-", colour),
         f", reward {score.reward:+g}",

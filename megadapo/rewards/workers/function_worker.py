@@ -14,76 +14,82 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from megadapo.rewards.steps import COMBINE, StepScore, split_steps
+from megadapo.rewards.workers.arguments import Arguments
 from megadapo.rewards.workers.worker import CannotStart, Handler, describe_error, forbid, serve
 
-ARGUMENTS = ("messages", "response", "tokens", "ground_truth", "extra_info")
-BATCH_PARAMETER = "responses"
-"""Name of the second parameter of a function that takes lists."""
 MAX_ERROR = 200
 """Characters of an error that are reported."""
 MAX_PARTS = 32
 MAX_NAME = 64
 """Characters of a part's name."""
+MAX_TEXT = 2000
+"""Characters of a part that is text."""
 
 _OF_THE_CALL = (FileNotFoundError, FileExistsError, PermissionError)
 """Errors of the system that a repeated call meets again."""
 _RESERVED = ("score", "correct", "steps")
+_Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and named arguments."""
 
 
 def main() -> None:
-    """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
+    """Serve `{"row", "responses": [[text, token ids], ...]}` to `{"results": [result, ...]}`.
 
-    A result is the output of `ResultReader.read`, or `{"error", "outage"}` if the function failed.
-    An outage is an error of the system or the network, which another call may not meet.
+    A row has the arguments of `Arguments.calls`. Without one, the answer describes the function:
+    `{"takes": "one" | "batch" | "async", "columns", "takes_rest"}`. A result is the output of
+    `ResultReader.read`, or `{"error", "outage"}` if the function failed. An outage is an error of
+    the system or the network, which another call may not meet.
     """
     serve(_prepare)
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    function = load(settings["path"], settings["options"])
+    function = load(settings["path"])
+    arguments = Arguments.of(function, settings["options"])
     # an event loop opens a pair of sockets
-    loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
+    loop = asyncio.new_event_loop() if _is_async(function) else None
     forbid(network=not settings["network"], processes=not settings["processes"])
-    is_batched = takes_batches(function)
+    is_batched = arguments.takes_lists
     reader = ResultReader(
         step_separators=settings["step_separators"], step_score=settings["step_score"]
     )
-    ask = partial(function, **settings["options"])
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        calls = request["calls"]
-        if calls is None:
-            return {"takes": "batch" if is_batched else "one" if loop is None else "async"}
+        if request["row"] is None:
+            takes = "batch" if is_batched else "one" if loop is None else "async"
+            columns = {"columns": arguments.columns, "takes_rest": arguments.takes_rest}
+            return {"takes": takes, **columns}
         # the limit on printed output is that of one request
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
-        # copied before the function can change its arguments
-        texts = [(text, len(token_ids)) for _, text, token_ids, *_ in calls]
-        arguments = [list(column) for column in zip(*calls, strict=True)]
-        batches = [arguments] if is_batched else calls
+        responses = [(text, token_ids) for text, token_ids in request["responses"]]
+        calls = arguments.calls(request["row"], responses)
         if loop is None:
-            returned = [_call(ask, batch) for batch in batches]
+            returned = [_call(function, call) for call in calls]
         else:
-            returned = loop.run_until_complete(_run_coroutines(ask, batches, settings["timeout_s"]))
+            returned = loop.run_until_complete(
+                _run_coroutines(function, calls, settings["timeout_s"])
+            )
         if is_batched:
-            returned = _each_of(returned[0], len(calls))
-        results = zip(returned, texts, strict=True)
-        return {"results": [_result(value, *response, reader) for value, response in results]}
+            returned = _each_of(returned[0], len(responses))
+        results = zip(returned, responses, strict=True)
+        return {
+            "results": [_result(value, text, len(ids), reader) for value, (text, ids) in results]
+        }
 
     return handle
 
 
-def load(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import MODULE:FUNCTION, and check that it can be called.
+def load(path: str) -> Callable[..., Any]:
+    """Import MODULE:FUNCTION.
 
     Raises:
-        CannotStart: it cannot be imported, is no function, or takes different arguments.
+        CannotStart: it cannot be imported, or cannot be called.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -94,41 +100,35 @@ def load(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise CannotStart(f"{module_name} has no function {name}")
-    try:
-        inspect.signature(function).bind(*ARGUMENTS, **options)
-    except (TypeError, ValueError) as error:
-        raise CannotStart(
-            f"{path} cannot be called with ({', '.join([*ARGUMENTS, *options])}): {error}"
-        ) from error
     return function
 
 
-def takes_batches(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes lists, by the name of its second parameter."""
-    names = list(inspect.signature(function).parameters)
-    return len(names) > 1 and names[1] == BATCH_PARAMETER
+def _is_async(function: Callable[..., Any]) -> bool:
+    # of an object with __call__, the method is the coroutine function
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 async def _run_coroutines(
-    function: Callable[..., Any], batches: Sequence[Sequence[Any]], timeout_s: float
+    function: Callable[..., Any], calls: Sequence[_Call], timeout_s: float
 ) -> list[Any]:
     """Run coroutines concurrently; return the value or exception of each."""
 
-    async def call(arguments: Sequence[Any]) -> Any:
+    async def call(arguments: _Call) -> Any:
+        given, named = arguments
         try:
-            return await asyncio.wait_for(function(*arguments), timeout_s)
+            return await asyncio.wait_for(function(*given, **named), timeout_s)
         except (KeyboardInterrupt, SystemExit) as error:
             # the loop would raise it, and end the calls of the other responses
             return error
 
-    calls = map(call, batches)
-    return list(await asyncio.gather(*calls, return_exceptions=True))
+    return list(await asyncio.gather(*map(call, calls), return_exceptions=True))
 
 
-def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _call(function: Callable[..., Any], arguments: _Call) -> Any:
     """Return the value or exception of a call."""
+    given, named = arguments
     try:
-        value = function(*arguments)
+        value = function(*given, **named)
         sys.stdout.flush()
     except BaseException as error:
         # a user's function may raise any exception, and this is where its code ends
@@ -140,8 +140,10 @@ def _each_of(returned: Any, num_calls: int) -> list[Any]:
     """Return one value per response from the result of a batched function."""
     if isinstance(returned, BaseException):
         return [returned] * num_calls
-    if not isinstance(returned, list | tuple) or len(returned) != num_calls:
-        size = f" of {len(returned)}" if isinstance(returned, list | tuple) else ""
+    is_list = isinstance(returned, Iterable) and isinstance(returned, Sized)
+    # an array or tensor is a list too
+    if not is_list or isinstance(returned, str | Mapping) or len(returned) != num_calls:
+        size = f" of {len(returned)}" if is_list else ""
         wrong = WrongResult(
             f"returned a {type(returned).__name__}{size}; expected a list of {num_calls} scores"
         )
@@ -184,28 +186,33 @@ class ResultReader:
     step_score: StepScore = "min"
 
     def read(self, value: Any, *, text: str, num_tokens: int) -> Mapping[str, Any]:
-        """Return a number or dict as `{"score", "correct"?, "parts", "steps"?}`.
+        """Return a value as `{"score", "correct"?, "parts", "texts"?, "steps"?}`.
 
-        A step is `[end, score]`, with the end in tokens, or None if the text's separators give it.
+        The score is None if the function gives none. A step is `[end, score]`, with the end in
+        tokens, or None if the text's separators give it.
 
         Raises:
-            WrongResult: the value is neither, or its contents are not allowed.
+            WrongResult: the value is no score, or its contents are not allowed.
         """
-        if not isinstance(value, dict):
+        if value is None:
+            return {"score": None, "parts": {}}
+        if not isinstance(value, Mapping):
             return {"score": _number(value), "parts": {}}
-        if "score" not in value and "steps" not in value:
-            raise WrongResult('returned a dict without "score"')
-        result: dict[str, Any] = {"parts": _parts(value)}
+        correct = _verdict(value)
+        if correct is None and "score" not in value and "steps" not in value:
+            raise WrongResult('returned a table without "score"')
+        parts, texts = _parts(value, has_verdict=correct is not None)
+        result: dict[str, Any] = {"parts": parts, "texts": texts}
         if "steps" in value:
             result["steps"] = self._steps(value["steps"], text, num_tokens)
         if "score" in value:
-            result["score"] = _number(value["score"])
-        else:
+            result["score"] = None if value["score"] is None else _number(value["score"])
+        elif "steps" in value:
             scores = [score for _, score in result["steps"]]
             result["score"] = _number(COMBINE[self.step_score](scores), "the score of its steps")
-        if value.get("correct") is not None:
-            result["correct"] = bool(value["correct"])
-        return result
+        else:
+            result["score"] = float(bool(correct))
+        return result if correct is None else {**result, "correct": correct}
 
     def _steps(self, steps: Any, text: str, num_tokens: int) -> list[tuple[int | None, float]]:
         if not isinstance(steps, list | tuple):
@@ -249,26 +256,52 @@ def _span(step: Any) -> tuple[int, int]:
     raise WrongResult(f"returned a {type(step).__name__} as a step that is no (start, stop, score)")
 
 
-def _parts(value: Mapping[Any, Any]) -> dict[str, float]:
-    names = [name for name in value if name not in _RESERVED]
+def _verdict(value: Mapping[Any, Any]) -> bool | None:
+    """Return whether a table says that the response is correct; None if it does not say."""
+    if value.get("correct") is not None:
+        number = _number(value["correct"], "correct")
+        if number not in (0.0, 1.0):
+            raise WrongResult(f"returned {number:g} as correct, which is neither true nor false")
+        return bool(number)
+    accuracy = _as_number(value.get("acc"))
+    return bool(accuracy) if accuracy in (0.0, 1.0) else None
+
+
+def _parts(
+    value: Mapping[Any, Any], *, has_verdict: bool
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the numbers and the texts of a table; `has_verdict`: it says what is correct."""
+    own = _RESERVED if value.get("correct") is not None or not has_verdict else (*_RESERVED, "acc")
+    names = [name for name in value if name not in own and value[name] is not None]
     if len(names) > MAX_PARTS or any(
         not isinstance(name, str) or not 0 < len(name) <= MAX_NAME for name in names
     ):
         raise WrongResult(
             f"returned parts that are not at most {MAX_PARTS} names of up to {MAX_NAME} characters"
         )
-    return {name: _number(value[name], name) for name in names}
+    texts = {name: value[name] for name in names if _as_number(value[name]) is None}
+    numbers = {name: _number(value[name], name) for name in names if name not in texts}
+    return numbers, {name: str(text)[:MAX_TEXT] for name, text in texts.items()}
+
+
+def _as_number(value: Any) -> float | None:
+    """Return a number, also NumPy's, torch's, Decimal or Fraction; None for another value."""
+    if isinstance(value, str) or not (hasattr(value, "item") or hasattr(value, "__float__")):
+        return None
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:
+        return math.inf
+    except (RuntimeError, TypeError, ValueError):
+        # several numbers, or an imaginary one
+        return None
 
 
 def _number(value: Any, part: str = "") -> float:
     of_part = f" as {part}" if part else ""
-    # NumPy's bool is no number, unlike Python's
-    if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
+    number = _as_number(value)
+    if number is None:
         raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     if not math.isfinite(number):
         raise WrongResult(f"returned {number}{of_part}")
     return number

@@ -203,9 +203,11 @@ def delete_journals_before(run_folder: Path, policy_version: int) -> None:
 class ProblemResult:
     """The result of one held-out problem, as numbers."""
 
-    num_correct: int
+    num_correct: int | None
+    """Number of correct responses, if a reward function says what is correct."""
     num_scored: int
     """Number of responses with a score."""
+    reward_sum: float
     consensus: float | None
     """Whether the most frequent answer is correct; see `sampling/evaluation.py`."""
     num_tokens: int
@@ -258,7 +260,8 @@ class EvaluationJournal:
 
     def _read(self, offset: int, payload: bytes) -> None:
         entry = json.loads(payload)
-        if entry["scored"] == self._identity:
+        # results of earlier versions lack the sum of rewards
+        if entry["scored"] == self._identity and "reward_sum" in entry["result"]:
             self.results[entry["request"]] = ProblemResult(**entry["result"])
 
 

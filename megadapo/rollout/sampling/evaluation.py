@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from megadapo.data.group import NO_ANSWER, Group
+from megadapo.data.group import NO_ANSWER, Group, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
@@ -41,12 +41,16 @@ if TYPE_CHECKING:
 class Evaluation:
     """The result of a policy on a set of problems."""
 
-    accuracy: float
-    """avg@k: share of correct responses."""
+    accuracy: float | None
+    """avg@k: share of correct responses; None if no reward function says what is correct."""
+    score: float
+    """Mean reward of a response."""
     standard_error: float
-    """Standard deviation of the problems' accuracies / sqrt(num_problems); NaN for one problem."""
+    """Standard deviation of the problems' accuracies, or else scores / sqrt(num_problems); NaN for
+    one problem."""
     pass_at: dict[int, float]
-    """pass@k for k = 2, 4, ... and all samples: probability that one of k responses is correct."""
+    """pass@k for k = 2, 4, ... and all samples: probability that one of k responses is correct;
+    empty without accuracy."""
     consensus: float | None
     """cons@k: share of problems whose most frequent answer is correct; None without answers."""
     num_problems: int
@@ -61,17 +65,21 @@ class Evaluation:
 
 def summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
     """Return the result on one set of problems."""
-    accuracies = np.array([result.num_correct / result.num_scored for result in results])
+    scores = np.array([result.reward_sum / result.num_scored for result in results])
+    correct = [(r.num_correct, r.num_scored) for r in results if r.num_correct is not None]
+    has_accuracy = len(correct) == len(results)
+    means = np.array([right / of for right, of in correct]) if has_accuracy else scores
     known = [result.consensus for result in results if result.consensus is not None]
     sizes = [2**n for n in range(1, samples_per_problem.bit_length())]
     num_responses = len(results) * samples_per_problem
-    spread = float(accuracies.std(ddof=1)) if len(results) > 1 else math.nan
+    spread = float(means.std(ddof=1)) if len(results) > 1 else math.nan
     return Evaluation(
-        accuracy=float(accuracies.mean()),
+        accuracy=float(means.mean()) if has_accuracy else None,
+        score=float(scores.mean()),
         standard_error=spread / math.sqrt(len(results)),
         pass_at={
-            k: math.fsum(pass_at_k(r.num_correct, r.num_scored, k) for r in results) / len(results)
-            for k in sorted({*sizes, samples_per_problem})
+            k: math.fsum(pass_at_k(right, of, k) for right, of in correct) / len(correct)
+            for k in sorted({*sizes, samples_per_problem} if has_accuracy else ())
         },
         consensus=math.fsum(known) / len(known) if known else None,
         num_problems=len(results),
@@ -91,22 +99,22 @@ def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def consensus(answers: Sequence[str], correct: Sequence[bool]) -> float | None:
+def consensus(scores: Sequence[Score]) -> float | None:
     """Return whether the most frequent answer is correct: 1 or 0, and a share for a tie.
 
-    A response without an answer has no vote; if no response has an answer, the result is 0. It is
-    None if the reward function extracts no answers.
-
-    Args:
-        answers: as they were compared.
-        correct: of each; the same answer may be correct in a part of the responses only.
+    Answers that the symbolic comparison finds equal to the gold answer are one answer. A response
+    without an answer has no vote; if no response has an answer, the result is 0. It is None if the
+    reward function extracts no answers, or does not say what is correct.
     """
-    if not any(answers):
+    if not any(score.answer for score in scores) or any(one.correct is None for one in scores):
         return None
+    gold = {score.answer for score in scores if score.symbolic_correct}
     votes: dict[str, list[bool]] = {}
-    for answer, is_correct in zip(answers, correct, strict=True):
-        if answer not in ("", NO_ANSWER):
-            votes.setdefault(answer, []).append(is_correct)
+    for score in scores:
+        if score.answer not in ("", NO_ANSWER):
+            # the same answer may be correct in a part of the responses only
+            vote = "" if score.answer in gold else score.answer
+            votes.setdefault(vote, []).append(bool(score.correct))
     most = max(map(len, votes.values()), default=0)
     leading = [own for own in votes.values() if len(own) == most]
     return sum(map(sum, leading)) / max(1, most * len(leading))
@@ -119,12 +127,15 @@ def mean_of_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
         return math.fsum(map(value, sets.values())) / len(sets)
 
     first, *_ = sets.values()
+    has_accuracy = all(one.accuracy is not None for one in sets.values())
     known = [one.consensus for one in sets.values() if one.consensus is not None]
     return Evaluation(
-        accuracy=mean(lambda one: one.accuracy),
+        accuracy=mean(lambda one: one.accuracy or 0.0) if has_accuracy else None,
+        score=mean(lambda one: one.score),
         standard_error=math.hypot(*(one.standard_error for one in sets.values())) / len(sets),
         pass_at={
-            k: math.fsum(one.pass_at[k] for one in sets.values()) / len(sets) for k in first.pass_at
+            k: math.fsum(one.pass_at[k] for one in sets.values()) / len(sets)
+            for k in (first.pass_at if has_accuracy else ())
         },
         consensus=math.fsum(known) / len(known) if known else None,
         num_problems=sum(one.num_problems for one in sets.values()),
@@ -312,9 +323,10 @@ class EvaluationInProgress:
             # responses without a score count as the mean of the others
             scale = self._held_out.samples_per_problem / len(group.responses)
             result = ProblemResult(
-                num_correct=sum(group.correct),
-                num_scored=len(group.correct),
-                consensus=consensus([score.answer for score in group.scores], group.correct),
+                num_correct=None if group.correct is None else sum(group.correct),
+                num_scored=len(group.scores),
+                reward_sum=math.fsum(group.rewards),
+                consensus=consensus(group.scores),
                 num_tokens=round(scale * sum(group.lengths)),
                 num_truncated=round(scale * sum(group.truncated)),
             )

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
-from megadapo.algorithm.advantages import is_mixed
+from megadapo.algorithm.advantages import is_mixed, rewards_differ
 from megadapo.data.group import MIN_RESPONSES, Group, Response
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import CheckpointError, InfraError, SamplingError
@@ -27,6 +27,7 @@ from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPau
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.statistics import (
     GroupStats,
+    Level,
     RejectedGroups,
     SampledBatch,
     StepCounters,
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Level = Literal["unseen", "all_wrong", "mixed", "all_correct"]
-LEVELS: tuple[Level, ...] = ("unseen", "all_wrong", "mixed", "all_correct")
-
-
 class PromptHistory:
     """The latest result of every prompt, and the keep rate of each level.
 
@@ -57,7 +54,7 @@ class PromptHistory:
 
     def __init__(self) -> None:
         self._levels: dict[str, Level] = {}
-        self._rates = {level: KeepRate() for level in LEVELS}
+        self._rates: dict[Level, KeepRate] = {level: KeepRate() for level in get_args(Level)}
 
     def keep_rate(self, prompt_id: str) -> KeepRate:
         """Return the keep rate of prompts at the level of this one."""
@@ -65,15 +62,12 @@ class PromptHistory:
 
     def end_step(self, stats: Sequence[GroupStats]) -> None:
         """Add the groups of a step."""
-        mixed: dict[Level, list[bool]] = {level: [] for level in LEVELS}
+        mixed: dict[Level, list[bool]] = {level: [] for level in self._rates}
         for group in stats:
             mixed[self._level(group.prompt_id)].append(group.is_mixed)
         for level, flags in mixed.items():
             self._rates[level].end_step(len(flags), sum(flags))
-        for group in stats:
-            all_correct = group.num_correct == group.num_responses
-            other: Level = "mixed" if group.num_correct else "all_wrong"
-            self._levels[group.prompt_id] = "all_correct" if all_correct else other
+        self._levels |= {group.prompt_id: group.level for group in stats}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -87,8 +81,8 @@ class PromptHistory:
         self._levels = {
             key: levels[key] if isinstance(levels[key], str) else levels[key][0] for key in levels
         }
-        for level, rate in self._rates.items():
-            rate.load_state_dict(state["rates"][level])
+        for level, rate in state["rates"].items():
+            self._rates[level].load_state_dict(rate)
 
     def _level(self, prompt_id: str) -> Level:
         return self._levels.get(prompt_id, "unseen")
@@ -137,7 +131,7 @@ def check_failures(
         group: the latest group; the share cannot have grown if none of its responses failed.
 
     Raises:
-        InfraError: the share is larger.
+        InfraError: the share is larger, or a whole batch has failed.
     """
     if not group.failures:
         return
@@ -146,18 +140,23 @@ def check_failures(
     num_scored = sum(group.num_responses for group in counters.stats)
     planned = config.prompts_per_step * config.responses_per_prompt
     share = num_failed / max(planned, num_failed + num_scored)
-    if share > max_share:
+    if share > max_share or (not num_scored and num_failed >= planned):
         last = group.failures[-1]
         raise InfraError(
             f"reward functions or environments failed on {num_failed} responses of the step, "
             f"{share:.1%} of them, and reward.max_failed_share = {max_share:g}; the last failure "
             f"is of {last.source}: {last.reason}. Nothing of the step is trained on. Mend it or "
-            "its server, or raise reward.max_failed_share"
+            "its server, let it return a score for such responses, or raise "
+            "reward.max_failed_share"
         )
 
 
-def check_size(num_found: int, counters: StepCounters, config: SamplingConfig) -> None:
+def check_size(
+    num_found: int, counters: StepCounters, config: SamplingConfig, verdict: str
+) -> None:
     """Check the number of mixed groups of a batch.
+
+    `verdict`: what says whether a response is correct.
 
     Raises:
         SamplingError: it is 0, or too small and sampling.on_shortfall is "stop".
@@ -165,9 +164,20 @@ def check_size(num_found: int, counters: StepCounters, config: SamplingConfig) -
     needed = config.prompts_per_step
     if num_found == needed or (num_found and config.on_shortfall == "train"):
         return
-    histogram = Counter(group.num_correct for group in counters.stats)
+    known = [group.num_correct for group in counters.stats if group.num_correct is not None]
+    scores = [score for group in counters.stats for score in group.reward_range]
+    span = f"{min(scores, default=0.0):g} to {max(scores, default=0.0):g}"
     num_responses = config.responses_per_prompt
-    raise SamplingError(describe_shortfall(num_found, needed, histogram, num_responses))
+    if len(known) == len(counters.stats):
+        text = describe_shortfall(num_found, needed, Counter(known), num_responses)
+        raise SamplingError(f"{text}\nrewards are from {span}; what is correct says {verdict}")
+    raise SamplingError(
+        f"the batch has only {num_found} of {needed} groups after {len(counters.stats)} requests: "
+        f"in {counters.num_at('equal')} groups the rewards of all responses are equal, up to "
+        f"rounding, and no function says what is correct; rewards are from {span}. Use a finer "
+        "score or other problems, set right_above in reward.functions, or raise "
+        "sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+    )
 
 
 def describe_shortfall(
@@ -289,6 +299,7 @@ class Sampler:
         journal: Journal | None = None,
         schedule: SamplingSchedule | None = None,
         max_failed_share: float = 1.0,
+        verdict: str = "",
         episodes: EpisodeRequests | None = None,
         host: EpisodeHostActor | None = None,
     ) -> None:
@@ -301,11 +312,13 @@ class Sampler:
             journal: keeps scored groups until a checkpoint holds them.
             schedule: repeats takes and pauses, and records them; used if groups may wait.
             max_failed_share: largest share of a step's responses without a score.
+            verdict: what says whether a response is correct, for messages.
             episodes: the environments of prompts; by default all prompts have a single turn.
         """
         self.config, self._engines = config, engines
         self._is_mixed = is_mixed or partial(_has_accuracy, config)
         self._saved_groups, self._max_failed_share = saved_groups, max_failed_share
+        self._verdict = verdict
         episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
         size = config.responses_per_prompt
         self._requests = GroupRequests(settings, episodes, size, journal, host)
@@ -412,7 +425,7 @@ class Sampler:
         counters.failures = self._pool.take_failures()
         counters.stats.sort(key=lambda group: group.prompt_index)
         self._history.end_step(counters.stats)
-        check_size(len(kept), counters, config)
+        check_size(len(kept), counters, config, self._verdict)
         batch = SampledBatch.of(kept, counters, is_replay=False)
         if config.carries:
             self._schedule.take(self.step, self._cursor.next_index, window.open, kept)
@@ -562,5 +575,7 @@ class Sampler:
 
 
 def _has_accuracy(config: SamplingConfig, group: Group) -> bool:
+    if group.correct is None:
+        return rewards_differ(group.rewards)
     low, high = config.accuracy_range
     return is_mixed(group.correct, min_accuracy=low, max_accuracy=high)

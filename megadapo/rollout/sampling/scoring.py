@@ -249,7 +249,7 @@ class ScoringPool:
         scores = [
             _with_parts(next(scored), response, group.episode)
             if response.failure is None
-            else Score(0.0, False, "", failure=response.failure)
+            else Score(0.0, None, "", failure=response.failure)
             for response in responses
         ]
         with self._lock:

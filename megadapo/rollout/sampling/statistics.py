@@ -8,16 +8,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, cycle
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from megadapo.data.group import Group, RewardParts, decode_group, encode_group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.types import EngineActivity
 
+Level = Literal["unseen", "all_wrong", "mixed", "all_correct", "equal"]
+"""Difficulty of a prompt, by its latest group; equal: its rewards were, and no function says what
+is correct."""
 _TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
-    *("trained", "to_reserve", "trained", "dropped", "out_of_band"),
+    *("trained", "to_reserve", "trained", "dropped", "out_of_band", "equal"),
 )
 """The order in which dispositions get a place among the saved groups."""
 
@@ -38,9 +41,12 @@ class GroupStats:
 
     prompt_index: int
     prompt_id: str
-    num_correct: int
+    num_correct: int | None
+    """Number of correct responses, if a reward function says what is correct."""
     num_responses: int
     reward_sum: float
+    reward_range: tuple[float, float] = (0.0, 0.0)
+    """Lowest and highest reward; zeros in states of earlier versions."""
     lengths: tuple[int, ...]
     num_truncated: int
     is_mixed: bool
@@ -66,11 +72,12 @@ class GroupStats:
         return cls(
             prompt_index=group.prompt_index,
             prompt_id=group.prompt.id,
-            num_correct=sum(group.correct),
+            num_correct=None if group.correct is None else sum(group.correct),
             num_responses=len(responses),
             num_excluded=len(group.failures),
             num_interrupted=sum(failure.is_interruption for failure in group.failures),
             reward_sum=float(sum(group.rewards)),
+            reward_range=(min(group.rewards), max(group.rewards)),
             parts=group.parts,
             lengths=group.lengths,
             num_truncated=sum(group.truncated),
@@ -93,12 +100,21 @@ class GroupStats:
         rises = [None if math.isnan(rise) else rise for rise in self.entropy_rises]
         return {**asdict(self), "entropy_rises": rises}
 
+    @property
+    def level(self) -> Level:
+        """The difficulty of its prompt for the policy."""
+        if self.num_correct is None:
+            return "mixed" if self.is_mixed else "equal"
+        other: Level = "mixed" if self.num_correct else "all_wrong"
+        return "all_correct" if self.num_correct == self.num_responses else other
+
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Return the statistics that `to_json` wrote."""
         rises = tuple(math.nan if rise is None else rise for rise in entry["entropy_rises"])
         lengths, parts = tuple(entry["lengths"]), tuple(map(tuple, entry["parts"]))
-        return cls(**{**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths})
+        found = {**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths}
+        return cls(**{**found, "reward_range": tuple(entry.get("reward_range", (0.0, 0.0)))})
 
 
 class RejectedGroups:
@@ -111,8 +127,10 @@ class RejectedGroups:
 
     def add(self, group: Group) -> None:
         """Keep the group if it is among the first of its disposition by prompt index."""
-        disposition: Disposition = "all_correct"
-        if not all(group.correct):
+        disposition: Disposition = "equal"
+        if group.correct is not None and all(group.correct):
+            disposition = "all_correct"
+        elif group.correct is not None:
             disposition = "out_of_band" if any(group.correct) else "all_wrong"
         groups = self._groups[disposition]
         groups.append(group)
@@ -186,13 +204,9 @@ class StepCounters:
     """Monotonic time since which a batch with enough mixed groups waits for others; else None."""
     rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
-    @property
-    def num_all_correct(self) -> int:
-        return sum(group.num_correct == group.num_responses for group in self.stats)
-
-    @property
-    def num_all_wrong(self) -> int:
-        return sum(not group.num_correct for group in self.stats)
+    def num_at(self, level: Level) -> int:
+        """Return the number of groups at a level."""
+        return sum(group.level == level for group in self.stats)
 
     @property
     def num_surplus(self) -> int:
@@ -206,12 +220,15 @@ class StepCounters:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct responses; NaN without responses, as in the next properties."""
-        return self.per_response(lambda group: group.num_correct)
+        """Share of correct responses, where that is known; NaN without responses."""
+        known = [group for group in self.stats if group.num_correct is not None]
+        num_responses = sum(group.num_responses for group in known)
+        num_correct = sum(group.num_correct or 0 for group in known)
+        return num_correct / num_responses if num_responses else math.nan
 
     @property
     def reward_mean(self) -> float:
-        """Mean reward of the verifier, before any shaping."""
+        """Mean reward before any shaping; NaN without responses, as in the next property."""
         return self.per_response(lambda group: group.reward_sum)
 
     @property

@@ -319,7 +319,7 @@ def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:
     if step not in by_step:
         return "Not evaluated on held-out problems at this step."
     rows = [
-        f"| {label} | {record.accuracy:.4f} ± {record.standard_error:.4f} "
+        f"| {label} | {record.mean:.4f} ± {record.standard_error:.4f} "
         f"| {record.response_length:.1f} |"
         for label, record in (("before training", by_step.get(0)), ("this model", by_step[step]))
         if record is not None
@@ -335,7 +335,8 @@ def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:
         for name in ("temperature", "top_p")
         if (value := _value(config, "evaluation", name)) is not None
     ]
-    head = "| | accuracy, with standard error | mean response length (tokens) |\n|---|---|---|"
+    columns = f"| | {record.measure}, with standard error | mean response length (tokens) |"
+    head = f"{columns}\n|---|---|---|"
     return "\n".join([", ".join([what, *sampling]) + ":", "", head, *rows])
 
 

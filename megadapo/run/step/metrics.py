@@ -73,10 +73,12 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
     return {
         "groups/sampled": total,
         "groups/kept": len(sampled.groups),
-        "groups/all_correct": counters.num_all_correct,
-        "groups/all_wrong": counters.num_all_wrong,
-        "groups/all_correct_share": _share(counters.num_all_correct, total),
-        "groups/all_wrong_share": _share(counters.num_all_wrong, total),
+        "groups/all_correct": counters.num_at("all_correct"),
+        "groups/all_wrong": counters.num_at("all_wrong"),
+        "groups/equal": counters.num_at("equal"),
+        "groups/all_correct_share": _share(counters.num_at("all_correct"), total),
+        "groups/all_wrong_share": _share(counters.num_at("all_wrong"), total),
+        "groups/equal_share": _share(counters.num_at("equal"), total),
         "groups/from_reserve": sampled.num_from_reserve,
         "groups/to_reserve": len(counters.to_reserve),
         "groups/dropped": len(counters.dropped) + counters.num_surplus,
@@ -195,8 +197,9 @@ def step_warnings(
     elif num_kept < prompts_per_step:
         yield (
             f"step {step}: only {num_kept} of {prompts_per_step} groups are mixed "
-            f"among {len(counters.stats)} sampled ({counters.num_all_correct} all correct, "
-            f"{counters.num_all_wrong} all incorrect): {_smaller_batch(num_kept, config)}"
+            f"among {len(counters.stats)} sampled ({counters.num_at('all_correct')} all correct, "
+            f"{counters.num_at('all_wrong')} all incorrect, {counters.num_at('equal')} with equal "
+            f"rewards): {_smaller_batch(num_kept, config)}"
         )
     if counters.dropped:
         yield (

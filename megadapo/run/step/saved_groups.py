@@ -161,8 +161,8 @@ def _saved_responses(
     )
 
 
-def _rule_correct(group: Group, i: int, config: RunConfig) -> bool:
-    """Return whether the rule, or the score if no rule is used, calls a response correct."""
+def _rule_correct(group: Group, i: int, config: RunConfig) -> bool | None:
+    """Return whether the rule, or the functions if no rule is used, call a response correct."""
     if not config.reward.uses_rule(group.prompt.data_source):
         return group.scores[i].correct
     text, gold = group.responses[i].text, group.prompt.ground_truth

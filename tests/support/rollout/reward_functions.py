@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +47,32 @@ async def batches_later(messages, responses, tokens, ground_truths, extra_infos)
     return [2.0] * len(responses)
 
 
-def numpy_bool(messages, response, tokens, ground_truth, extra_info):
-    return np.bool_(True) if response == "bool" else {"score": 1.0, "correct": None}
+def returns(response):
+    """Returns the kind of value that the response names."""
+    return {
+        "0-d array": np.array(0.5, dtype=np.float32),
+        "decimal": Decimal("0.5"),
+        "fraction": Fraction(1, 2),
+        "true": True,
+        "numpy bool": np.bool_(True),
+        "acc": {"score": 1.0, "acc": True},
+        "acc of tests": {"score": 0.4, "acc": 0.4, "pred": "34", "all": [1, 2], "none": None},
+        "only correct": {"correct": np.bool_(True)},
+        "no verdict": {"score": 1.0, "correct": None},
+        "none": None,
+    }[response]
+
+
+def by_level(level, response):
+    return level * len(response)
+
+
+def none_for_all(completions, **kwargs):
+    return np.array([None] * len(completions))
+
+
+def sometimes_fp32(response):
+    return {"fp32": float(np.float32(1 / 3)), "half": 0.5}.get(response, 1 / 3)
 
 
 def too_few(messages, responses, tokens, ground_truths, extra_infos):
@@ -59,7 +85,8 @@ class Unreadable(Exception):
     def __str__(self) -> str:
         raise ValueError("unreadable")
 
-    def __bool__(self) -> bool:
+    @property
+    def item(self) -> float:
         raise ValueError("unreadable")
 
 
@@ -75,8 +102,16 @@ def hostile(messages, response, tokens, ground_truth, extra_info):
             time.sleep(60)
         case "nan":
             return float("nan")
-        case "none":
-            return None
+        case "list":
+            return [1.0]
+        case "two numbers":
+            return np.zeros(2)
+        case "text as correct":
+            return {"score": 1.0, "correct": "False"}
+        case "nan as correct":
+            return {"score": 1.0, "correct": float("nan")}
+        case "half correct":
+            return {"score": 1.0, "correct": 0.5}
         case "no score":
             return {"format": 1.0}
         case "part":
@@ -126,10 +161,6 @@ def leaves_a_child(messages, response, tokens, ground_truth, extra_info):
 
 def secret(messages, response, tokens, ground_truth, extra_info):
     return float("SECRET" in os.environ) + 2.0 * ("SHOWN" in os.environ)
-
-
-def takes_less(messages, response):
-    return 0.0
 
 
 NOT_A_FUNCTION = 3

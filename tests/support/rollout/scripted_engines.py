@@ -207,6 +207,25 @@ class RightAtLeast:
         ]
 
 
+class Grades(RightAtLeast):
+    """A judge that says what a response is worth, in steps of 0.25, not whether it is correct."""
+
+    def __init__(self, *, by_prompt: bool = False) -> None:
+        """`by_prompt`: the responses to a prompt are worth the same, 0.25 or 0.75."""
+        super().__init__(0)
+        self._by_prompt = by_prompt
+        self.given: list[float] = []
+
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        grades = [min(sum(map(int, text)) // 20, 3) / 4 for text in texts]
+        if self._by_prompt:
+            grades = [0.25 + zlib.crc32(prompt.id.encode()) % 2 / 2] * len(texts)
+        self.given += grades
+        return [Score(grade, None, "") for grade in grades]
+
+
 class FailsOn(RightAtLeast):
     """A verifier that fails on some responses, chosen by their text."""
 

@@ -66,7 +66,7 @@ name = "Guess"
 max_turns = 4
 recovery = "{recovery}"
 [reward]
-functions = ["environment"]
+functions = [{{ function = "environment", right_above = 0.0 }}]
 max_failed_share = 0.9
 [sampling]
 responses_per_prompt = {RESPONSES_PER_PROMPT}

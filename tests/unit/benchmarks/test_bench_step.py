@@ -32,7 +32,7 @@ from step import (
 from megadapo.config import load_config
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import ConfigError, InfraError
-from megadapo.run.inputs import RunPrompts
+from megadapo.run.inputs import RunPrompts, load_tokenizer
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -53,7 +53,7 @@ def step_time(
 def settings_of(tmp_path, *overrides, **trl_arguments):
     few = ["run.num_steps=5", "data.train=arithmetic:train:256"]
     config = load_config(QUICKSTART, [*few, *OVERRIDES, *SPEED_ALONE, *overrides])
-    prompts = RunPrompts.load(config)
+    prompts = RunPrompts.load(config, load_tokenizer(config), further=())
     return config, prompts, trl_settings(config, prompts, None, tmp_path, trl_arguments)
 
 

@@ -114,6 +114,22 @@ def test_a_critic_that_is_not_there():
         check_run(config)
 
 
+def test_function_with_a_parameter_that_is_no_column_is_refused(tmp_path):
+    """A run would find out at its first response, or pay for a default value."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "answer": "2", "level": 3}\n')
+    config = partial(load_config, "configs/quickstart.toml")
+    module = "tests.support.rollout.reward_functions"
+    common = [
+        f"--data.train={tmp_path / 'a.jsonl'}",
+        "--data.held_out=none",
+        "--evaluation.every=0",
+    ]
+    known = check_run(config([*common, f'--reward.functions=["{module}:by_level"]']))
+    assert not any("level" in warning for warning in known)
+    with pytest.raises(ConfigError, match="takes factor, .*a.jsonl, line 1.* prompt, answer, leve"):
+        check_run(config([*common, f'--reward.functions=["{module}:scaled"]']))
+
+
 def test_each_source_is_checked_under_its_key(tmp_path):
     """Only the first source would be read, or an error would not tell which one is missing."""
     config = load_config(

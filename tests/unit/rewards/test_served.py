@@ -60,7 +60,8 @@ def server() -> Iterator[Judge]:
 
 
 def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
-    keys = {key: options.pop(key) for key in ("environment", "on_failure") if key in options}
+    names = ("environment", "on_failure", "failure_score")
+    keys = {key: options.pop(key) for key in names if key in options}
     options = {"request_timeout_s": 2.0, "retries": 2, "model": "m"} | options
     config = RewardFunction(function=name, timeout_s=10.0, options=options, **keys)
     runner = start_runner(config)
@@ -73,7 +74,7 @@ def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
 def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) -> None:
     texts = ["two", "unclear", "busy", "forbidden", "cut off", "empty"]
     scores = ask("judge", texts, url=f"{server.url}/v1/")
-    assert [one.score for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
+    assert [one.score for one in scores] == [0.8, None, 0.8, None, None, None]
     assert [dict(one.parts).get("retries") for one in scores[:3]] == [0.0, None, 2.0]
     assert [one.failure and one.failure.partition(":")[0] for one in scores] == [
         *(None, "NoAnswer", None, "NoAnswer", "ServerAwayError", "NoAnswer")
@@ -90,7 +91,7 @@ def test_score_outside_scale_is_a_failure(server: Judge) -> None:
     """A response that persuades its judge to say 1000 would be worth 100 right ones."""
     template = {"template": "$response", "url": f"{server.url}/v1"}
     for one in ask("judge", ["Score: 1000", "Score: -3", "Score: 10.1"], **template):
-        assert one.score == 0.0 and "is not from 0 to 10" in one.failure
+        assert one.score is None and "is not from 0 to 10" in one.failure
 
 
 def test_key_is_sent_only_if_named(server: Judge, monkeypatch) -> None:
@@ -111,7 +112,7 @@ def test_reward_model_scores_whole_conversation(server: Judge) -> None:
     """Broken HTTP fails only its response."""
     texts = ["four", "busy", "no HTTP", "half"]
     scores = ask("reward_model", texts, url=server.url, index=1)
-    assert [one.score for one in scores] == [2.0, 2.0, 0.0, 0.0]
+    assert [one.score for one in scores] == [2.0, 2.0, None, None]
     assert "BadStatusLine" in scores[2].failure and "IncompleteRead" in scores[3].failure
     assert all("after 2 retries" in one.failure for one in scores[2:])
     roles = [message["role"] for message in server.seen[0][2]["messages"]]
@@ -127,8 +128,9 @@ def test_group_waits_for_a_missing_server() -> None:
 
 
 def test_explicit_reactions_to_a_missing_server() -> None:
-    scores = ask("reward_model", ["a", "b"], on_failure="score", **AWAY)
-    assert [one.score for one in scores] == [0.0, 0.0]
+    worst = {"on_failure": "score", "failure_score": -3.0}
+    scores = ask("reward_model", ["a", "b"], **worst, **AWAY)
+    assert [one.score for one in scores] == [-3.0, -3.0]
     assert all("Connection refused" in one.failure for one in scores)
     with pytest.raises(RewardError, match="Connection refused"):
         ask("reward_model", ["a", "b"], on_failure="stop", **AWAY)
@@ -167,7 +169,7 @@ def test_failed_responses_are_left_out(server: Judge) -> None:
     [
         ({"request_timeout_s": 60}, "timeout_s = 10 ends the call of a group before"),
         ({"model": 7}, "options.model = 7: Input should be a valid string"),
-        ({"modle": 1}, "unexpected .*'modle'"),
+        ({"modle": 1}, "it does not take the option modle"),
         ({"url": "localhost:8000/v1"}, "must begin with http:// or https://"),
         ({"pattern": "score: ([0-9"}, "options.pattern is no regular expression"),
         ({"pattern": "score: [0-9]"}, "options.pattern has 0 groups"),

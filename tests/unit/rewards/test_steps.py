@@ -38,7 +38,9 @@ def worked_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def returns_steps() -> Iterator[Runner]:
-    config = RewardFunction(function=f"{MODULE}:steps", step_score="sum", failure_score=-0.5)
+    config = RewardFunction(
+        function=f"{MODULE}:steps", step_score="sum", on_failure="score", failure_score=-0.5
+    )
     runner = start_runner(config)
     yield runner
     runner.close()
@@ -102,7 +104,7 @@ def test_bytes_of_a_real_tokenizer(tokenizer: PreTrainedTokenizerBase, decode: D
 
 def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
     (one,) = returns_steps.score_group(PROMPT, ["fine"], [ids("fine")[:4]])
-    assert (one.score, one.correct, one.failure) == (1.5, True, None)
+    assert (one.score, one.correct, one.failure) == (1.5, None, None)
     assert one.steps == ((2, 1.0), (4, 0.5))
     assert dict(one.parts) == {"steps": 2.0, "step_mean": 0.75, "failed": 0.0}
 
@@ -129,7 +131,7 @@ def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
 )
 def test_wrong_steps_are_failures(returns_steps: Runner, response: str, reason: str) -> None:
     (failed,) = returns_steps.score_group(PROMPT, [response], [np.arange(4, dtype=np.int32)])
-    assert (failed.score, failed.correct, failed.steps) == (-0.5, False, ())
+    assert (failed.score, failed.correct, failed.steps) == (-0.5, None, ())
     assert reason in str(failed.failure)
 
 
@@ -177,7 +179,7 @@ def test_functions_without_steps_give_none() -> None:
 
 def check(response: str, prompt: str = "12+34+56=?", gold: str = "102") -> list[float]:
     messages = [{"role": "user", "content": prompt}]
-    return arithmetic_steps_reward(messages, response, [], gold, {})["steps"]
+    return arithmetic_steps_reward(messages, response, gold)["steps"]
 
 
 @pytest.mark.parametrize(

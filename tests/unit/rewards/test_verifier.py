@@ -120,7 +120,7 @@ READERS = {
     "rule": lambda text: score(text, "42", "answer_or_boxed"),
     "answer": lambda text: extract_answer(text, "answer_or_boxed"),
     "symbolic": refusal,
-    "json": lambda text: format_reward((), text, (), "", {}, json_keys=["x"]),
+    "json": lambda text: format_reward(text, json_keys=["x"]),
     "steps": lambda text: split_steps(text, ["\n\n", "\n"]),
     "output": lambda text: same_output(text, "42"),
     "reflection": lambda text: reflection_shares([text], ["let me check"]),
@@ -172,6 +172,19 @@ def test_unparsable_text_is_counted(pool: SymbolicPool) -> None:
     before = pool.counts.num_unparsed
     assert pool.check_batch([("\\frac{", "42"), ("", "42")]) == [None] * 2
     assert pool.counts.num_unparsed - before == 2
+
+
+def test_other_units_bases_and_words_are_not_compared(pool: SymbolicPool) -> None:
+    """math-verify finds each of these pairs equal."""
+    other = [
+        ("5 cm", "5 km"),
+        ("12_{16}", "12_8"),
+        ("east", "seat"),
+        ("5 meters", "5 seconds"),
+    ]
+    assert pool.check_batch(other) == [None] * 4
+    same = [("5 cm", "5"), ("xy", "yx"), (r"\sin x\cos x", r"\cos x\sin x"), ("5cm", "5 cm")]
+    assert pool.check_batch(same) == [True] * 4
 
 
 @pytest.mark.parametrize("answer", HARMFUL, ids=lambda answer: answer[:20].encode().hex())

@@ -114,7 +114,7 @@ def test_groups_with_failures_are_replayed(tmp_path, tokenizer):
     for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
         assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in whole.groups]
         assert batch.counters.num_excluded > 0 and batch.counters.reward_parts["judge/failed"] > 0
-        assert batch.counters.num_all_correct == whole.counters.num_all_correct
+        assert batch.counters.num_at("all_correct") == whole.counters.num_at("all_correct")
 
 
 def test_partly_saved_groups_are_refused_at_the_start(tmp_path, source, tokenizer):

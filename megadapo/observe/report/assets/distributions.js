@@ -16,6 +16,7 @@ function drawDistributions() {
       formatLength,
       "responses",
     );
+    if (!saved.accuracy) return;
     drawHeat(
       grid,
       `${name}Accuracy of a group`,

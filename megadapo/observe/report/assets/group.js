@@ -121,13 +121,15 @@ function responseCards(index, group, hits) {
 
 function responseCard(index, group, response, number, clip) {
   const entry = data.groups[index];
-  const chips = [
-    el(
-      "span",
-      { class: response.correct ? "chip good" : "chip bad" },
-      response.correct ? "\u2713 correct" : "\u2715 wrong",
-    ),
-  ];
+  const chips = [];
+  if (response.correct !== null)
+    chips.push(
+      el(
+        "span",
+        { class: response.correct ? "chip good" : "chip bad" },
+        response.correct ? "\u2713 correct" : "\u2715 wrong",
+      ),
+    );
   if (entry.truncated[number]) chips.push(el("span", { class: "chip warn" }, "truncated"));
   if (entry.disagreed[number])
     chips.push(
@@ -141,7 +143,7 @@ function responseCard(index, group, response, number, clip) {
   explainTokens(body, response, group, clip);
   return el(
     "article",
-    { class: `response ${response.correct ? "correct" : "wrong"}` },
+    { class: `response ${response.correct === false ? "wrong" : "correct"}` },
     el(
       "div",
       { class: "item-head" },
@@ -172,6 +174,7 @@ function responseFacts(response) {
     ["advantage", signed(response.advantage)],
     ["version", versionsText(response)],
     ...Object.entries(response.reward_parts).map(([name, value]) => [name, formatNumber(value)]),
+    ...Object.entries(response.reward_texts ?? {}),
   ];
   if (response.conversation.length) facts.push(["tokens by author", authorsText(response)]);
   if (response.branch) {

@@ -9,6 +9,7 @@ const DISPOSITIONS = {
   all_correct: "all correct",
   all_wrong: "all wrong",
   out_of_band: "out of band",
+  equal: "equal rewards",
 };
 
 let chunks = null;
@@ -98,12 +99,15 @@ function drawList() {
 function listItem(index, hits) {
   const group = data.groups[index];
   const dot = (correct, i) => {
-    const kinds = ["dot", correct ? "correct" : "wrong"];
+    const kinds = ["dot"];
+    if (correct !== null) kinds.push(correct ? "correct" : "wrong");
     if (group.truncated[i]) kinds.push("cut");
     if (!hits[i]) kinds.push("faint");
     return el("i", { class: kinds.join(" ") });
   };
-  const right = group.correct.filter(Boolean).length;
+  const right = group.correct.includes(null)
+    ? `mean reward ${formatNumber(group.reward)}`
+    : `${group.correct.filter(Boolean).length}/${group.correct.length}`;
   return el(
     "button",
     {
@@ -126,7 +130,7 @@ function listItem(index, hits) {
       "span",
       { class: "dots" },
       group.correct.map(dot),
-      el("em", {}, `${right}/${group.correct.length}`),
+      el("em", {}, right),
     ),
   );
 }

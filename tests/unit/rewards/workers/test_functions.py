@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megadapo.config.run_config import from_dict
+from megadapo.data.group import decode_score, encode_score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
@@ -20,6 +22,7 @@ from megadapo.rewards.scorer import Scorer
 from tests.support.processes.running import is_running, wait_until
 
 MODULE = "tests.support.rollout.reward_functions"
+JUDGE = {"url": "http://127.0.0.1:9/v1", "model": "m", "request_timeout_s": 1.0}
 PROMPT = Prompt("id", (("system", "Add."), ("user", "1+1=?")), "12", "test", {"index": 7})
 
 
@@ -39,8 +42,22 @@ def tokens(texts: list[str]) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Runner]:
     runner = start_runner(
-        function("hostile", timeout_s=1.0, failure_score=-0.5, num_workers=2, memory_mib=1024)
+        function(
+            "hostile",
+            timeout_s=1.0,
+            on_failure="score",
+            failure_score=-0.5,
+            num_workers=2,
+            memory_mib=1024,
+        )
     )
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def returns() -> Iterator[Runner]:
+    runner = start_runner(function("returns"))
     yield runner
     runner.close()
 
@@ -58,12 +75,6 @@ def test_function_gets_all_arguments_and_returns_parts() -> None:
     }
 
 
-def test_numpy_bool_is_a_score_and_none_is_no_verdict() -> None:
-    """Otherwise every response scores 0, or is wrong with the best score."""
-    scores = score(["bool", "none"], f"{MODULE}:numpy_bool")
-    assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (1.0, True)]
-
-
 def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     functions = (
         "rule",
@@ -78,6 +89,92 @@ def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     elsewhere = Prompt("id", (("user", "?"),), "1", "elsewhere")
     (only,) = score(["\\boxed{1}"], *functions, prompt=elsewhere)
     assert (only.reward, only.correct) == (-1.0 + 9.0, False)
+
+
+def test_right_above_defines_what_is_correct() -> None:
+    """Without it a score alone says nothing; a later function may."""
+    graded = {"function": f"{MODULE}:scaled", "options": {"factor": 1}}
+    texts = ["Answer: 12", "Answer: 3"]
+    assert [one.correct for one in score(texts, graded)] == [None, None]
+    assert [one.correct for one in score(texts, graded, "rule")] == [True, False]
+    longer = {**graded, "right_above": 9.5}
+    assert [one.correct for one in score(texts, longer, "rule")] == [True, False]
+    digits = {"function": f"{MODULE}:digits", "right_above": 5.0}
+    assert score(["12"], digits)[0].correct is False
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    """They would be trained on with full advantages: weights that cancel leave 5.6e-17."""
+    parts = [
+        {"function": f"{MODULE}:sometimes_fp32", "name": name, "weight": weight}
+        for name, weight in (("a", 1.0), ("b", -0.7), ("c", -0.3))
+    ]
+    assert len({one.reward for one in score(["x", "fp32", "y"], *parts)}) == 1
+    assert len({one.reward for one in score(["x", "fp32"], *parts[:1])}) == 1
+    assert len({one.reward for one in score(["x", "half"], *parts[:2])}) == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("0-d array", (0.5, None)),
+        ("decimal", (0.5, None)),
+        ("fraction", (0.5, None)),
+        ("true", (1.0, None)),
+        ("numpy bool", (1.0, None)),
+        ("acc", (1.0, True)),
+        ("acc of tests", (0.4, None)),
+        ("only correct", (1.0, True)),
+        ("no verdict", (1.0, None)),
+    ],
+)
+def test_whatever_is_a_number_is_a_score(response: str, expected: tuple, returns: Runner) -> None:
+    """A function whose results are refused fails on every response."""
+    (one,) = returns.score_group(PROMPT, [response], tokens([response]))
+    assert (one.score, one.correct, one.failure) == (*expected, None)
+
+
+def test_texts_of_a_table_are_kept_and_numbers_are_metrics(returns: Runner) -> None:
+    (one,) = returns.score_group(PROMPT, ["acc of tests"], tokens(["a"]))
+    assert dict(one.parts) == {"acc": 0.4, "failed": 0.0}
+    assert dict(one.texts) == {"pred": "34", "all": "[1, 2]"}
+    (whole,) = score(["acc of tests"], f"{MODULE}:returns")
+    assert decode_score(encode_score(whole), 12) == whole
+    assert ("returns/pred", "34") in whole.texts
+
+
+def test_none_is_no_score(returns: Runner) -> None:
+    """Other functions score the response, as in TRL; without any it leaves its group."""
+    own = f"{MODULE}:returns"
+    (alone,) = score(["none"], own)
+    assert alone.failure.reason == "it returned None, and no other function scores the response"
+    (other,) = score(["none"], own, {"function": "rule", "weight": 2.0})
+    assert (other.reward, other.correct, other.failure) == (-2.0, False, None)
+    assert "returns" not in dict(other.parts)
+    (batched,) = score(["a"], f"{MODULE}:none_for_all", "rule")
+    assert batched.reward == -1.0
+
+
+def test_function_that_fails_on_a_whole_step_ends_the_run() -> None:
+    """It would train on zeros, or on what is left, and only the log would say so."""
+    lowest = {"on_failure": "score", "failure_score": -1.0}
+    with Scorer(RewardConfig(functions=[function("hostile", **lowest)], symbolic="off")) as scorer:
+        scorer.score_group(PROMPT, ["fine", "raise"], tokens(["a", "b"]))
+        scorer.check_step()
+        (failed,) = scorer.score_group(PROMPT, ["raise"], tokens(["a"]))
+        assert (failed.reward, failed.failure) == (-1.0, None)
+        with pytest.raises(RewardError, match="hostile failed on all .*ValueError: no such answer"):
+            scorer.check_step()
+        scorer.check_step()
+
+
+def test_missing_column_is_named_with_what_there_is() -> None:
+    (runner,) = check_functions((RewardFunction(function=f"{MODULE}:scaled"),))
+    runner.check_columns("test", ["factor", "b"], "a.jsonl, line 1")
+    with pytest.raises(ConfigError, match=r"takes factor, .* a.jsonl, line 1; its columns are b\."):
+        runner.check_columns("test", ["b"], "a.jsonl, line 1")
+    prompt = replace(PROMPT, further={"factor": 3})
+    assert score(["ab"], f"{MODULE}:scaled", prompt=prompt)[0].reward == 6.0
 
 
 def test_options_are_no_arguments_of_the_process() -> None:
@@ -101,11 +198,12 @@ def test_rule_alone_starts_no_process() -> None:
 def test_batched_and_async_functions() -> None:
     assert [one.reward for one in score(["a"] * 3, f"{MODULE}:in_batches")] == [3.0] * 3
     assert [one.reward for one in score(["a"] * 3, f"{MODULE}:batches_later")] == [2.0] * 3
-    assert [one.reward for one in score(["a"] * 3, f"{MODULE}:too_few")] == [0.0] * 3
+    (failure,) = {one.failure.reason for one in score(["a"] * 3, f"{MODULE}:too_few")}
+    assert failure.endswith("returned a list of 1; expected a list of 3 scores")
     started = time.perf_counter()
     texts = ["a"] * 16 + ["raise", "hang"]
     scores = score(texts, function("later", timeout_s=1.0))
-    assert [one.reward for one in scores] == [1.0] * 16 + [0.0] * 2
+    assert [one.failure is None for one in scores] == [True] * 16 + [False] * 2
     assert time.perf_counter() - started < 4.0
 
 
@@ -117,8 +215,12 @@ def test_batched_and_async_functions() -> None:
         ("hang", "took longer than 1 s"),
         ("sleep", "took longer than 1 s"),
         ("nan", "returned nan"),
-        ("none", "returned NoneType, not a number"),
-        ("no score", 'returned a dict without "score"'),
+        ("list", "returned list, not a number"),
+        ("two numbers", "returned ndarray, not a number"),
+        ("text as correct", "returned str as correct, not a number"),
+        ("nan as correct", "returned nan as correct"),
+        ("half correct", "returned 0.5 as correct, which is neither true nor false"),
+        ("no score", 'returned a table without "score"'),
         ("part", "returned inf as format"),
         ("print", "printed or wrote more than reward.functions.output_kib"),
         ("stderr", "printed or wrote more than reward.functions.output_kib"),
@@ -144,7 +246,7 @@ def test_failure_is_named_counted_and_costs_one_score(
     first, failed, last = hostile.score_group(PROMPT, texts, tokens(texts))
     assert time.perf_counter() - started < 5.0
     assert (first.score, first.failure, last.score, last.failure) == (1.0, None, 1.0, None)
-    assert (failed.score, failed.correct, failed.parts) == (-0.5, False, (("failed", 1.0),))
+    assert (failed.score, failed.correct, failed.parts) == (-0.5, None, (("failed", 1.0),))
     assert reason in failed.failure
     assert hostile.drain_warning() == (
         f"reward function hostile failed on 1 responses, which scored -0.5: 1 x {failed.failure}"
@@ -193,7 +295,7 @@ def test_killed_function_is_no_score() -> None:
         runner.close()
     (failed, *others), outage = results
     assert [one.score for one in others] == [1.0, 1.0]
-    assert failed.is_outage and runner.config.reaction(is_outage=True) == "exclude"
+    assert failed.is_outage and failed.score is None
     assert "hostile cannot score a group: its process ended: signal SIGKILL" in outage
 
 
@@ -211,7 +313,7 @@ def test_children_of_a_function_end_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     prompt = Prompt("id", (("user", "?"),), "1", "test", {"file": str(file)})
     hangs = function("leaves_a_child", timeout_s=1.0, processes=True)
-    assert score(["a"], hangs, prompt=prompt)[0].reward == 0.0
+    assert score(["a"], hangs, prompt=prompt)[0].failure is not None
     child = int(file.read_text())
     wait_until(lambda: not is_running(child), timeout_s=5)
 
@@ -269,7 +371,7 @@ def test_hierarchical_reward_is_equation_8_of_arpo() -> None:
 def test_endless_pattern_is_a_failure() -> None:
     slow = {"function": "format", "options": {"pattern": "(a+)+b"}, "timeout_s": 1.0}
     fine, failed = score(["aab", "a" * 40], slow)
-    assert (fine.reward, dict(failed.parts)["format/failed"]) == (1.0, 1.0)
+    assert (fine.reward, failed.failure.function) == (1.0, "format")
 
 
 @pytest.mark.parametrize(
@@ -278,8 +380,7 @@ def test_endless_pattern_is_a_failure() -> None:
         ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
         (f"{MODULE}:no_such", f"{MODULE} has no function no_such"),
         (f"{MODULE}:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
-        (f"{MODULE}:takes_less", "cannot be called with .*messages, response, tokens"),
-        (f"{MODULE}:scaled", "missing a required .*argument: 'factor'"),
+        (f"{MODULE}:Unreadable", "is a class"),
     ],
 )
 def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
@@ -310,6 +411,12 @@ def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
         ),
         ([{"function": "hierarchical", "options": {"tools": "</s>"}}], "tools = '</s>'"),
         ([{"function": "length", "options": {"max_tokens": "9"}}], "max_tokens = '9'"),
+        ([{"function": "m:f", "on_failure": "score"}], 'on_failure = "score" needs failure_score'),
+        ([{"function": "m:f", "failure_score": 0.0}], "failure_score has no effect"),
+        (
+            [{"function": "judge", "options": {**JUDGE, "template": "Rate $responses"}}],
+            "options.template has no $response",
+        ),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> None:

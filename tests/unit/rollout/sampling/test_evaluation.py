@@ -15,6 +15,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import DataError
+from megadapo.rewards.rules import score
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal import record_log
@@ -33,6 +34,7 @@ from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, contents, make_sampler
 from tests.support.rollout.scripted_engines import (
+    Grades,
     KilledAfter,
     KilledError,
     PlainTokenizer,
@@ -123,11 +125,39 @@ def test_pass_at_k_is_the_share_of_all_subsets(num_correct, k):
 )
 def test_consensus_is_a_majority_of_answers(answers, correct, expected):
     texts = [NO_ANSWER if answer == "?" else answer for answer in answers]
-    assert consensus(texts, [mark == "+" for mark in correct]) == expected
+    pairs = zip(texts, correct, strict=True)
+    assert consensus([Score(0.0, mark == "+", answer) for answer, mark in pairs]) == expected
 
 
-def test_rewards_without_answers_have_no_consensus():
-    assert consensus(["", ""], [True, False]) is None
+def test_rewards_without_answers_or_verdicts_have_no_consensus():
+    assert consensus([Score(0.0, True, ""), Score(0.0, False, "")]) is None
+    assert consensus([Score(0.0, None, "7")]) is None
+
+
+@pytest.mark.parametrize("rule", ["last_number", "pattern"])
+def test_votes_are_counted_as_answers_are_compared(rule):
+    """5, 5.0 and 5.00 would be three answers with a vote each, and 7 the most frequent one."""
+    scores = [score(text, "5", rule, r"[0-9.]+") for text in ("5", "5.0", "5.00", "7", "7")]
+    assert consensus(scores) == 1.0
+    assert consensus([score(text, "5", rule, r"[0-9.]+") for text in ("5", "7", "7.0")]) == 0.0
+    half = [Score(1.0, True, answer, True) for answer in ("1/2", "0.5", "2/4")]
+    wrong = [Score(-1.0, False, "1/3", False)] * 2
+    assert consensus([*half, *wrong]) == 1.0
+
+
+def test_score_is_measured_if_no_function_says_what_is_correct():
+    """An accuracy of "score above 0" would be 1 for every judge."""
+    judge = Grades()
+    asked = held_out(make_prompts(20))
+    with EvaluationInProgress(ScriptedEngines(), judge, asked) as running:
+        result = running.finish()
+    assert result.accuracy is None and result.pass_at == {} and result.consensus is None
+    assert result.score == pytest.approx(np.mean(judge.given)) and result.standard_error > 0
+    sets = {"a": make_prompts(20)[:5], "b": make_prompts(20)[5:]}
+    with EvaluationInProgress(ScriptedEngines(), judge, held_out(sets)) as running:
+        of_sets = running.finish()
+    assert of_sets.accuracy is None
+    assert of_sets.score == pytest.approx(np.mean([one.score for one in of_sets.sets.values()]))
 
 
 def test_pass_and_consensus_of_two_problems():

@@ -83,12 +83,11 @@ def test_group_whose_remaining_responses_are_all_correct_is_all_correct():
     batch, _ = failing_batch(0.2, bound=10, responses_per_prompt=4)
     finished = [entry for entry in batch.saved if entry.disposition == "all_correct"]
     assert any(len(entry.group.responses) < 4 for entry in finished)
-    assert batch.counters.num_all_correct == len(finished)
+    assert batch.counters.num_at("all_correct") == len(finished)
     kept = sum(entry.disposition == "trained" for entry in batch.saved)
-    assert (
-        len(batch.counters.stats)
-        == kept + batch.counters.num_all_correct + batch.counters.num_all_wrong
-    )
+    assert len(batch.counters.stats) == kept + batch.counters.num_at(
+        "all_correct"
+    ) + batch.counters.num_at("all_wrong")
 
 
 @pytest.mark.parametrize("mode", [
@@ -100,8 +99,8 @@ def test_group_with_one_response_left_is_replaced(mode):
     assert len(batch.groups) == 8 and len(batch.counters.unscored) > 0
     assert all(len(group.responses) >= 2 for group in batch.groups)
     counted = (
-        batch.counters.num_all_correct
-        + batch.counters.num_all_wrong
+        batch.counters.num_at("all_correct")
+        + batch.counters.num_at("all_wrong")
         + len(batch.groups)
         + batch.counters.num_surplus
     )
@@ -556,5 +555,5 @@ def test_step_that_environments_stop_names_environment_cause_and_remedy():
         "reward functions or environments failed on 9 responses of the step, 37.5% of them, and "
         "reward.max_failed_share = 0.25; the last failure is of environment Sum: exception: "
         "ValueError: no server (game.py, line 3). Nothing of the step is trained on. Mend it or "
-        "its server, or raise reward.max_failed_share"
+        "its server, let it return a score for such responses, or raise reward.max_failed_share"
     )

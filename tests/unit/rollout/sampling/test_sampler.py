@@ -1,6 +1,7 @@
 """The sampler in each mode: batches that depend on the engines' speed, and groups that are lost."""
 
 import itertools
+import math
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from tests.support.rollout.samplers import (
 )
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
+    Grades,
     RightAtLeast,
     ScriptedEngines,
     make_prompts,
@@ -68,7 +70,42 @@ def test_custom_is_mixed():
     every_third = {"is_mixed": lambda group: group.prompt_index % 3 == 0}
     (batch,) = take(make_sampler(ScriptedEngines(), bound=0, sampler=every_third), 1)
     assert [group.prompt_index for group in batch.groups] == [3 * place for place in range(8)]
-    assert batch.counters.num_all_correct == len(batch.counters.stats) == 22
+    assert batch.counters.num_at("all_correct") == len(batch.counters.stats) == 22
+
+
+def test_graded_groups_are_mixed_if_their_rewards_differ():
+    """A bound of 0 makes nearly all of them all correct, and the run ends as too easy."""
+    pairs = {"responses_per_prompt": 2, "prompts_per_step": 20}
+    sampler = make_sampler(ScriptedEngines(), judge=Grades(), saved_groups="all", **pairs)
+    batch = sampler.next_batch()
+    assert all(len({*group.rewards}) > 1 for group in batch.groups)
+    counters = batch.counters
+    equal = [entry.group for entry in batch.saved if entry.disposition == "equal"]
+    assert len(equal) == counters.num_at("equal") > 0
+    assert all(len({*group.rewards}) == 1 for group in equal)
+    assert math.isnan(counters.accuracy) and 0.0 < counters.reward_mean < 1.0
+    assert saved_state(sampler)["difficulty"]["prompts"].keys() == {
+        group.prompt_id for group in counters.stats
+    }
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (RightAtLeast(0), "all correct\n.*rewards are from 1 to 1; what is correct says the rule"),
+        (
+            Grades(by_prompt=True),
+            "groups the rewards .* are equal, .*; rewards are from 0.25 to 0.75. Use a finer",
+        ),
+    ],
+)
+def test_shortfall_names_what_decided_and_the_range(judge, message):
+    """ "Use harder problems" is no help if a bound on the score is the cause."""
+    sampler = make_sampler(
+        ScriptedEngines(), judge=judge, max_asked_per_prompt=2.0, sampler={"verdict": "the rule"}
+    )
+    with pytest.raises(SamplingError, match=f"(?s){message}"):
+        sampler.next_batch()
 
 
 def test_next_step_starts_after_the_batch():
@@ -234,7 +271,7 @@ def test_statistics_cover_all_responses():
     sampler = make_sampler(engines, bound=RARE, num_prompts=500, max_asked_per_prompt=40.0)
     batch = sampler.next_batch()
     assert len(batch.counters.stats) == max(group.prompt_index for group in batch.groups) + 1
-    assert batch.counters.num_all_wrong > 4 * len(batch.groups)
+    assert batch.counters.num_at("all_wrong") > 4 * len(batch.groups)
     responses = all_responses(batch)
     lengths = [len(text) for text in responses]
     right = [sum(map(int, text)) >= RARE for text in responses]
@@ -295,14 +332,14 @@ def test_all_groups_are_saved_with_their_disposition():
         assert dispositions["dropped"] == len(batch.counters.dropped) + batch.counters.num_surplus
         counters = batch.counters
         assert dispositions["to_reserve"] == len(counters.to_reserve)
-        assert dispositions["all_correct"] == counters.num_all_correct
-        assert dispositions["all_wrong"] == counters.num_all_wrong
+        assert dispositions["all_correct"] == counters.num_at("all_correct")
+        assert dispositions["all_wrong"] == counters.num_at("all_wrong")
         trained = [sampled.group for sampled in batch.saved if sampled.disposition == "trained"]
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         kept = [sampled for sampled in reserved if sampled.disposition == "trained"]
         assert len(kept) == batch.num_from_reserve
     seen = Counter(sampled.disposition for batch in batches for sampled in batch.saved)
-    assert min(seen[disposition] for disposition in get_args(Disposition)) > 0, (
+    assert seen.keys() == {*get_args(Disposition)} - {"equal"}, (
         f"not all dispositions occurred: {seen}"
     )
 

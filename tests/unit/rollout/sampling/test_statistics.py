@@ -95,6 +95,16 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
     )
 
 
+def test_states_of_earlier_versions_are_read():
+    """A resumed run would end, or know nothing of its prompts."""
+    entry = stats("a", 2).to_json()
+    del entry["reward_range"]
+    assert GroupStats.from_json(json.loads(json.dumps(entry))) == stats("a", 2)
+    state = PromptHistory().state_dict()
+    del state["rates"]["equal"]
+    PromptHistory().load_state_dict(state)
+
+
 def test_keep_rate_depends_on_the_level():
     """One rate for all prompts would expect solved ones to fill a batch as fast as others."""
     difficulty = PromptHistory()

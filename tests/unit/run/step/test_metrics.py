@@ -75,7 +75,7 @@ OWN = [metric_name(phrase) for phrase in CONFIG.observe.reflection_phrases]
 ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
     *("time/evaluate_s", "time/checkpoint_s", "eval/accuracy", "eval/policy_version"),
-    *("eval/pass_at_k", "eval/cons_at_k"),
+    *("eval/score", "eval/pass_at_k", "eval/cons_at_k"),
     *("eval/loss", "eval/pair_accuracy", "pairs/accuracy", "pairs/margin"),
     "memory/driver_mib",
 }
