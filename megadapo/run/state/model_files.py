@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.models.folder import cached_hub_folder, is_hub_name
-from megadapo.weights.disk.export import CARRIED
-from megadapo.weights.disk.files import unreadable
+from megadapo.weights.disk.files import CARRIED, unreadable
 
 BLOCK_BYTES = 1 << 16
 SAMPLED_BYTES = 1 << 29
