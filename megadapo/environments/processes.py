@@ -216,7 +216,7 @@ class EnvironmentProcesses:
             elif process is not None and process.is_alive:
                 return process
             elif process is not None:
-                self.warnings.append(f"environment {self._config.label}: {process.lost}")
+                self.warnings.append(f"environment {self._config.label}: {LOST}: {process.lost}")
             self._places[place] = None
             # callers that waited for a failed start fail with it
             if self._num_failures > num_failures:
