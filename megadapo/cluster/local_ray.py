@@ -80,7 +80,10 @@ class LocalRay:
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
         # for Ray's processes alone: this one starts others that may outlive it
-        with _daemons_with({MARK: self._mark, "VLLM_RPC_BASE_PATH": str(self.folder)}):
+        variables = {MARK: self._mark, "VLLM_RPC_BASE_PATH": str(self.folder)}
+        # else a process that sets its title, as Ray's agents do, overwrites its environment's mark
+        variables["SPT_NOENV"] = "1"
+        with _daemons_with(variables):
             ray.init(
                 # without "local" Ray would join any cluster that this machine is a node of
                 address="local",
