@@ -318,6 +318,7 @@ print("left")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("daemon", "how", "exit_code", "says"),

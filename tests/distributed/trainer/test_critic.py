@@ -18,7 +18,7 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.gradients import assert_close_by_block
 from tests.support.trainer.ranks import Ranks, layout, with_marks
 
-LAYOUTS = with_marks(("cp2-tp2-sp", "cp2-vpp2-small"), slow=["dp2-overlap"], full=("small", "tp2"))
+LAYOUTS = with_marks(("dp2-overlap", "cp2-tp2-sp", "cp2-vpp2-small"), full=("small", "tp2"))
 
 
 def _batch():
@@ -78,6 +78,7 @@ def test_advantages_loss_and_gradients_equal_the_definition(models, alone):
     assert_close_by_block(alone["gradients"], expected["gradients"], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_keeps_advantages_and_the_critics_gradient(ranks, alone, name):
     found = _observe(ranks, **layout(name))

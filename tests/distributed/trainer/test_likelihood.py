@@ -71,6 +71,7 @@ def test_loss_is_the_mean_over_answer_tokens(models, alone):
     assert found["policy/skipped_updates"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_split_keeps_loss_and_updates(ranks, alone, name):
     """The second update's loss shows that the first one moved the weights alike."""

@@ -57,8 +57,9 @@ def test_loss_and_gradients_equal_the_definition(models, reference):
     assert len(set(losses)) == len(CASES), "two cases that give the same are no two tests"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", with_marks(["cp2-dp2-small"], slow=["tp2-pp2-sp"], full=("tp2", "cp2-pp2"))
+    "layout", with_marks(("cp2-dp2-small", "tp2-pp2-sp"), full=("tp2", "cp2-pp2"))
 )
 def test_split_keeps_loss_and_gradient(ranks, reference, layout):
     found = measure(ranks, **LAYOUTS[layout])

@@ -13,6 +13,7 @@ SEQUENCES = [0, 2, 4, 7, 11]
 """Sequences of both mini-batches of six; sequence 2 has a single response token."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{"data": 2, "tokens_per_micro_batch": 64}, {"context": 2, "pipeline": 2}],

@@ -79,6 +79,7 @@ def test_loss_and_gradients_equal_the_definition(models, one_rank, case):
     assert_close_by_block(found.by_name, by_name, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_marks([*LAYOUTS][:3], full=["pp2-large"]))
 def test_split_keeps_loss_and_gradient(ranks, one_rank, layout):
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
@@ -104,6 +105,7 @@ def k1_by_hand(models: Path) -> np.ndarray:
     return np.concatenate(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small", "vpp2-dp2-overlap"])
 def test_kl_in_reward_is_the_same_under_every_split(ranks, k1_by_hand, name):
     """A sum over one rank's tokens, or over one update's, would compare unequal responses."""
@@ -169,12 +171,11 @@ def test_reference_is_refreshed_after_every_second_step(ranks):
     assert [result["kl/max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sizes", "dtype"),
     [
-        pytest.param(
-            *("deep-tied", {"tensor": 2, "context": 2}, "bfloat16"), marks=pytest.mark.slow
-        ),
+        ("deep-tied", {"tensor": 2, "context": 2}, "bfloat16"),
         ("qwen3-moe", {"data": 2, "expert": 2}, "float32"),
     ],
     ids=["bf16", "expert-parallel"],

@@ -132,6 +132,7 @@ def test_scores_loss_and_gradients_equal_the_definition(alone, expected):
     assert_close_by_block(alone["gradients"], expected["gradients"], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_keeps_loss_and_gradient(ranks, alone, expected, name):
     """A pair may be split over micro-batches and ranks, which must not change its loss."""

@@ -41,6 +41,7 @@ def reference(ranks: Ranks, told: PackedBatch) -> Gradients:
     return measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_marks(LAYOUTS, full=FURTHER))
 def test_layout_keeps_loss_and_gradient(ranks, told, reference, name):
     found = measure(ranks, MODEL, told, aux_loss=AUX_LOSS, router_replay=True, **layout(name))

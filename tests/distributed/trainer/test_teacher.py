@@ -56,9 +56,10 @@ def test_loss_and_gradients_equal_the_definition(ranks, models, case):
         assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    with_marks(("pp2-cp2", "vpp2-dp2-overlap"), slow=["tp2-pp2-sp"], full=("tp2-sp", "dp2-small")),
+    with_marks(("pp2-cp2", "tp2-pp2-sp", "vpp2-dp2-overlap"), full=("tp2-sp", "dp2-small")),
 )
 def test_split_keeps_loss_and_gradient(ranks, models, name):
     policy, teacher = LAYOUTS[name]
@@ -95,6 +96,7 @@ def test_teacher_equal_to_the_policy_is_at_distance_zero(ranks, models, dtype):
     assert 0.0 < seen[1]["kl/mean"] < seen[1]["kl/max"]
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_same_teacher(ranks, models, tmp_path):
     """The checkpoint has no teacher; evicted weights must come back bit by bit."""
     batch = random_batch(RAGGED, num_mini_batches=2)

@@ -81,7 +81,9 @@ def check_until(condition: Callable[[], object], engines: Engines) -> None:
     wait_until(is_met)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_dead_engine_restarts_and_its_groups_are_generated(engines, how):
     """No group is lost, doubled or changed, slots become free again, and no process stays."""
     engines.submit(requests(60))
@@ -220,6 +222,7 @@ def test_restarts_come_back_with_time(engines, monkeypatch):
     assert time.monotonic() - first_death > 12.0
 
 
+@pytest.mark.slow
 def test_less_than_half_of_the_engines_ends_the_run(tmp_path):
     """Catches a run of weeks with a fraction of its engines."""
     engines = start_scripted_engines(3, tmp_path)

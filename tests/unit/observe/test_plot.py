@@ -35,6 +35,7 @@ def test_every_panel_shows_a_run_of_one_step(tmp_path):
         assert len({line.get_color() for line in lines}) == len(lines)
 
 
+@pytest.mark.slow
 def test_every_panel_shows_runs_drawn_over_each_other(tmp_path):
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
     figure = draw_runs([RunRecords(folder) for folder in runs])

@@ -43,6 +43,7 @@ def sampling(folder: Path, monkeypatch):
         yield
 
 
+@pytest.mark.slow
 def test_start_that_fails_keeps_earlier_results(folder, tmp_path):
     """A bad gold answer left an empty folder."""
     before = texts(folder)

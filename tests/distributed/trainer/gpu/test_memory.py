@@ -63,8 +63,6 @@ class Case:
 
 CASES = {
     "tensor, sequence, stages": Case({"tensor": 2, "pipeline": 2, "sequence": True}, 2),
-}
-SLOW_CASES = {
     "virtual stages, full": Case({"pipeline": 2, "virtual": 2, "recompute": "full"}, 2),
     "bfloat16, attention": Case(layout("bf16-attn"), model={"num_hidden_layers": 4}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
@@ -190,11 +188,11 @@ def _largest(profile: torch.profiler.profile) -> Allocated:
     return Allocated(state=state, peak=peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         *(pytest.param(case, id=name) for name, case in CASES.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
         *(pytest.param(case, id=name, marks=pytest.mark.full) for name, case in FULL_CASES.items()),
     ],
 )

@@ -224,6 +224,7 @@ def compile_in_a_process() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program])
 
 
+@pytest.mark.slow
 def test_concurrent_processes_share_one_library(fresh_cache):
     """Ranks start together, on an empty cache; none may find half a file."""
     started = [compile_in_a_process() for _ in range(3)]

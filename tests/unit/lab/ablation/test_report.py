@@ -162,6 +162,7 @@ def test_command_reports_finished_runs_without_training(tmp_path, capsys, monkey
     assert main([*words, *folder, "--seeds", "0"]) == 2
 
 
+@pytest.mark.slow
 def test_committed_ablations_are_ready_to_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     files = sorted(Path("configs/ablations").glob("*.toml"))
