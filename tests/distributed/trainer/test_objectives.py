@@ -112,6 +112,7 @@ def test_bounds_are_searched_over_all_ranks(ranks):
     assert 0.0 < alone["bapo/share_before"] < 0.9
 
 
+@pytest.mark.slow
 def test_pretraining_data_keeps_the_objectives_metrics(ranks):
     """Their loss goes down and is reported alone; one that is measured only moves no bit."""
     free, costly = (random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef) for coef in (0.0, 5.0))

@@ -6,9 +6,10 @@ from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import traffic, train, train_and_export
 from tests.support.trainer.ranks import OVERLAP, layout, with_marks
 
-LAYOUTS = with_marks(["vpp2-dp2"], slow=["dp2-bf16"], full=("dp2", "pp2-dp2"))
+LAYOUTS = with_marks(("dp2-bf16", "vpp2-dp2"), full=("dp2", "pp2-dp2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["deep-tied", pytest.param("deep-untied", marks=pytest.mark.full)]
 )

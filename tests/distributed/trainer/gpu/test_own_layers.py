@@ -13,15 +13,15 @@ import pytest
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.ranks import layout
+from tests.support.trainer.ranks import layout, with_marks
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, sequence, tied": ("deep-tied", layout("tp2-sp")),
     "data, overlap": ("qwen2-untied", layout("dp2-overlap")),
     "pipeline, recompute": ("deep-tied", layout("pp2-recompute")),
     "context": ("llama3", layout("cp2")),
-    "experts": ("qwen3-moe", layout("tp2-sp-ep2")),
     "alone, deterministic": ("qwen3", {"deterministic": True}),
+    "experts": ("qwen3-moe", layout("tp2-sp-ep2")),
 }
 """Model and layout; a rank has several micro-batches of each of two mini-batches."""
 
@@ -184,7 +184,7 @@ def _trained(rendezvous, settings, batch, *, on_gpu: bool) -> tuple[list[bytes],
     return state_bits(rank), metrics
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_marks([*LAYOUTS][:-1], slow=[*LAYOUTS][-1:]))
 def test_own_layers_train_as_on_a_cpu(ranks, name):
     """Catches gradients that are added twice, never, or before they are summed over ranks.
 
