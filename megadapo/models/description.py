@@ -118,8 +118,8 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
         shape=shape,
         rope=read_rope(hf_config),
         max_positions=required_size(hf_config, "max_position_embeddings"),
-        rms_norm_eps=hf_config.get("rms_norm_eps", RMS_NORM_EPS),
-        initializer_range=hf_config.get("initializer_range", INITIALIZER_RANGE),
+        rms_norm_eps=_positive(hf_config, "rms_norm_eps", RMS_NORM_EPS),
+        initializer_range=_positive(hf_config, "initializer_range", INITIALIZER_RANGE),
         routing=routing,
     )
 
@@ -202,14 +202,22 @@ def read_rope(hf_config: Mapping[str, Any]) -> Rope:
             f"config.json: rotary scaling {kind!r} has the settings {', '.join(settings)}, "
             f"expected are {', '.join(ROPE_KINDS[kind]) or 'none'}"
         )
-    for key, value in {"rope_theta": theta, **settings}.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise WeightError(f"config.json: {key} of the rotary embedding is {value!r}")
+    for key in settings:
+        _positive(settings, key)
     return Rope(
         kind=kind,
-        theta=float(theta),
+        theta=float(_positive({"rope_theta": theta}, "rope_theta")),
         **{ROPE_KINDS[kind][key]: value for key, value in settings.items()},
     )
+
+
+def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a positive number; the default stands for null or none."""
+    value = default if settings.get(key) is None else settings[key]
+    # True is an int
+    if not isinstance(value, int | float) or value is True or not 0 < value < math.inf:
+        raise WeightError(f"config.json: {key} must be a positive number, but it is {value!r}")
+    return value
 
 
 def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:

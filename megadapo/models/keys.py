@@ -67,7 +67,11 @@ def _problems(hf_config: Mapping[str, Any], family: Family) -> Iterator[str]:
     if _has_window(hf_config, family):
         yield "attention with a sliding_window is not supported"
     layers = given.get("layer_types")
-    if layers is not None and layers != ["full_attention"] * given["num_hidden_layers"]:
+    if layers is not None and (
+        not isinstance(layers, list)
+        or len(layers) != given["num_hidden_layers"]
+        or any(layer != "full_attention" for layer in layers)
+    ):
         yield "layer_types must be 'full_attention' for each of num_hidden_layers"
     known = {*_READ.split(), *_NO_EFFECT.split(), *fixed, *family.keys}
     # transformers' own notes begin with _

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.models.folder import cached_hub_folder, is_hub_name
-from megadapo.weights.disk.files import CARRIED, unreadable
+from megadapo.weights.disk.files import MEANING, unreadable
 
 BLOCK_BYTES = 1 << 16
 SAMPLED_BYTES = 1 << 29
@@ -37,7 +37,7 @@ def model_files(config: RunConfig) -> dict[str, ModelFiles]:
 
 def _digests(folder: Path) -> ModelFiles:
     """Return a digest of each file of configuration, tokenizer, chat template and weights."""
-    texts = {path for pattern in CARRIED for path in folder.glob(pattern)}
+    texts = {path for pattern in MEANING for path in folder.glob(pattern)}
     weights = set(folder.glob("*.safetensors*"))
     try:
         num_bytes = sum(path.stat().st_size for path in weights)

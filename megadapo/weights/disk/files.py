@@ -19,7 +19,7 @@ from typing import IO
 from megadapo.errors import CorruptCheckpointError, InfraError, WeightError
 
 _LOGGER = logging.getLogger("megadapo.weights")
-CARRIED = (
+MEANING = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -31,8 +31,9 @@ CARRIED = (
     "tekken.json",
     "chat_template*",
     "additional_chat_templates/*.jinja",
-    "LICENSE*",
 )
+"""Files beside the weights that decide what a model reads and writes."""
+CARRIED = (*MEANING, "LICENSE*")
 """Files that are copied along with the weights from one model folder to another."""
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 """Folders of the Hub's cache: files of a snapshot are links to blobs of the same model."""
