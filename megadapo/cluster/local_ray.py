@@ -1,7 +1,7 @@
 """The Ray that a run starts on its machine: daemons with a private folder and one end.
 
 Ray lets every user write to the folder of its sockets and logs, so the folder is inside one that
-only this user can enter. vLLM's sockets are there too.
+only this user can enter.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LocalRay:
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
         # for Ray's processes alone: this one starts others that may outlive it
-        variables = {MARK: self._mark, "VLLM_RPC_BASE_PATH": str(self.folder)}
+        variables = {MARK: self._mark}
         # else a process that sets its title, as Ray's agents do, overwrites its environment's mark
         variables["SPT_NOENV"] = "1"
         with _daemons_with(variables):
@@ -148,7 +148,7 @@ def private_folder() -> Path:
         Path(parent).mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     except OSError as error:
-        raise InfraError(f"no folder for Ray in {parent}: {error.strerror}") from error
+        raise InfraError(f"no folder for sockets in {parent}: {error.strerror}") from error
 
 
 @contextmanager

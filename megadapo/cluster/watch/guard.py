@@ -59,10 +59,11 @@ def kill_after_this_process(pids: Iterable[int]) -> Guard:
     return guard
 
 
-def mark_and_guard(mark: str) -> Guard:
-    """Mark all processes that this one starts from now on, and kill them when this one ends."""
+def mark_and_guard(mark: str, folder: str) -> Guard:
+    """Mark all processes that this one starts from now on; kill them, and remove a folder, when
+    this one ends."""
     os.environ.pop(MARK, None)
-    guard = Guard("mark", [mark])
+    guard = Guard("mark", [mark, folder])
     os.environ[MARK] = mark
     return guard
 

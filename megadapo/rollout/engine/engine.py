@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megadapo.cluster.local_ray import private_folder
 from megadapo.cluster.process_log import START_LINE, read_tail, redirect_output
 from megadapo.cluster.processes import collecting_rarely, descendants, private_bytes
 from megadapo.cluster.this_node import ClockReading, node_address, read_clock, use_interface_towards
@@ -109,7 +110,10 @@ class RolloutEngine:
         os.environ.update(spec.environment())
         # otherwise each of vLLM's process groups looks up the host's name and listens there
         use_interface_towards(node_address())
-        self._guard = mark_and_guard(self._mark)
+        # else vLLM's sockets stay in the node's temporary folder, where every user reaches them
+        sockets = str(private_folder())
+        os.environ["VLLM_RPC_BASE_PATH"] = sockets
+        self._guard = mark_and_guard(self._mark, sockets)
 
     def location(self) -> ProcessLocation:
         """Return the node and number of this process."""

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import stat
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -85,6 +88,17 @@ def test_logprobs_are_the_models_and_given_tokens_are_scored(engines, reference)
         assert found.dtype == np.float32 and np.abs(found - own).max() < 1e-5
     answers = {answer.key: answer.responses for answer in all_finished(engines)}
     assert bits(answers) == bits(expected)
+
+
+def test_sockets_are_in_a_folder_that_only_this_user_enters(engines):
+    """vLLM's own place for them is the temporary folder, where other users reach them."""
+    [location] = call_all(engines, "location")
+    process = psutil.Process(location.pid)
+    family = [process, *process.children(recursive=True)]
+    paths = {c.laddr for p in family for c in p.net_connections("unix") if c.laddr}
+    folders = {Path(path).parent for path in paths if "/ray/" not in path and path[0] == "/"}
+    assert folders
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
 
 
 def test_scores_without_a_free_slot_are_given_up(engines):

@@ -26,9 +26,8 @@ from tests.support.processes.running import is_running, wait_until
 MARKED = """
 import os, subprocess, sys, time
 from multiprocessing import shared_memory
-from megadapo.cluster.watch.guard import Guard, mark_and_guard
-folder_guard = Guard("mark", [sys.argv[1] + "-folder", sys.argv[3]])
-guard = mark_and_guard(sys.argv[1])
+from megadapo.cluster.watch.guard import mark_and_guard
+guard = mark_and_guard(sys.argv[1], sys.argv[3])
 child = "import subprocess, sys, time; from multiprocessing import shared_memory, resource_tracker;"
 child += "b = shared_memory.SharedMemory(create=True, size=4096, name=sys.argv[1]);"
 child += "resource_tracker.unregister(b._name, 'shared_memory');"
