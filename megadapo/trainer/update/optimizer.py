@@ -171,6 +171,6 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | Non
         return None
     if lr is not None:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_mult"]
+            group["lr"] = lr
         clip_and_step(optimizer, grad_norm)
     return grad_norm
