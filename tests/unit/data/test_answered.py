@@ -89,6 +89,10 @@ def test_tokens_are_those_of_a_rollout(tmp_path, row, template):
     assert wanted.tolist() == [False] * len(prompt) + [True] * len(answer)
 
 
+OTHER_END = CHATML.replace("eos_token", "';'")
+"""A template that ends earlier turns with another token than a sampled answer ends with."""
+
+
 def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
     row = {"messages": [ASK, SAY, AGAIN, LAST]}
     tokenizer, [[(tokens, wanted)]] = load(tmp_path, row, template=CHATML)
@@ -97,9 +101,10 @@ def test_answers_of_a_chat_share_a_sequence_where_the_template_allows(tmp_path):
         Prompt("", (("user", "1+2=?"), ("assistant", "3"), ("user", "4+5=?")), "", ""), tokenizer
     )
     assert tokens.tolist()[: len(both)] == both
-    tokenizer, [sequences] = load(tmp_path, row, template=FORGETTING)
-    assert [tokenizer.decode(one[wanted][:-1]) for one, wanted in sequences] == ["3", "9"]
-    assert tokenizer.decode(sequences[1][0]).startswith("u:4+5=?a:9")
+    for template, second in ((FORGETTING, "u:4+5=?a:9"), (OTHER_END, "u:1+2=?;a:3;u:4+5=?;a:9")):
+        tokenizer, [sequences] = load(tmp_path, row, template=template)
+        assert [tokenizer.decode(one[wanted][:-1]) for one, wanted in sequences] == ["3", "9"]
+        assert tokenizer.decode(sequences[1][0]).startswith(second)
 
 
 def learned(tokenizer, rows):
@@ -136,6 +141,15 @@ def test_thought_that_the_template_opens_is_in_the_tokens_once(tmp_path, answer,
     assert ("do not end it" in caplog.text) == ("</think>" not in answer)
     sampled = {**row, "prompt_id": "p"}
     assert learned(*load(tmp_path, sampled, template=THINKING, **sizes)) == [answer]
+
+
+def test_open_thoughts_are_counted_for_each_file(tmp_path, caplog):
+    _, encoder = encoder_of(THINKING, max_response_tokens=64)
+    for name, answer, is_open in (("train", "<think>1", True), ("held-out", "1</think>3", False)):
+        path = write(tmp_path / f"{name}.jsonl", {"messages": [ASK, {**SAY, "content": answer}]})
+        load_answered(path, encoder)
+        assert ("do not end it" in caplog.text) == is_open
+        caplog.clear()
 
 
 def test_answers_that_were_given_are_not_learned(tmp_path):
@@ -230,6 +244,10 @@ def test_fingerprint_tells_rows_apart(tmp_path):
         for rows in ([one, two], [two, one], [one], [one, one], [two])
     }
     assert len(found) == 5
+    # without the lengths, the bytes of these would be the same
+    two_sequences = [[(np.int32([1]), np.array([True])), (np.int32([2]), np.array([True]))]]
+    one_sequence = [[(np.int32([1, 2 * 256 + 1]), np.array([False, True]))]]
+    assert fingerprint(two_sequences) != fingerprint(one_sequence)
 
 
 def test_correct_rows_restore_the_sampled_tokens(tmp_path):
