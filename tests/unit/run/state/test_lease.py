@@ -224,6 +224,16 @@ def test_link_whose_answer_was_lost_is_ones_own(tmp_path, monkeypatch):
     lease.close()
 
 
+def test_removed_lease_belongs_to_no_other_driver(tmp_path):
+    """The driver would not write its end, and status.json would say "running" for ever."""
+    lease = Lease.take(tmp_path)
+    (tmp_path / LEASE_FILE).unlink()
+    assert not lease.is_lost()
+    write(tmp_path, replace(Driver.here(), token="another"))
+    assert lease.is_lost()
+    lease.close()
+
+
 def test_heartbeat_of_a_lost_lease_does_not_keep_it_fresh(tmp_path):
     lease = Lease.take(tmp_path, heartbeat_s=0.02)
     write(tmp_path, of_another_machine(), age_s=500)
