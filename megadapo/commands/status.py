@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.errors import DataError
 from megadapo.observe.tables import printable
 
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "status", "print the progress of a run")
     parser.description = (
-        "Print a run's status.json. Exit code: 0 if the run is running or finished, 1 if its "
-        "supervisor waits to start it again, it was stopped, it failed, it makes no progress, or "
-        "its driver is gone."
+        "Print a run's status.json, and warnings about what it learns. Exit code: 0 if the run is "
+        "running or finished, 1 if its supervisor waits to start it again, it was stopped, it "
+        "failed, it makes no progress, or its driver is gone."
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -27,14 +28,21 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megadapo.observe.run_records import RunRecords
+
     status = observed_status(arguments.run_folder)
-    text = json.dumps(status, indent=2)
+    try:
+        warnings = RunRecords(arguments.run_folder).warnings
+    except (DataError, OSError) as error:
+        # the state does not depend on them
+        warnings = [str(error)]
+    text = json.dumps({**status, "warnings": warnings}, indent=2)
     if not arguments.json:
         engines = status.pop("engines")
         status["engines"] = None if engines is None else len(engines["engines"])
         text = "\n".join(
             f"{name.replace('_', ' '):17}{'-' if value is None else printable(str(value))}"
-            for name, value in status.items()
+            for name, value in (*status.items(), *(("warning", one) for one in warnings))
         )
     # a reader of the first line alone does not change the exit code
     with suppress(BrokenPipeError):

@@ -26,10 +26,10 @@ EVERY_S = 2.0
 TAIL_BYTES = 1 << 20
 """Size of the end of metrics.jsonl and log.txt that is read for a frame: some 200 steps."""
 ROUTINE = ("step=", "evaluation step=", "starting: ", "info: ", "end: ")
-"""Beginnings of lines in log.txt that are no warnings."""
-NUM_WARNINGS = 5
-MAX_WARNING = 300
-"""Most characters of one warning."""
+"""Beginnings of lines in log.txt that no frame shows."""
+NUM_MESSAGES = 5
+MAX_MESSAGE = 300
+"""Most characters of one message of log.txt."""
 SILENT_S = 10.0
 """Seconds without a heartbeat, while other ranks send some, after which a rank is shown."""
 CURRENT_S = 60.0
@@ -81,22 +81,22 @@ class _View:
 
         from megadapo.observe.metrics.records import read_evaluations, read_metrics
         from megadapo.observe.progress import curve_table
+        from megadapo.observe.run_warnings import run_warnings
         from megadapo.observe.tables import printable
 
         status = observed_status(self._folder)
         records = read_metrics(self._folder, last_bytes=TAIL_BYTES)
+        evaluations = read_evaluations(self._folder)
         table = Table.grid(padding=(0, 2))
         for label, text in self._rows(status, records):
             # every text is from a file, which a model may have had a part in
             table.add_row(label, Text(" ".join(printable(text).split())))
-        parts: list[ConsoleRenderable] = [
-            table,
-            Text(),
-            curve_table(records, read_evaluations(self._folder)),
-        ]
-        if warnings := list(_warnings(self._folder)):
+        for text in run_warnings(records, evaluations):
+            table.add_row("warning", Text(printable(text), style="yellow"))
+        parts: list[ConsoleRenderable] = [table, Text(), curve_table(records, evaluations)]
+        if messages := list(_messages(self._folder)):
             parts += [Text(), Text("last messages of log.txt, without routine:", style="dim")]
-            parts += (Text(printable(line), style="yellow") for line in warnings)
+            parts += (Text(printable(line), style="yellow") for line in messages)
         return Group(*parts)
 
     def _rows(
@@ -192,7 +192,7 @@ def _current_ranks(folder: Path) -> Iterator[str]:
             yield f"rank {rank} has sent no heartbeat for {silent_s:.0f} s"
 
 
-def _warnings(folder: Path) -> Iterator[str]:
+def _messages(folder: Path) -> Iterator[str]:
     """Yield the newest lines of log.txt that are no routine, oldest first."""
     from megadapo.observe.files import complete_lines
     from megadapo.observe.progress import LOG_FILE
@@ -200,8 +200,8 @@ def _warnings(folder: Path) -> Iterator[str]:
     lines = complete_lines(folder / LOG_FILE, last_bytes=TAIL_BYTES)
     texts = [line.decode(errors="replace") for line in lines]
     found = [text for text in texts if not text.partition(" ")[2].startswith(ROUTINE)]
-    for text in found[-NUM_WARNINGS:]:
-        yield text if len(text) <= MAX_WARNING else f"{text[:MAX_WARNING]}..."
+    for text in found[-NUM_MESSAGES:]:
+        yield text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 def _value(record: MetricRecord, name: str, form: str) -> str:

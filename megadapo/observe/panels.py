@@ -343,6 +343,8 @@ SECTIONS: tuple[Section, ...] = (
                     "groups/all_correct": "all correct",
                     "groups/all_wrong": "all incorrect",
                     "groups/equal": "equal rewards",
+                    "groups/one_text_wrong": "one incorrect text",
+                    "groups/rejected_unequal": "not mixed, unequal rewards",
                 },
             ),
             Panel(

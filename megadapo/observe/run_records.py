@@ -19,6 +19,7 @@ from megadapo.observe.metrics.records import (
 )
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.observe.run_warnings import run_warnings
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
@@ -77,6 +78,11 @@ class RunRecords:
     def evaluations(self) -> list[EvaluationRecord]:
         """The held-out evaluations, oldest first; step 0 is before training."""
         return read_evaluations(self.folder)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Warnings about what the run learns."""
+        return run_warnings(self.steps, self.evaluations)
 
     def series(self, name: str) -> dict[int, float]:
         """Return the values of a metric by the steps at which it was measured."""

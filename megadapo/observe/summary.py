@@ -1,4 +1,4 @@
-"""The summary of a run: a table of before and after, its costs, its files, and next commands."""
+"""The summary of a run: before and after, its costs, its files, next commands and warnings."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megadapo.observe.metrics.records import (
 from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
 from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
+from megadapo.observe.tables import printable
 
 _ROWS = (
     ("training accuracy", "accuracy/mean", "{:.3f}"),
@@ -52,7 +53,7 @@ _ARTEFACTS = (
 
 
 def print_report(folder: Path, *, console: Console | None = None, command: str = "train") -> None:
-    """Print the before/after table of a run, its costs, its files and next commands.
+    """Print the before/after table of a run, its costs, files, next commands and warnings.
 
     `command`: the command of the run.
     """
@@ -82,6 +83,9 @@ def print_report(folder: Path, *, console: Console | None = None, command: str =
         highlight=False,
         soft_wrap=True,
     )
+    for text in run.warnings:
+        console.print()
+        console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
 
 
 def before_after(

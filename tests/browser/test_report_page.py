@@ -524,6 +524,20 @@ def test_several_runs_share_axes_and_can_be_hidden(show, tmp_path):
     wait_for_list(page, 3, 4, 5, 6)
 
 
+def test_warnings_are_shown_at_the_head_of_their_run(show, tmp_path):
+    healthy, collapsed = demo_run(tmp_path / "one"), demo_run(tmp_path / "two")
+    for folder in (healthy, collapsed):
+        forget(folder, "groups/")
+    with MetricsLog(collapsed) as log:
+        counts = {"groups/sampled": 1000, "groups/one_text_wrong": 999}
+        log.record({"step": 99, **counts, f"reward/{HOSTILE}/failed": 1.0})
+    for runs in ([collapsed], [healthy, collapsed]):
+        page = show(*runs)
+        first, second = page.texts(".warning")
+        assert "have one text" in first and second.startswith("reward/</script><img")
+    assert page.texts(".run-list > *")[1].startswith("two")
+
+
 def test_run_without_responses_says_so(show, tmp_path):
     folder = demo_run(tmp_path / "bare")
     for path in (folder / "rollouts").iterdir():

@@ -51,6 +51,9 @@ METRICS = {
     "groups/all_wrong": "Completed groups with only incorrect responses.",
     "groups/equal": "Completed groups whose rewards are equal, where no reward function says what "
     "is correct.",
+    "groups/one_text_wrong": "Groups among groups/all_wrong whose responses are all the same text.",
+    "groups/rejected_unequal": "Groups left out as all correct or all incorrect, although their "
+    "rewards differ by a quarter of the range of the step's rewards, or more.",
     "groups/all_correct_share": "Share of groups/all_correct in groups/sampled.",
     "groups/all_wrong_share": "Share of groups/all_wrong in groups/sampled.",
     "groups/equal_share": "Share of groups/equal in groups/sampled.",

@@ -50,6 +50,7 @@ class RunView:
     title: str
     """Progress and dates in one line."""
     facts: list[tuple[str, str]]
+    warnings: list[str]
     first_step: int
     last_step: int
     rows: list[tuple[str, str, str]]
@@ -85,6 +86,7 @@ def _read_run(folder: Path, name: str) -> RunView:
         folder=str(folder),
         title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(folder)]),
         facts=_facts(config),
+        warnings=run.warnings,
         first_step=int(records[0]["step"] or 0),
         last_step=last_step,
         rows=before_after(records, evaluations),

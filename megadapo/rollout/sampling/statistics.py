@@ -18,6 +18,8 @@ from megadapo.rollout.types import EngineActivity
 Level = Literal["unseen", "all_wrong", "mixed", "all_correct", "equal"]
 """Difficulty of a prompt, by its latest group; equal: its rewards were, and no function says what
 is correct."""
+UNEQUAL_SHARE = 0.25
+"""Share of the range of a step's rewards by which those of a group differ if they are unequal."""
 _TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
     *("trained", "to_reserve", "trained", "dropped", "out_of_band", "equal"),
@@ -50,6 +52,8 @@ class GroupStats:
     lengths: tuple[int, ...]
     num_truncated: int
     is_mixed: bool
+    is_one_text: bool = False
+    """Whether several responses are all the same text."""
     seconds: float
     num_excluded: int = 0
     """Number of responses that have no score, after failures, and are left out of the group."""
@@ -82,6 +86,7 @@ class GroupStats:
             lengths=group.lengths,
             num_truncated=sum(group.truncated),
             is_mixed=is_mixed,
+            is_one_text=len(responses) > 1 and len({one.text for one in responses}) == 1,
             seconds=group.seconds,
             num_generated=group.num_generated,
             num_output_tokens=sum(group.lengths) - sum(group.num_sampled),
@@ -207,6 +212,18 @@ class StepCounters:
     def num_at(self, level: Level) -> int:
         """Return the number of groups at a level."""
         return sum(group.level == level for group in self.stats)
+
+    @property
+    def num_rejected_unequal(self) -> int:
+        """Number of groups left out as all correct or all wrong although their rewards differ."""
+        ends = [end for group in self.stats for end in group.reward_range]
+        least = UNEQUAL_SHARE * (max(ends, default=0.0) - min(ends, default=0.0))
+        return sum(
+            not group.is_mixed
+            and group.level in ("all_correct", "all_wrong")
+            and 0.0 < group.reward_range[1] - group.reward_range[0] >= least
+            for group in self.stats
+        )
 
     @property
     def num_surplus(self) -> int:

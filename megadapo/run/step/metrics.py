@@ -76,6 +76,10 @@ def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
         "groups/all_correct": counters.num_at("all_correct"),
         "groups/all_wrong": counters.num_at("all_wrong"),
         "groups/equal": counters.num_at("equal"),
+        "groups/one_text_wrong": sum(
+            group.is_one_text and group.level == "all_wrong" for group in counters.stats
+        ),
+        "groups/rejected_unequal": counters.num_rejected_unequal,
         "groups/all_correct_share": _share(counters.num_at("all_correct"), total),
         "groups/all_wrong_share": _share(counters.num_at("all_wrong"), total),
         "groups/equal_share": _share(counters.num_at("equal"), total),

@@ -16,7 +16,12 @@ function oneHead(run) {
     el("h1", {}, run.name),
     el("p", { class: "subtitle" }, run.title),
     facts(run),
+    warnings(run),
   );
+}
+
+function warnings(run) {
+  return run.warnings.map((text) => el("p", { class: "warning" }, text));
 }
 
 function facts(run) {
@@ -37,6 +42,7 @@ function manyHeads() {
         el("b", {}, run.name),
         el("span", {}, run.title),
       ),
+      ...warnings(run),
     );
   });
   return el("div", { class: "head" }, el("h1", {}, `${data.runs.length} runs`), list);

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,11 +99,24 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
 def test_states_of_earlier_versions_are_read():
     """A resumed run would end, or know nothing of its prompts."""
     entry = stats("a", 2).to_json()
-    del entry["reward_range"]
+    del entry["reward_range"], entry["is_one_text"]
     assert GroupStats.from_json(json.loads(json.dumps(entry))) == stats("a", 2)
     state = PromptHistory().state_dict()
     del state["rates"]["equal"]
     PromptHistory().load_state_dict(state)
+
+
+def test_group_of_one_text_has_several_responses():
+    """With one response a prompt every group would be one."""
+    group = make_group(0)
+    first, second = group.responses
+    for responses, is_one_text in (
+        ((first, second), True),
+        ((first, replace(second, text="6")), False),
+        ((first,), False),
+    ):
+        changed = replace(group, responses=responses, scores=group.scores[: len(responses)])
+        assert GroupStats.from_group(changed, is_mixed=False).is_one_text == is_one_text
 
 
 def test_keep_rate_depends_on_the_level():

@@ -167,6 +167,28 @@ def test_groups_without_signal_are_shares_of_all_sampled():
     assert found["groups/all_wrong_share"] == 0.25
 
 
+def test_wrong_groups_of_one_text_are_counted():
+    """Equal responses to problems that are solved would look like a collapse."""
+    stats = [group_stats(3, 3, num_correct=num, is_one_text=True) for num in (0, 1, 2)]
+    assert metrics(stats=[*COUNTERS.stats, *stats])["groups/one_text_wrong"] == 1
+
+
+def test_rejected_groups_with_unequal_rewards_are_counted():
+    """Neither small bonuses, nor mixed groups outside of the range, nor equal rewards count."""
+
+    def unequal(*groups, **values):
+        stats = [group_stats(3, 3, num_correct=num, reward_range=ends) for num, ends in groups]
+        stats = [replace(group, **values) for group in stats]
+        return metrics(stats=stats)["groups/rejected_unequal"]
+
+    judged = [(2, (3.0, 9.0)), (0, (0.0, 2.5)), (2, (10.0, 10.0)), (1, (2.0, 9.0))]
+    assert unequal(*judged) == 2
+    assert unequal(*judged, is_mixed=False) == 2
+    assert unequal((0, (-1.0, -0.9)), (2, (1.0, 1.1))) == 0
+    assert unequal((0, (1.0, 1.0))) == unequal((0, (1.0, 9.0)), num_correct=None) == unequal() == 0
+    assert unequal(*judged, is_mixed=True) == 0
+
+
 def test_step_without_responses_has_null_means():
     found = metrics(stats=[])
     responses = ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s")
