@@ -172,7 +172,8 @@ METRICS = {
     "weights/pause_s": "Seconds of the update after generation was stopped for it.",
     "memory/driver_mib": "Private memory of the driver in MiB; memory/* shows leaks.",
     "memory/rank_min_mib": "Smallest private memory of a trainer rank after the updates.",
-    "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",
+    "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates. On a "
+    "CPU it includes freed memory, which the C library returns every 16 steps only.",
     "memory/engine_min_mib": "Smallest private memory of an engine with its processes.",
     "memory/engine_max_mib": "Largest private memory of an engine with its processes.",
     "eval/loss": "Mean loss of held-out response tokens in nats, or of held-out pairs; of "
