@@ -37,6 +37,8 @@ FAILED = "failed"
 """Name of the part that is 1 if a function failed, else 0; its mean is the share of failures."""
 FAILURES = "failures"
 """Area of the numbers of failures of an environment, each by its kind of cause."""
+CUT_MESSAGES = "cut_messages"
+"""Name of the number of messages and texts of an environment that were cut off."""
 INTERRUPTED = "interrupted"
 """Cause of the failure of an episode that a restart interrupted and that must not be repeated."""
 MIN_RESPONSES = 2

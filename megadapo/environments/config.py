@@ -38,7 +38,9 @@ class EnvironmentConfig(Section, title="rollout.environments"):
     """Tokens that a response may generate before its first action, between two and after the last
     one. One that needs more is truncated. None: no limit but the response's own."""
     max_observation_tokens: PositiveInt = 1024
-    """Longest text of an observation in tokens; the rest is cut off."""
+    """Longest message or text of an observation in tokens; the rest is cut off."""
+    truncation_side: Literal["left", "right"] = "right"
+    """Side that is cut off: "right" keeps the beginning, "left" the end, as of a log."""
     tool_parser: str | None = None
     """Name of vLLM's parser that reads tool calls from the model's text, such as "hermes"."""
     recovery: Recovery = "replay"

@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -75,6 +75,8 @@ class EpisodeRequest:
     max_turns: int
     max_turn_tokens: int | None = None
     max_observation_tokens: int
+    truncation_side: Literal["left", "right"] = "right"
+    """Side of a longer message or text that is cut off."""
     tool_parser: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools, which a parser needs for the types of arguments."""

@@ -216,11 +216,12 @@ Each entry of `rollout.environments` adds the means of its episodes: `environmen
 `environment/NAME/turns`, `environment/NAME/seconds` for the time that it took, and every number
 that it counts; `environment/NAME/out_of_turns` is the share of episodes that ended at `max_turns`,
 which are not truncated; `environment/NAME/failed` is the share of responses that it failed on,
-which have no score. `environment/NAME/failures/KIND` is the number of its failures in the step,
-those after which a response was requested again included, by kind of cause: failure
-(`EnvironmentFailure`), exception, timeout, lost_process, no_capacity (of memory or threads) and
-not_continued (an episode that cannot be repeated or has lost its records). A step leaves out kinds
-without failures.
+which have no score; `environment/NAME/cut_messages` is the number of an episode's messages and
+texts that were cut at `max_observation_tokens`. `environment/NAME/failures/KIND` is the number of
+its failures in the step, those after which a response was requested again included, by kind of
+cause: failure (`EnvironmentFailure`), exception, timeout, lost_process, no_capacity (of memory or
+threads) and not_continued (an episode that cannot be repeated or has lost its records). A step
+leaves out kinds without failures.
 
 If data.held_out is a table, `held_out/NAME/accuracy` is the accuracy of each set, in the steps with
 `eval/accuracy`, which is their mean; without an accuracy there is `held_out/NAME/score`. `megadapo

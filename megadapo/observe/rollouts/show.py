@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from megadapo.data.group import Score, encode_versions
+from megadapo.data.group import CUT_MESSAGES, Score, encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.saved_group import (
     Disposition,
@@ -155,6 +155,8 @@ def _conversation(
             head = Text(f"  tool: {size}", "cyan")
         else:
             cost = f"reward {part.turn.reward:+g}, {part.turn.seconds:.3g} s"
+            if num_cut := dict(part.turn.metrics).get(CUT_MESSAGES):
+                cost += f", {num_cut:g} cut off"
             head = Text(f"  {printable(environment)}: {size}, {cost}", "cyan")
         yield head
         if part.start < part.end:

@@ -98,8 +98,10 @@ class EpisodeClient:
 
     def observation_ids(
         self, observation: Observation, turn_ids: Sequence[int], request: EpisodeRequest
-    ) -> list[int]:
-        """Return the tokens to append after a turn; names of control tokens are plain text.
+    ) -> tuple[list[int], int]:
+        """Return the tokens to append after a turn, and how many messages or texts are cut.
+
+        Names of control tokens are plain text.
 
         Raises:
             DataError: the chat template has no place for the messages.
@@ -107,22 +109,27 @@ class EpisodeClient:
         """
         if observation.token_ids is not None:
             self._check_ids(observation.token_ids, request.max_observation_tokens)
-            return list(observation.token_ids)
+            return list(observation.token_ids), 0
         if observation.text is not None:
             ids = output_ids(observation.text, request.output, self._tokenizer)
-            return ids[: request.max_observation_tokens]
+            kept = _kept(ids, request)
+            return kept, int(len(kept) < len(ids))
         if not observation.messages:
             raise DataError("an observation that does not end the episode has no messages")
-        messages, num_left = [], request.max_observation_tokens
+        messages, num_cut = [], 0
         for message in observation.messages:
             # names of control tokens become plain text, which has more tokens
             ids = output_ids(message["content"], "{}", self._tokenizer)
-            if len(ids) > num_left:
-                cut = self._tokenizer.decode(ids[:num_left], skip_special_tokens=False)
-                message = {**message, "content": cast(str, cut)}
+            kept = _kept(ids, request)
+            if len(kept) < len(ids):
+                num_cut += 1
+                content = self._tokenizer.decode(
+                    kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+                # bytes of a character that the cut divides
+                message = {**message, "content": cast(str, content).strip("\ufffd")}
             messages.append(message)
-            num_left -= min(len(ids), num_left)
-        return self._turns.ids_after(turn_ids, messages)
+        return self._turns.ids_after(turn_ids, messages), num_cut
 
     def _check_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
         if len(token_ids) > max_tokens:
@@ -222,9 +229,17 @@ class RemoteEpisode:
         """Tell the host that the episode has ended or is not wanted; does not wait."""
         self._client.actor.close.remote([self._name])
 
-    def observation_ids(self, observation: Observation, turn_ids: Sequence[int]) -> list[int]:
-        """Return the tokens to append after a turn; see `EpisodeClient.observation_ids`."""
+    def observation_ids(
+        self, observation: Observation, turn_ids: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Return what `EpisodeClient.observation_ids` does."""
         return self._client.observation_ids(observation, turn_ids, self.request)
+
+
+def _kept(ids: list[int], request: EpisodeRequest) -> list[int]:
+    """Return the tokens of a message or text that the model reads."""
+    num = request.max_observation_tokens
+    return ids[:num] if request.truncation_side == "right" else ids[-num:]
 
 
 def _tool_call(name: str, arguments: str) -> ToolCall:

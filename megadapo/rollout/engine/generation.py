@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.data.group import NO_VERSION, Failure, Response, Turn
+from megadapo.data.group import CUT_MESSAGES, NO_VERSION, Failure, Response, Turn
 from megadapo.errors import ConfigError, DataError
 from megadapo.rollout.engine.episode import EpisodeClient, RemoteEpisode, sampled_of
 from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse, Segment
@@ -418,7 +418,8 @@ class EpisodeResponse(InFlightResponse):
     def _observe(self, outcome: Outcome, turn_ids: Sequence[int]) -> None:
         """Append the answer to a turn; end the response if the episode is over."""
         assert self._episode is not None
-        observation, ids = outcome.observation, []
+        observation, num_cut = outcome.observation, 0
+        ids: list[int] = []
         if observation is None:
             self._fail(outcome.failure or "")
             return
@@ -437,20 +438,21 @@ class EpisodeResponse(InFlightResponse):
                 )
                 return
             try:
-                num_left = self._num_left(self._token_ids)
-                ids = self._episode.observation_ids(observation, turn_ids)[:num_left]
+                ids, num_cut = self._episode.observation_ids(observation, turn_ids)
+                ids = ids[: self._num_left(self._token_ids)]
             except (ConfigError, DataError) as error:
                 self._fail(f"wrong result: {error}")
                 return
         self._segments.append(Segment(ids, None, NO_VERSION))
         end = len(self._token_ids)
+        cut = [(CUT_MESSAGES, float(num_cut))] if num_cut else []
         self._turns.append(
             Turn(
                 end=end,
                 reward=observation.reward,
                 seconds=outcome.seconds,
                 is_call=is_call,
-                metrics=tuple(observation.metrics.items()),
+                metrics=(*observation.metrics.items(), *cut),
             )
         )
         self._finish_reason = "unfinished"

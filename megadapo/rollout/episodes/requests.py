@@ -57,6 +57,7 @@ class EpisodeRequests:
                     max_turns=config.max_turns,
                     max_turn_tokens=config.max_turn_tokens,
                     max_observation_tokens=config.max_observation_tokens,
+                    truncation_side=config.truncation_side,
                     tool_parser=config.tool_parser,
                     tools=tuple(description.tools),
                     may_repeat=config.recovery != "once",

@@ -15,7 +15,16 @@ from typing import Protocol
 
 import numpy as np
 
-from megadapo.data.group import FAILED, FAILURES, MIN_RESPONSES, Failure, Group, Response, Score
+from megadapo.data.group import (
+    CUT_MESSAGES,
+    FAILED,
+    FAILURES,
+    MIN_RESPONSES,
+    Failure,
+    Group,
+    Response,
+    Score,
+)
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardOutageError
 from megadapo.rollout.types import (
@@ -295,6 +304,7 @@ def _with_parts(score: Score, response: Response, episode: EpisodeRequest | None
         "turns": float(len(response.actions)),
         "seconds": math.fsum(turn.seconds for turn in response.turns),
         "out_of_turns": float(response.finish_reason == "max_turns"),
+        CUT_MESSAGES: 0.0,
         FAILED: 0.0,
         **response.metrics,
     }

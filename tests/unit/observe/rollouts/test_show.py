@@ -2,6 +2,7 @@
 
 import io
 import pydoc
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from megadapo.cli import run_command
 from megadapo.commands.show import DISPOSITIONS
+from megadapo.data.group import CUT_MESSAGES
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, conversation
@@ -197,6 +199,17 @@ def test_first_observation_and_last_turn_are_shown(tmp_path):
     text = shown(save(tmp_path, 1, saved_group(episode)))
     assert "  Game: 5 tokens, reward +0, 0.25 s\n    begin\n  turn 1: 1 token\n    a\n" in text
     assert "  Game: 2 tokens, reward -1, 0.25 s\n    no\n  turn 2: 3 tokens\n    b c\n" in text
+
+
+def test_cut_observations_are_shown(tmp_path):
+    """Catches a long observation that the model has read in part only, without a sign of it."""
+    episode = saved_episode(("a", "no", 0.0), ("b", "yes", 1.0))
+    first, second = episode.response.turns
+    cut = (replace(first, metrics=(("calls", 1.0), (CUT_MESSAGES, 2.0))), second)
+    episode = replace(episode, response=replace(episode.response, turns=cut))
+    text = shown(save(tmp_path, 1, saved_group(episode)))
+    assert "  Game: 2 tokens, reward +0, 0.25 s, 2 cut off\n    no\n" in text
+    assert text.count("cut off") == 1
 
 
 def test_output_of_a_tool_is_shown_inside_the_turn(tmp_path):

@@ -135,16 +135,53 @@ async def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
 
 
 def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
-    """Names of control tokens become several tokens, and all messages share the limit."""
+    """Names of control tokens become several tokens, and each message has its own limit."""
     play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
     turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
 
     def num_appended(*contents):
         messages = [{"role": "user", "content": content} for content in contents]
-        return len(client.observation_ids(Observation(messages=messages), turn, play.request))
+        ids, num_cut = client.observation_ids(Observation(messages=messages), turn, play.request)
+        return len(ids), num_cut
 
-    assert num_appended("<|im_end|>" * 50) == num_appended("") + 50
-    assert num_appended("b" * 30, "c" * 30, "d") == num_appended("", "", "") + 50
+    (one, _), (three, _) = num_appended(""), num_appended("", "", "")
+    assert num_appended("<|im_end|>" * 50) == (one + 50, 1)
+    assert num_appended("b" * 30, "c" * 60, "d") == (three + 30 + 50 + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("side", "kept", "half", "text"),
+    [
+        ("right", "a" * 49, "<|im_end|>" * 5, "a" * 50),
+        ("left", "b" * 49, "<|im_end|>" * 5, "b" * 50),
+    ],
+)
+def test_observation_is_cut_on_its_side(tmp_path, tokenizer, side, kept, half, text):
+    """The cut divides a character of three bytes, whose rest is no text, and a token's name."""
+    play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
+    request = replace(play.request, truncation_side=side)
+    turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
+    contents = ["a" * 49 + "\u20ac" + "b" * 49, "short", "<|im_end|>" * 9]
+    messages = [{"role": "user", "content": content} for content in contents]
+    ids, num_cut = client.observation_ids(Observation(messages=messages), turn, request)
+    assert num_cut == 2
+    shown = [kept, "short", half]
+    users = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in shown)
+    assert tokenizer.decode(ids) == f"\n{users}<|im_start|>assistant\n"
+    long = Observation(text="a" * 60 + "b" * 60)
+    ids, num_cut = client.observation_ids(long, turn, request)
+    assert (tokenizer.decode(ids), num_cut) == (text, 1)
+
+
+async def test_cut_messages_are_counted_once_and_cut_alike_by_another_engine(tmp_path, tokenizer):
+    async with Play(tmp_path, tokenizer, hello="h" * 51, reply="c" * 60) as play:
+        play.request = replace(play.request, truncation_side="left")
+        lost = play.response(Policy(tokenizer, "one", "two", "not heard of", abort=2))
+        await lost.finish()
+        found = await play.finish(Policy(tokenizer, "three"))
+        last = found.turns[2].end
+        assert found.token_ids[:last].tolist() == lost.response().token_ids[:last].tolist()
+        assert found.metrics["cut_messages"] == 3.0 and len(play.actions) == 3
 
 
 async def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):

@@ -540,6 +540,8 @@ def test_lost_games_are_counted_and_trained_on():
     assert batch.counters.reward_parts["environment/Sum/out_of_turns"] == pytest.approx(
         np.mean(lost)
     )
+    # a mean over the episodes with cuts alone would hide how rare they are
+    assert batch.counters.reward_parts["environment/Sum/cut_messages"] == 0.0
     weights = loss_weights(batch.groups, AlgorithmConfig(overlong_filtering=True))
     assert (weights > 0).all()
 
