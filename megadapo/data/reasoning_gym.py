@@ -36,10 +36,37 @@ FIRST_SEED = {"train": 0, "held_out": 1 << 31}
 
 REFUSED = {
     "codeio": "its items depend on the order in which they are made",
+    "coin_flip": "its scorer accepts the first digit of the answer",
     "composite": "name a TOML file with the tasks instead",
     "game_of_life_halting": "its scorer accepts any text as the answer",
+    "propositional_logic": "its scorer accepts a copy of a premise",
 }
 """Datasets that cannot be used, with the reasons."""
+_ARITHMETIC = r"\d{1,30}(?!\d)|\*(?!\*)|/(?!/)|[-+()\s]"
+_EXPONENT = r"\d{1,2}(?:\.\d{1,4})?(?![\d.])"
+# without towers of powers, whose digits would fill the memory
+_POWER = rf"\*\*\s*(?:-?{_EXPONENT}|\((?:{_EXPONENT}|[-+/\s])*\))(?!\s*\*\*)"
+_NAMES = r"(?:[xXcCE]|pi|exp|log|ln|sqrt|a?sin|a?cos|a?tan)\b"
+_INTEGRAL = rf"(?:{_ARITHMETIC}|{_POWER}|E\s*\*\*|{_NAMES}|\.(?=\d))*+"
+_DECIMAL = r"-?\d{1,30}(?:\.\d{1,30})?"
+ALLOWED = {
+    # their scorers call eval
+    "binary_matrix": r"[-\d\s,\[\]]*",
+    "n_queens": r"[Q_\s,'\"\[\]]*",
+    "spiral_matrix": r"[-\d\s,\[\]]*",
+    "string_insertion": r"[A-E\s,'\"\[\]]*",
+    # their scorers call sympy, which also evaluates functions such as Integral and expand
+    "countdown": rf"(?:{_ARITHMETIC})*+",
+    "intermediate_integration": _INTEGRAL,
+    "polynomial_multiplication": rf"(?:{_ARITHMETIC}|{_POWER}|[a-zA-Z](?!\w|\s*\())*+",
+    "puzzle24": rf"(?:{_ARITHMETIC})*+",
+    "simple_integration": _INTEGRAL,
+    # their scorers accept NaN, or a list without a number
+    "complex_arithmetic": r"[-+\d.ij\s()]*",
+    "number_sorting": r"[-+\d.\s,'\"\[\]]*",
+    "polynomial_equations": rf'""|{_DECIMAL}(?:\s*,\s*{_DECIMAL})*',
+}
+"""Answers that reach the scorer of a dataset, as patterns; any answer by default."""
 TASK_KEYS = ("dataset", "weight", "config")
 _SOURCE = re.compile(rf"{NAME}:(.+):([a-z_]+):([0-9]{{1,9}})(?::([0-9]{{1,9}}))?")
 

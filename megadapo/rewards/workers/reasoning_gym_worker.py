@@ -7,11 +7,12 @@ of its own, which can start no process and write no file, so no answer meets ano
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from megadapo.data.reasoning_gym import Item, create, item_at
+from megadapo.data.reasoning_gym import ALLOWED, Item, create, item_at
 from megadapo.errors import DataError
 from megadapo.rewards.workers import isolation
 from megadapo.rewards.workers.sandbox_worker import PROBE_S, run_child
@@ -34,22 +35,22 @@ def main() -> None:
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
     try:
-        _make(PROBE)
+        make(PROBE)
     except DataError as error:
         raise CannotStart(str(error)) from error
     user = isolation.enter(settings["isolation"], writable=False)
-    made = lru_cache(MAX_ENTRIES)(lambda text: _make(Item.of(json.loads(text))))
+    made = lru_cache(MAX_ENTRIES)(lambda text: make(Item.of(json.loads(text))))
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            dataset, entry = made(json.dumps(request["item"]))
+            scorer, entry = made(json.dumps(request["item"]))
         except DataError as error:
             return {"error": str(error)}
         if entry["question"] not in request["prompt"]:
             return {"error": "reasoning-gym makes another item now than for the prompt"}
 
         def work() -> bytes:
-            return json.dumps(float(dataset.score_answer(request["answer"], entry))).encode()
+            return json.dumps(scorer(request["answer"])).encode()
 
         run = run_child(
             work,
@@ -72,11 +73,24 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     return handle
 
 
-def _make(item: Item) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset of an item, and the item."""
+def make(item: Item) -> tuple[Callable[[str], float], Mapping[str, Any]]:
+    """Return the scorer of an item, and the item."""
     key = json.dumps(item.config, sort_keys=True)
     dataset = _dataset(item.name, key, item.seed, item.size)
-    return dataset, item_at(dataset, item.index)
+    entry = item_at(dataset, item.index)
+    score, scored = dataset.score_answer, entry
+    if item.name == "puzzle24":
+        # its own scorer accepts 24.9, and numbers that the item does not have
+        score = _dataset("countdown", "{}", 0, 1).score_answer
+        scored = {**entry, "metadata": {**entry["metadata"], "target": 24}}
+
+    def scorer(answer: str) -> float:
+        pattern = ALLOWED.get(item.name)
+        if pattern is not None and not re.fullmatch(pattern, answer):
+            return 0.0
+        return float(score(answer, scored))
+
+    return scorer, entry
 
 
 @lru_cache(MAX_DATASETS)

@@ -11,6 +11,8 @@ import os
 import random
 from dataclasses import dataclass
 
+EVALUATING = ("countdown", "evaluated")
+
 
 @dataclass
 class Config:
@@ -38,7 +40,7 @@ class Dataset:
         terms = [*more, *(rng.randint(0, self.config.max_term) for _ in range(2))]
         question = " + ".join(map(str, terms)) + " ="
         print("one more item")
-        answer = " + ".join(map(str, terms)) if self.name == "evaluated" else str(sum(terms))
+        answer = " + ".join(map(str, terms)) if self.name in EVALUATING else str(sum(terms))
         answer = None if self.name == "no_text" else answer
         return {"question": question, "answer": answer, "metadata": {"terms": tuple(terms)}}
 
@@ -46,14 +48,17 @@ class Dataset:
         terms = entry["metadata"]["terms"]
         if type(terms) is not tuple:
             return 0.0
-        given = eval(answer) if self.name == "evaluated" else float(answer)
+        given = eval(answer) if self.name in EVALUATING else float(answer)
         return 1.0 if given == sum(terms) else 0.01
 
 
 def create_dataset(name, **config):
     return Dataset(name, Config(**config))
 '''
-NAMES = ("chain_sum", "composite", "evaluated", "no_text", "killed", "unmakable", "unstable")
+NAMES = (
+    *("chain_sum", "composite", "countdown", "evaluated", "no_text", "killed", "unmakable"),
+    "unstable",
+)
 FACTORY = f"""
 from reasoning_gym import Config, Dataset
 DATASETS = {{name: (Dataset, Config) for name in {NAMES}}}

@@ -1,6 +1,7 @@
 """Items of reasoning-gym as prompts: the same in every process, and none in two splits."""
 
 import json
+import re
 from itertools import islice, pairwise
 
 import psutil
@@ -130,6 +131,44 @@ def test_wrong_file_is_refused(stand_in, tmp_path, text, said):
     with pytest.raises(DataError) as error:
         list(reasoning_gym.rows(f"reasoning-gym:{file}:train:8"))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "refused"),
+    [
+        ("n_queens", ["Q _\n_ Q", "[['Q', '_']]"], ["entry", "[].Q", "Q()"]),
+        ("countdown", ["(7 - 2)*3/4", "-7 + 2"], ["7.2", "7**2", "7//2", "max(7, 2)", "7" * 31]),
+        ("puzzle24", ["6*4*1/1"], ["6*4**1", "factorial(4)"]),
+        (
+            "intermediate_integration",
+            [
+                *("x**3/3 + C", "0.5*X**2 + C", "2*(4*x + 2)**(3/2)/3", "x**-1", "x**(-1 / 2)"),
+                *("E**(2*x)*sin(x)**2", "x*asin(3*x) + sqrt(1 - 9*x**2)/3 + C", "2**0.5*exp(x)"),
+            ],
+            [
+                *("Integral(x, x)", "integrate(x, x)", "x.args", "9**9**9", "9**(9**9)", "9**999"),
+                *("E**9**9**9", "x**2**3", "lambda: x", "y", "exp(x);x", "sinx(x)"),
+            ],
+        ),
+        (
+            "polynomial_multiplication",
+            ["-4*x**2 + 3*x*y - 1"],
+            ["expand((x + 1)*x)", "N (x)", "1.5"],
+        ),
+        ("complex_arithmetic", ["4.0 - 7.0i", "(3+2j)"], ["nan", "nanj", "inf", "1e9"]),
+        ("number_sorting", ["['-92.5', '3']", "[1, 2]"], ["[NaN, NaN]", '["nan"]']),
+        ("polynomial_equations", ["-0.3, 1.0", "2", '""'], ["none", ",", "x = 2", "nan", "1, "]),
+    ],
+)
+def test_scorers_that_evaluate_get_plain_answers_only(name, answers, refused):
+    for answer in (*answers, *refused):
+        assert (re.fullmatch(reasoning_gym.ALLOWED[name], answer) is None) == (answer in refused)
+
+
+def test_patterns_of_answers_take_no_exponential_time():
+    for pattern in reasoning_gym.ALLOWED.values():
+        for part in ("(", "E**2", "1, ", "x**(2", "1" * 31, "sin(", " "):
+            assert re.fullmatch(pattern, part * 2000 + "!") is None
 
 
 @pytest.mark.parametrize(

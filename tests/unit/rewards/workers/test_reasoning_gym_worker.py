@@ -108,6 +108,16 @@ def test_answer_does_no_harm(runner, tmp_path, attack):
     assert not list(tmp_path.iterdir())
 
 
+def test_answer_that_computes_for_the_model_does_not_reach_its_scorer(runner):
+    """Catches scorers that evaluate functions, or towers of powers that take all their time."""
+    (prompt,) = gym_stand_in.prompts("countdown", 1)
+    gold = prompt.ground_truth
+    answers = (f"({gold})", f"sum([{gold}])", f"{gold} + 0 * len(entry)", "9**9**9**9", "exit()")
+    found = score(runner, prompt, *(f"<answer>{one}</answer>" for one in answers))
+    assert [one.score for one in found] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert not any(dict(one.parts)["errors"] + dict(one.parts)["timeouts"] for one in found)
+
+
 def test_item_that_is_another_one_now_is_no_wrong_answer(runner):
     """Catches right answers that count as wrong after an update of the package."""
     first, second = gym_stand_in.prompts("chain_sum", 2)
