@@ -11,10 +11,7 @@ from megadapo.commands.plan import DEFAULT_GPU, add_gpu, card_of
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megadapo.config import RunConfig
-    from megadapo.lab.simulate.simulation import Assumptions
-    from megadapo.lab.simulate.step_times import Absence
-    from megadapo.lab.simulate.task import TaskSettings
+    from megadapo.lab.simulate.policies import Absence
 
 
 def add(commands: Commands) -> None:
@@ -70,84 +67,80 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from megadapo.config import load_config
     from megadapo.lab.simulate.fit import fit_run
-    from megadapo.lab.simulate.simulation import Assumptions, fit_table
+    from megadapo.lab.simulate.policies import policies_on_engines, policies_on_gpus
+    from megadapo.lab.simulate.simulation import (
+        compare,
+        engines_of,
+        fit_table,
+        results_table,
+        task_of,
+        write_json,
+    )
 
+    _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
     fit = fit_run(arguments.fit) if arguments.fit else None
     if fit is not None:
         print(fit_table(fit), end="\n\n")
-    assumptions = Assumptions.of(
+    task = task_of(
         config,
         fit,
-        num_engines=arguments.engines,
         lengths=arguments.lengths,
         keep_rate=arguments.keep_rate,
         solved_share=arguments.solved,
     )
-    if arguments.gpus is None:
-        _compare_batches(arguments, assumptions)
+    if arguments.gpus is not None:
+        card = card_of(arguments.gpu or DEFAULT_GPU)
+        where = f"{arguments.gpus} {card.name}"
+        policies = policies_on_gpus(
+            config,
+            card,
+            task,
+            arguments.gpus,
+            num_trainer_gpus=arguments.trainer_gpus,
+            staleness=arguments.staleness,
+            absence=arguments.away,
+        )
     else:
-        _compare_steps(arguments, config, assumptions.task)
+        engines = engines_of(config, fit, arguments.engines)
+        where = f"{engines.num_engines} engines of {engines.num_slots} slots"
+        policies = policies_on_engines(config.sampling, engines)
+    with Console().status("simulating"):
+        results = compare(policies, task, num_steps=arguments.steps, num_seeds=arguments.seeds)
+    print(
+        results_table(
+            results,
+            f"{config.sampling.prompts_per_step} groups of {config.sampling.responses_per_prompt} "
+            f"on {where}, {task.keep_rate:.0%} of groups mixed",
+        )
+    )
+    if arguments.json is not None:
+        write_json(results, policies, task, arguments.json)
     return 0
 
 
-def _compare_batches(arguments: argparse.Namespace, assumptions: Assumptions) -> None:
-    """Compare the time until a batch is full, with the baselines' rules."""
-    from rich.console import Console
-
-    from megadapo.lab.simulate.simulation import compare, results_table, write_json
-
-    for name in ("trainer_gpus", "staleness", "gpu", "away"):
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that have no effect."""
+    if arguments.gpus is None:
+        for name in ("trainer_gpus", "staleness", "gpu", "away"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
+        return
+    for name in ("engines", "fit"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} needs --gpus")
-    with Console().status("simulating"):
-        results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
-    print(results_table(results, assumptions.title))
-    if arguments.json is not None:
-        write_json(results, assumptions, arguments.json)
-
-
-def _compare_steps(arguments: argparse.Namespace, config: RunConfig, task: TaskSettings) -> None:
-    """Compare whole steps of all modes on equally many GPUs."""
-    from rich.console import Console
-
-    from megadapo.lab.simulate.step_times import (
-        ClusterAssumptions,
-        compare_steps,
-        step_table,
-        write_step_json,
-    )
-    from megadapo.plan.phases import models_of
-
-    for name, default in (("engines", None), ("fit", None), ("seeds", 1)):
-        if getattr(arguments, name) != default:
             raise ConfigError(f"--{name} has no effect with --gpus: leave one of them out")
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
     if arguments.away is not None and arguments.steps < 2:
         raise ConfigError("--away needs --steps 2 or more: engines leave after the first step")
     if arguments.staleness is not None and arguments.staleness < 2:
         raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
-    assumptions = ClusterAssumptions.of(
-        config,
-        models_of(config).policy,
-        card_of(arguments.gpu or DEFAULT_GPU),
-        task,
-        num_gpus=arguments.gpus,
-        num_trainer_gpus=arguments.trainer_gpus,
-        staleness=arguments.staleness,
-    )
-    with Console().status("simulating"):
-        results = compare_steps(assumptions, num_steps=arguments.steps, absence=arguments.away)
-    print(step_table(results, assumptions.title))
-    if arguments.json is not None:
-        write_step_json(results, assumptions, arguments.json)
 
 
 def _absence(text: str) -> Absence:
-    from megadapo.lab.simulate.step_times import Absence
+    from megadapo.lab.simulate.policies import Absence
 
     number, _, seconds = text.partition(":")
     return Absence(num_engines=int(number), seconds=float(seconds))

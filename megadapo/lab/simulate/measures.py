@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from megadapo.lab.simulate.engines import VirtualEngines
-from megadapo.lab.simulate.policies import TrainedGroup
+from megadapo.lab.simulate.policies import Policy, TrainedGroup
 
 NUM_WARM_UP = 4
 """Steps before the measured ones: the first has no leftovers from a step before it."""
@@ -28,16 +28,20 @@ class SimulatedStep:
     version: int
     """Version of the weights that train on the batch."""
     groups: Sequence[TrainedGroup]
-    num_dropped: int = 0
+    num_dropped: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasures:
-    """The measured steps of a policy or mode."""
+    """The measured steps of a policy."""
 
     name: str
+    gpus: str
+    """Number of the engines' and of the trainer's GPUs; empty without a trainer."""
+    plan_s: float | None
+    """Seconds of a step by `megadapo plan`; None without a trainer."""
     step_s: float
-    """Mean seconds of a step."""
+    """Mean seconds of a step, or until a batch is full if there is no trainer."""
     step_error: float | None
     """Standard error of that mean; None for one step."""
     seconds: tuple[float, ...]
@@ -64,18 +68,14 @@ class StepMeasures:
 
 
 def measure(
-    name: str,
+    policy: Policy,
     steps: Iterator[SimulatedStep],
     engines: VirtualEngines,
     *,
     num_steps: int,
-    num_warm_up: int = NUM_WARM_UP,
-    is_redrawn: bool,
+    num_warm_up: int,
 ) -> StepMeasures:
-    """Simulate steps from a cold start, and measure all but the first ones.
-
-    `is_redrawn`: whether a group that misses a batch draws new responses; it continues otherwise.
-    """
+    """Simulate steps from a cold start, and measure all but the first ones."""
     list(islice(steps, num_warm_up))
     before = _counters(engines)
     measured = list(islice(steps, num_steps))
@@ -86,7 +86,9 @@ def measure(
         for group in step.groups:
             ages += _ages(group, step.version)
     return StepMeasures(
-        name=name,
+        name=policy.name,
+        gpus="" if policy.split is None else policy.split.name,
+        plan_s=policy.plan_s,
         step_s=float(np.mean(seconds)),
         step_error=standard_error(seconds),
         seconds=seconds,
@@ -97,7 +99,8 @@ def measure(
         kept_tokens_trained=ages.total() / max(ages.total(), mixed_tokens),
         staleness_mean=sum(age * number for age, number in ages.items()) / ages.total(),
         staleness_max=max(ages),
-        length_bias=_length_bias(measured, engines, is_redrawn=is_redrawn),
+        # a group that misses a batch continues, or draws new responses
+        length_bias=_length_bias(measured, engines, is_redrawn=not policy.sampling.carries),
         num_dropped=sum(step.num_dropped for step in measured),
     )
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from megadapo.config import RunConfig
 from megadapo.data.prompts import PromptStream, render
-from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
-from megadapo.lab.simulate.task import Task, TaskVerifier, task_tokenizer
+from megadapo.errors import ConfigError
+from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
+from megadapo.lab.simulate.task import Task, TaskSettings, TaskVerifier, task_tokenizer
+from megadapo.plan.cards import Card
+from megadapo.plan.phases import models_of
+from megadapo.plan.responses import Responses
+from megadapo.plan.split import Split, StepModel
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+
+STALENESS = 2
+"""Least `sampling.max_staleness` of async, and of the second row of partial."""
 
 
 @dataclass(frozen=True)
@@ -27,87 +36,15 @@ class TrainedGroup:
     policy_versions: tuple[np.ndarray, ...]
     """Version of each token, one array per response."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(versions) for versions in self.policy_versions)
-
-
-class BatchSource(Protocol):
-    """A policy in use."""
-
-    def next_batch(self) -> Sequence[TrainedGroup]: ...
-
-    def publish(self) -> None:
-        """Give the engines new weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """A way to fill a batch."""
-
-    name: str
-    sampling: SamplingConfig
-    start: Callable[[SamplingConfig, VirtualEngines, Task], BatchSource]
-    dispatch: Dispatch = "least_loaded"
-    versions_behind: int = 0
-    """Publications between the engines' weights and the weights that train on a batch."""
-
-
-def all_policies(sampling: SamplingConfig) -> list[Policy]:
-    """Return the policies for a batch of this size, baselines first."""
-    size = sampling.prompts_per_step
-    plain = sampling.model_copy(
-        update={
-            "mode": "sync",
-            "max_staleness": 0,
-            "prompts_per_round": None,
-            "on_shortfall": "train",
-        }
-    )
-    rounds = [
-        Policy(
-            name=f"rounds-{times}x",
-            sampling=plain.model_copy(
-                update={
-                    "mode": "rounds",
-                    "prompts_per_round": times * size,
-                    "max_asked_per_prompt": max(sampling.max_asked_per_prompt, 10.0 * times),
-                }
-            ),
-            start=OurSampler,
-            dispatch="in_turn",
-        )
-        for times in (1, 3)  # verl's script has rounds of three times the batch
-    ]
-    first = Policy(name="first-finished", sampling=plain, start=FirstFinished)
-    return [*rounds, first, *_ours(plain)]
-
-
-def _ours(plain: SamplingConfig) -> list[Policy]:
-    modes = (
-        ("sync", "sync", 0),
-        ("one-step-off", "one_step_off", 1),
-        ("partial", "partial", 1),
-        ("partial-2", "partial", 2),
-    )
-    return [
-        Policy(
-            name=name,
-            sampling=plain.model_copy(update={"mode": mode, "max_staleness": staleness}),
-            start=OurSampler,
-            # it samples a step ahead of the trainer
-            versions_behind=int(mode == "one_step_off"),
-        )
-        for name, mode, staleness in modes
-    ]
-
 
 class OurSampler:
     """The product's own sampler."""
 
     def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
         self._engines = engines
-        self.sampler = Sampler(
+        self.num_dropped = 0
+        """Mixed groups that were too old for the last batch."""
+        self._sampler = Sampler(
             engines,
             PromptStream(task.prompts, task.settings.seed),
             TaskVerifier(),
@@ -119,19 +56,30 @@ class OurSampler:
         )
 
     def next_batch(self) -> list[TrainedGroup]:
-        return trained_groups(self.sampler.next_batch())
+        batch = self._sampler.next_batch()
+        self.num_dropped = len(batch.counters.dropped)
+        return [
+            TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
+            for group in batch.groups
+        ]
+
+    def generate(self, until: float) -> None:
+        """Use the engines until a time on the clock, and until they may stop for weights."""
+        engines, sampler = self._engines, self._sampler
+        engines.deadline = until
+        while engines.now < until:
+            if not sampler.turn():
+                # every group that a batch could use has ended
+                engines.pass_time(until - engines.now)
+        engines.deadline = math.inf
+        while not sampler.can_pause:
+            sampler.turn()
+        sampler.pause_for_weights()
 
     def publish(self) -> None:
+        """Give the engines new weights."""
         self._engines.publish()
-        self.sampler.resume_sampling(self._engines.policy_version)
-
-
-def trained_groups(batch: SampledBatch) -> list[TrainedGroup]:
-    """Return the policy versions of a batch."""
-    return [
-        TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
-        for group in batch.groups
-    ]
+        self._sampler.resume_sampling(self._engines.policy_version)
 
 
 class FirstFinished:
@@ -139,6 +87,8 @@ class FirstFinished:
 
     Responses still in flight when the batch is full are dropped.
     """
+
+    num_dropped = 0
 
     def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
         self._config = config
@@ -175,6 +125,144 @@ class FirstFinished:
             settings=_sampling_settings(self._task),
             priority=index,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """Engines that leave after the first measured step and return later."""
+
+    num_engines: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A way to fill batches, and to train on them."""
+
+    name: str
+    sampling: SamplingConfig
+    engines: EngineSettings
+    start: type[OurSampler | FirstFinished] = OurSampler
+    dispatch: Dispatch = "least_loaded"
+    split: Split | None = None
+    """Engines and trainer; None: no time is counted between batches."""
+    plan_s: float | None = None
+    """Seconds of a step by `megadapo plan`."""
+    absence: Absence | None = None
+
+
+def policies_on_engines(sampling: SamplingConfig, engines: EngineSettings) -> list[Policy]:
+    """Return the policies that fill a batch of this size, baselines first."""
+    size = sampling.prompts_per_step
+    sync, *others = modes_of(sampling, STALENESS)
+    rounds = [
+        Policy(
+            name=f"rounds-{times}x",
+            sampling=sync.model_copy(
+                update={
+                    "mode": "rounds",
+                    "prompts_per_round": times * size,
+                    "max_asked_per_prompt": max(sampling.max_asked_per_prompt, 10.0 * times),
+                }
+            ),
+            engines=engines,
+            dispatch="in_turn",
+        )
+        for times in (1, 3)  # verl's script has rounds of three times the batch
+    ]
+    first = Policy(name="first-finished", sampling=sync, engines=engines, start=FirstFinished)
+    # async fills batches while the trainer works
+    ours = [one for one in (sync, *others) if one.mode != "async"]
+    return [
+        *rounds,
+        first,
+        *(Policy(name=mode_name(one), sampling=one, engines=engines) for one in ours),
+    ]
+
+
+def policies_on_gpus(
+    config: RunConfig,
+    card: Card,
+    task: TaskSettings,
+    num_gpus: int,
+    *,
+    num_trainer_gpus: int | None = None,
+    staleness: int | None = None,
+    absence: Absence | None = None,
+) -> list[Policy]:
+    """Return every mode, those with separate GPUs at the split that the plan recommends.
+
+    With an absence, async appears a second time, with engines that leave and return.
+
+    Raises:
+        ConfigError: the GPUs do not suffice, no trainer has so many, or no engine leaves or stays.
+    """
+    steps = step_model_of(config, card, task)
+    found = steps.splits(num_gpus)
+    if num_trainer_gpus is not None:
+        sizes = [one.trainer.num_ranks for one in found]
+        found = [one for one in found if one.trainer.num_ranks == num_trainer_gpus]
+        if not found:
+            raise ConfigError(
+                f"--trainer-gpus {num_trainer_gpus}: whole copies of the model have "
+                f"{', '.join(map(str, sizes))} of the {num_gpus} GPUs"
+            )
+    shared, policies = steps.shared_split(num_gpus), []
+    staleness = staleness or max(STALENESS, config.sampling.max_staleness)
+    for mode in modes_of(config.sampling, staleness):
+        split = steps.by_estimate(found, mode)[0] if mode.overlaps else shared
+        policies.append(policy_on_split(steps, mode, split))
+    if absence is not None:
+        if not 1 <= absence.num_engines < split.num_engines:
+            raise ConfigError(
+                f"--away {absence.num_engines}: at least 1 engine must leave, and at least 1 of "
+                f"async's {split.num_engines} must stay"
+            )
+        name = f"async, {absence.num_engines} of {split.num_engines} engines away"
+        policies.append(replace(policies[-1], name=name, absence=absence))
+    return policies
+
+
+def step_model_of(config: RunConfig, card: Card, task: TaskSettings) -> StepModel:
+    """Return the estimates of `megadapo plan` with the responses of a task."""
+    responses = Responses.of(
+        config, task.lengths, keep_rate=task.keep_rate, prompt_tokens=task.prompt_tokens
+    )
+    return StepModel(config, models_of(config).policy, card, responses)
+
+
+def policy_on_split(steps: StepModel, sampling: SamplingConfig, split: Split) -> Policy:
+    """Return a mode whose engines and trainer have these GPUs."""
+    return Policy(
+        name=mode_name(sampling),
+        sampling=sampling,
+        engines=EngineSettings(
+            num_engines=split.num_engines, num_slots=steps.num_slots, speed=steps.speed
+        ),
+        split=split,
+        plan_s=steps.step_seconds(split, sampling),
+    )
+
+
+def modes_of(sampling: SamplingConfig, staleness: int) -> list[SamplingConfig]:
+    """Return the configuration of each mode, sync first and async last."""
+    plain = {"prompts_per_round": None, "on_shortfall": "train"}
+    return [
+        sampling.model_copy(update={**plain, "mode": mode, "max_staleness": number})
+        for mode, number in (
+            ("sync", 0),
+            ("partial", 1),
+            ("partial", staleness),
+            ("one_step_off", 1),
+            ("async", staleness),
+        )
+    ]
+
+
+def mode_name(sampling: SamplingConfig) -> str:
+    """Return the mode, and its largest staleness where that is above 1."""
+    behind = sampling.max_staleness
+    return sampling.mode if behind < 2 else f"{sampling.mode}, {behind} behind"
 
 
 class ImmediateExecutor(Executor):

@@ -382,8 +382,9 @@ def test_simulate_compares_policies_without_processes(tmp_path, capsys):
     sizes = ("--engines", "1", *FEW_RESPONSES, "--steps", "1", "--seeds", "2")
     assert main(["simulate", LARGE, *sizes, "--json", str(json_file)]) == 0
     document = json.loads(json_file.read_text())
-    assert document["machine"]["versions"]["numpy"] and document["engines"]["num_engines"] == 1
-    entries = document["policies"]
+    entries = document["modes"]
+    assert document["machine"]["versions"]["numpy"]
+    assert all(entry["engines"]["num_engines"] == 1 for entry in entries)
     names = [entry["name"] for entry in entries]
     assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
     assert all(entry["step_s"] > 0 for entry in entries)
@@ -401,7 +402,7 @@ def test_simulate_compares_whole_steps_on_equally_many_gpus(tmp_path, capsys):
     assert main(["simulate", LARGE, *options]) == 0
     document = json.loads(json_file.read_text())
     names = [(entry["name"], entry["gpus"]) for entry in document["modes"]]
-    assert names[0] == ("sync", "24 shared") and names[-2] == ("async", "16 + 8")
+    assert names[0] == ("sync", "24 shared") and names[-2] == ("async, 2 behind", "16 + 8")
     assert names[-1][0] == "async, 2 of 4 engines away"
     assert "16 + 8" in capsys.readouterr().out
 

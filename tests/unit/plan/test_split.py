@@ -12,8 +12,8 @@ import pytest
 from megadapo.cli import run_command
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError
-from megadapo.lab.simulate.simulation import Assumptions
-from megadapo.lab.simulate.step_times import ClusterAssumptions, modes_of, simulate_steps
+from megadapo.lab.simulate.policies import modes_of, policy_on_split, step_model_of
+from megadapo.lab.simulate.simulation import simulate, task_of
 from megadapo.lab.simulate.task import Task
 from megadapo.plan.cards import CARDS, H100, H200, Card
 from megadapo.plan.engine import (
@@ -135,19 +135,13 @@ def test_plan_and_simulate_have_the_same_seconds(name, capsys):
     config, path = recipe(name, *sizes), REPOSITORY / "configs" / f"{name}.toml"
     run_command(["plan", str(path), "--gpu=H100-80G", *(f"--{one}" for one in sizes)])
     planned = re.search(r"a step of ([\d,]+) s", capsys.readouterr().out)[1]
-    own = step_model(config, H100).own_split()
-    num_engine_gpus = 0 if own.is_shared else own.num_engine_gpus
-    assumptions = ClusterAssumptions.of(
-        config,
-        models_of(config).policy,
-        H100,
-        Assumptions.of(config).task,
-        num_gpus=own.trainer.num_ranks + num_engine_gpus,
-    )
+    task = task_of(config)
+    steps = step_model_of(config, H100, task)
     # simulate shows rounds as sync
     is_rounds = config.sampling.mode == "rounds"
     sampling = modes_of(config.sampling, 2)[0] if is_rounds else config.sampling
-    found = simulate_steps(assumptions, sampling, own, Task(assumptions.task), num_steps=1)
+    policy = policy_on_split(steps, sampling, steps.own_split())
+    found = simulate(policy, Task(task), num_steps=1)
     assert f"{found.plan_s:,.0f}" == planned
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megadapo.lab.simulate.engines import EngineSettings
 from megadapo.lab.simulate.measures import NUM_WARM_UP, StepMeasures
-from megadapo.lab.simulate.policies import Policy, all_policies
+from megadapo.lab.simulate.policies import Policy, policies_on_engines
 from megadapo.lab.simulate.simulation import pooled, simulate
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.config import SamplingConfig
@@ -36,22 +36,20 @@ def results(
     seeds: Iterable[int] = (0,),
 ) -> dict[str, StepMeasures]:
     tasks = [Task(replace(task, seed=seed)) for seed in seeds]
-    settings = EngineSettings(num_engines=num_engines)
+    policies = policies_on_engines(sampling, EngineSettings(num_engines=num_engines))
 
     def simulated(policy: Policy) -> StepMeasures:
         # the baselines leave nothing to the next step
         num_warm_up = 0 if policy.name in BASELINES else NUM_WARM_UP
         options = {"num_steps": steps[policy.name], "num_warm_up": num_warm_up}
-        return pooled([simulate(policy, settings, known, **options) for known in tasks])
+        return pooled([simulate(policy, known, **options) for known in tasks])
 
-    return {
-        policy.name: simulated(policy) for policy in all_policies(sampling) if policy.name in steps
-    }
+    return {policy.name: simulated(policy) for policy in policies if policy.name in steps}
 
 
 @pytest.mark.slow
 def test_order_of_the_policies_at_an_eighth_of_the_size():
-    names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
+    names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one_step_off", "partial")
     sampling, task = SamplingConfig(prompts_per_step=64), TaskSettings(keep_rate=0.55)
     found = results(sampling, 2, task, dict.fromkeys(names, 4))
     seconds = {name: one.step_s for name, one in found.items()}
@@ -60,7 +58,7 @@ def test_order_of_the_policies_at_an_eighth_of_the_size():
     assert found["sync"].length_bias == 0.0 and found["sync"].staleness_max == 0
     assert abs(found["partial"].length_bias) < 0.03 and found["partial"].staleness_max <= 1
     assert found["first-finished"].length_bias < -0.02
-    assert found["one-step-off"].staleness_mean == 1.0
+    assert found["one_step_off"].staleness_mean == 1.0
     assert found["partial"].kept_tokens_trained > 0.95
     assert found["rounds-3x"].kept_tokens_trained < 0.8
     assert found["partial"].slot_use > found["sync"].slot_use
@@ -71,12 +69,12 @@ def test_a_group_that_misses_its_batch_leaves_no_bias():
     """Surplus groups that ended must not be kept while the others draw new responses: that would
     prefer short groups. Few responses and equal prompts make such a bias larger."""
     # only the bias of partial is a mean of chances
-    steps = {"sync": 4, "one-step-off": 4, "partial": 16}
+    steps = {"sync": 4, "one_step_off": 4, "partial": 16}
     sampling = SamplingConfig(prompts_per_step=32)
     task = TaskSettings(keep_rate=0.55, num_responses=4, between_prompts=0.0, length_difficulty=0.0)
     found = results(sampling, 4, task, steps, range(4))
     # whether a group is drawn again depends on its place alone
-    assert found["sync"].length_bias == found["one-step-off"].length_bias == 0.0
+    assert found["sync"].length_bias == found["one_step_off"].length_bias == 0.0
     assert abs(found["partial"].length_bias) < 0.002
 
 

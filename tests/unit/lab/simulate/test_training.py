@@ -7,6 +7,7 @@ trainer and two for engines they take 14.10 h, and with unfinished responses tha
 GPUs 14.72 h. On two nodes and one, 100 steps take 13.15 h.
 """
 
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -15,13 +16,8 @@ import pytest
 from megadapo.config import load_config
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.measures import SimulatedStep
-from megadapo.lab.simulate.policies import OurSampler
-from megadapo.lab.simulate.step_times import (
-    Absence,
-    ClusterAssumptions,
-    compare_steps,
-    train,
-)
+from megadapo.lab.simulate.policies import Absence, Policy, policies_on_gpus
+from megadapo.lab.simulate.simulation import compare, steps_of
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import CARDS, H100
 from megadapo.plan.engine import (
@@ -31,23 +27,31 @@ from megadapo.plan.engine import (
     READ_SHARE,
     EngineSpeed,
 )
-from megadapo.plan.phases import models_of
 from megadapo.plan.responses import LogNormalLengths
-from megadapo.plan.split import PUBLISH_S, SWITCH_S
+from megadapo.plan.split import PUBLISH_S, SWITCH_S, Split
 from megadapo.rollout.config import SamplingConfig
+from megadapo.trainer.config import TrainerConfig
 from tests.support import REPOSITORY
 
 TASK = TaskSettings(num_responses=4, keep_rate=0.5)
+
+
+def simulated(
+    sampling: SamplingConfig, settings: EngineSettings, task: Task, train_s: float
+) -> tuple[VirtualEngines, Iterator[SimulatedStep]]:
+    split = Split(trainer=TrainerConfig(), num_engines=2, gpus_per_engine=1, train_s=train_s)
+    policy = Policy(name=sampling.mode, sampling=sampling, engines=settings, split=split)
+    engines = VirtualEngines(settings, task)
+    return engines, steps_of(policy, engines, task)
 
 
 def steps(mode: str, staleness: int, train_s: float) -> tuple[VirtualEngines, list[SimulatedStep]]:
     sampling = SamplingConfig(
         mode=mode, max_staleness=staleness, prompts_per_step=16, responses_per_prompt=4
     )
-    task = Task(TASK)
-    engines = VirtualEngines(EngineSettings(num_engines=2, num_slots=32), task)
-    sampler = OurSampler(sampling, engines, task).sampler
-    return engines, list(islice(train(sampler, engines, train_s), 8))[2:]
+    settings = EngineSettings(num_engines=2, num_slots=32)
+    engines, found = simulated(sampling, settings, Task(TASK), train_s)
+    return engines, list(islice(found, 8))[2:]
 
 
 def ages(step: SimulatedStep) -> set[int]:
@@ -85,27 +89,17 @@ def test_slow_trainer_never_waits(mode):
     assert all(step.waited_s == 0.0 for step in found)
 
 
-def small_cluster() -> ClusterAssumptions:
-    """Return a sixteenth of the paper's batch on 32 GPUs."""
-    sizes = ["sampling.prompts_per_step=32", "algorithm.responses_per_mini_batch=32"]
-    config = load_config(str(REPOSITORY / "configs" / "qwen2.5-32b.toml"), sizes)
-    return ClusterAssumptions.of(
-        config,
-        models_of(config).policy,
-        CARDS["H200"],
-        TaskSettings(keep_rate=0.35, solved_share=0.4),
-        num_gpus=32,
-        staleness=4,
-    )
-
-
 @pytest.mark.slow
 def test_modes_on_equally_many_gpus():
     """The order of the modes at a sixteenth of the paper's batch, and engines that leave."""
-    assumptions = small_cluster()
-    found = compare_steps(assumptions, num_steps=6, absence=Absence(num_engines=2, seconds=1000.0))
-    by_name = {(one.name, one.max_staleness): one for one in found}
-    sync, ahead = by_name["sync", 0], by_name["one_step_off", 1]
+    sizes = ["sampling.prompts_per_step=32", "algorithm.responses_per_mini_batch=32"]
+    config = load_config(str(REPOSITORY / "configs" / "qwen2.5-32b.toml"), sizes)
+    task = TaskSettings(keep_rate=0.35, solved_share=0.4)
+    absence = Absence(num_engines=2, seconds=1000.0)
+    policies = policies_on_gpus(config, CARDS["H200"], task, 32, staleness=4, absence=absence)
+    found = compare(policies, task, num_steps=6)
+    by_name = {one.name: one for one in found}
+    sync, ahead = by_name["sync"], by_name["one_step_off"]
     best, away = found[-2:]
     assert best.step_s < 0.7 * sync.step_s and best.step_s < 0.8 * ahead.step_s
     assert best.engines_idle < 0.05 and best.num_dropped == 0 and best.staleness_max <= 4
@@ -171,8 +165,7 @@ def step_s(mode: str, staleness: int, num_engines: int, train_s: float, mean: fl
         selection="all",
     )
     settings = EngineSettings(num_engines=num_engines, num_slots=1024, speed=speed())
-    engines = VirtualEngines(settings, task)
-    steps = train(OurSampler(sampling, engines, task).sampler, engines, train_s)
+    _, steps = simulated(sampling, settings, task, train_s)
     list(islice(steps, 4))
     return float(np.mean([step.seconds for step in islice(steps, 8)]))
 
