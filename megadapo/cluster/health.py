@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megadapo.cluster import machine
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.nodes import answers_of, ask, on_node
 from megadapo.cluster.this_node import LOOPBACK, use_interface_towards
+from megadapo.errors import MegadapoError
 
 LOOPBACK_S = 180.0
 """Seconds in which all ranks of the loopback must have loaded torch and met."""
@@ -153,47 +155,31 @@ def unhealthy_nodes(
         check: receives the number of GPUs that Ray offers on a node, and returns its problems.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    task: Any = ray.remote(max_retries=0, num_cpus=0)(check)
     nodes = {
         node["NodeID"]: node
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("GPU", 0) > 0
     }
-    calls = [
-        task.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote(int(node["Resources"]["GPU"]))
+    calls = {
+        node_id: ask(partial(check, int(node["Resources"]["GPU"])), on_node(node_id))
         for node_id, node in nodes.items()
-    ]
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=answer_s)
-    found = {node_id: _answer(call) for node_id, call in zip(nodes, calls, strict=True)}
-    failed = {node_id: problems for node_id, problems in found.items() if problems}
-    what = "fails the health check" if len(failed) == len(nodes) else "is left out"
+    }
+    answers = answers_of(calls, doing="the check of its health", timeout_s=answer_s)
+    failed = {
+        node_id: [str(answer)] if isinstance(answer, MegadapoError) else answer
+        for node_id, answer in answers.items()
+        if answer
+    }
+    all_fail = len(failed) == len(nodes)
     for node_id, problems in failed.items():
+        what = "fails the health check" if all_fail else "is left out"
         name = nodes[node_id]["NodeManagerAddress"]
         _LOGGER.warning("node %s %s: %s", name, what, "; ".join(problems))
-    if failed and len(failed) == len(nodes):
+    if failed and all_fail:
         _LOGGER.warning("every node fails the health check, so none is left out")
         return []
     return list(failed)
-
-
-def _answer(call: Any) -> list[str]:
-    """Return a node's problems; a node that does not answer has one."""
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError
-
-    try:
-        problems: list[str] = ray.get(call, timeout=0)
-    except GetTimeoutError:
-        ray.cancel(call, force=True)
-        return ["it did not report its health in time"]
-    except RayError as error:
-        return [str(error).strip().splitlines()[-1]]
-    return problems
 
 
 def _first_failure(

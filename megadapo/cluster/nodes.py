@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that each of its nodes has what the run needs."""
+"""Questions to the nodes of a Ray cluster, and the check that each has what a run needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.calls import gather
+from megadapo.cluster.calls import result_of, timeout_error
 from megadapo.cluster.this_node import node_address
-from megadapo.errors import InfraError
+from megadapo.errors import InfraError, MegadapoError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -26,6 +27,52 @@ VISIBLE_S = 5.0
 """Seconds that a shared folder may take to show a file to another node."""
 
 
+def on_node(node_id: str) -> dict[str, Any]:
+    """Return Ray's options of a task on a node, which takes no slot of the cluster."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+
+
+def ask(question: Callable[[], Any], options: Mapping[str, Any]) -> ObjectRef[Any]:
+    """Call a function in a task with these options of Ray."""
+    import ray
+
+    task: Any = ray.remote(max_retries=0)(_call)
+    call: ObjectRef[Any] = task.options(**options).remote(question)
+    return call
+
+
+def _call(question: Callable[[], Any]) -> Any:
+    return question()
+
+
+def answers_of(
+    calls: Mapping[str, ObjectRef[Any]], *, doing: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> dict[str, Any]:
+    """Return each node's answer to a question, or its error if it has none.
+
+    `doing`: name of the question in errors, which call the node "it".
+    """
+    import ray
+
+    if calls:
+        ray.wait([*calls.values()], num_returns=len(calls), timeout=timeout_s, fetch_local=False)
+    answers: dict[str, Any] = {}
+    for node, call in calls.items():
+        try:
+            if not ray.wait([call], timeout=0, fetch_local=False)[0]:
+                ray.cancel(call, force=True)
+                raise timeout_error(["it"], doing, timeout_s, "")
+            answers[node] = result_of(call, name="it", doing=doing)
+        except MegadapoError as error:
+            answers[node] = error
+    return answers
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeFolders:
     """Folders that a run uses on every node, as absolute paths."""
@@ -34,16 +81,6 @@ class NodeFolders:
     """Folder in which every node must see the files of the others."""
     present: Mapping[str, Path]
     """Folders that must exist, by config key."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeAnswer:
-    """A node's answer to the check."""
-
-    num_cores: int
-    saw_file: bool
-    lacks: tuple[str, ...]
-    """Config keys of the folders that are missing."""
 
 
 def check_node_folders(
@@ -57,28 +94,21 @@ def check_node_folders(
     Raises:
         InfraError: nodes lack something or do not answer; the error names them.
     """
-    import ray
-
-    task: Any = ray.remote(max_retries=0)(check_this_node)
-    with visibility_file(folders.shared) as shared_file:
-        calls: list[ObjectRef[Any]] = [
-            task.options(**entry).remote(shared_file, dict(folders.present))
-            for entry in options.values()
-        ]
-        answers: list[NodeAnswer] = gather(
-            calls,
-            names=[f"node {node}" for node in options],
-            doing="look for what the run needs",
-            timeout_s=ANSWER_TIMEOUT_S,
-        )
-        problems = [
-            problem
-            for node, answer in zip(options, answers, strict=True)
-            for problem in node_problems(node, answer, folders, shared_file)
-        ]
+    problems: list[str] = []
+    num_cores: dict[str, int] = {}
+    with visibility_files(folders.shared) as files:
+        question = partial(check_this_node, folders, files)
+        calls = {node: ask(question, entry) for node, entry in options.items()}
+        answers = answers_of(calls, doing="the search for what the run needs")
+        for node, answer in answers.items():
+            if isinstance(answer, MegadapoError):
+                problems.append(f"node {node}: {answer}")
+                continue
+            num_cores[node], lacks = answer
+            problems += folder_problems(node, lacks, folders, files)
     if problems:
         raise InfraError("\n".join(problems))
-    return {node: answer.num_cores for node, answer in zip(options, answers, strict=True)}
+    return num_cores
 
 
 def lost_nodes(nodes: Collection[str]) -> list[str]:
@@ -92,63 +122,59 @@ def lost_nodes(nodes: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def visibility_file(folder: Path) -> Iterator[Path]:
-    """Create a file in a shared folder, and remove it and its replies at the end of the block.
+def visibility_files(folder: Path) -> Iterator[Path]:
+    """Create a shared folder if it is missing; return how paths of the nodes' files in it begin.
 
-    A node that sees it replies with a file beside it. The folder is created if it is missing.
+    The end of the block removes these files.
     """
-    shared_file = folder / f".megadapo-{uuid.uuid4().hex}"
+    files = folder / f".megadapo-{uuid.uuid4().hex}"
     folder.mkdir(parents=True, exist_ok=True)
-    shared_file.touch()
     try:
-        yield shared_file
+        yield files
     finally:
-        for path in (shared_file, *folder.glob(f"{shared_file.name}-*")):
+        for path in folder.glob(f"{files.name}-*"):
             path.unlink(missing_ok=True)
 
 
-def reply_if_visible(shared_file: Path, reply: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Write a reply beside a file once the file is visible here; return whether it is."""
-    if is_visible := _appears(shared_file, wait_s):
-        _reply_file(shared_file, reply).touch()
-    return is_visible
+def create_visibility_file(files: Path, node: str) -> None:
+    """Create a node's file, unless the folder is not there or cannot be written."""
+    with suppress(OSError):
+        Path(f"{files}-{node}").touch()
 
 
-def sees_reply(shared_file: Path, reply: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Return whether a reply becomes visible here."""
-    return _appears(_reply_file(shared_file, reply), wait_s)
+def is_visible(files: Path, node: str, *, wait_s: float = VISIBLE_S) -> bool:
+    """Return whether a node's file becomes visible here."""
+    path, deadline = Path(f"{files}-{node}"), time.monotonic() + wait_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return path.exists()
 
 
-def check_this_node(
-    shared_file: Path, present: Mapping[str, Path], node: str = "", *, wait_s: float = VISIBLE_S
-) -> NodeAnswer:
-    """Check this node; its name is its address by default."""
-    return NodeAnswer(
-        num_cores=len(os.sched_getaffinity(0)),
-        saw_file=reply_if_visible(shared_file, node or node_address(), wait_s=wait_s),
-        lacks=tuple(key for key, folder in present.items() if not folder.exists()),
-    )
+def check_this_node(folders: NodeFolders, files: Path, node: str = "") -> tuple[int, list[str]]:
+    """Return this node's number of cores, and a sentence for each folder that it lacks.
+
+    `node`: its name, by default its address.
+    """
+    create_visibility_file(files, node or node_address())
+    lacks = [
+        f"{folder} ({key}) does not exist: copy it to that path on every node"
+        for key, folder in folders.present.items()
+        if not folder.exists()
+    ]
+    return len(os.sched_getaffinity(0)), lacks
 
 
-def node_problems(
-    node: str,
-    answer: NodeAnswer,
-    folders: NodeFolders,
-    shared_file: Path,
-    *,
-    wait_s: float = VISIBLE_S,
-) -> Iterator[str]:
-    """Yield a message for each thing that a node lacks."""
-    if not (answer.saw_file and sees_reply(shared_file, node, wait_s=wait_s)):
-        yield (
-            f"node {node}: it and the driver do not see each other's files in {folders.shared} "
-            "(run.folder): choose a folder on storage that all nodes share, or mount it there"
+def folder_problems(
+    node: str, lacks: Iterable[str], folders: NodeFolders, files: Path, *, wait_s: float = VISIBLE_S
+) -> list[str]:
+    """Return a message for each thing that a node lacks."""
+    if not is_visible(files, node, wait_s=wait_s):
+        hidden = (
+            f"the driver does not see its files in {folders.shared} (run.folder): choose a folder "
+            "on storage that all nodes share, or mount it there"
         )
-    for key in answer.lacks:
-        yield (
-            f"node {node}: {folders.present[key]} ({key}) does not exist: copy it to that path on "
-            "every node"
-        )
+        lacks = [hidden, *lacks]
+    return [f"node {node}: {text}" for text in lacks]
 
 
 def listens(address: str, port: int) -> bool:
@@ -158,14 +184,3 @@ def listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _appears(path: Path, wait_s: float) -> bool:
-    deadline = time.monotonic() + wait_s
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return path.exists()
-
-
-def _reply_file(shared_file: Path, reply: str) -> Path:
-    return shared_file.with_name(f"{shared_file.name}-{reply}")

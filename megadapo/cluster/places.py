@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather, result_of
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.nodes import NodeFolders, check_this_node, node_problems, visibility_file
+from megadapo.cluster.nodes import (
+    NodeFolders,
+    ask,
+    check_this_node,
+    folder_problems,
+    visibility_files,
+)
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 
@@ -125,7 +132,6 @@ class PlaceRequest:
 
     def _ask(self, group: PlacementGroup) -> bool:
         """Ask the node once Ray has the slots; return whether it has."""
-        import ray
         from ray.util.placement_group import placement_group_table
 
         if placement_group_table(group)["state"] != "CREATED":
@@ -138,13 +144,10 @@ class PlaceRequest:
         self._names = [f"a slot on {node}" for node in places]
         self._calls = locate_gpus(group, self._num_slots) if self._config.uses_cuda else []
         if self._folders is not None:
-            self._visibility_file = self._open.enter_context(visibility_file(self._folders.shared))
+            self._files = self._open.enter_context(visibility_files(self._folders.shared))
             options = {**Place(group, self._slots).options(), "num_gpus": 0}
-            task: Any = ray.remote(max_retries=0)(check_this_node)
-            call = task.options(**options).remote(
-                self._visibility_file, dict(self._folders.present)
-            )
-            self._calls.append(call)
+            question = partial(check_this_node, self._folders, self._files)
+            self._calls.append(ask(question, options))
             self._names.append(f"node {places[0]}")
         return True
 
@@ -161,9 +164,8 @@ class PlaceRequest:
         ]
         if self._folders is not None:
             node = self._slots[0].node
-            answer = answers.pop()
-            problems = list(node_problems(node, answer, self._folders, self._visibility_file))
-            if problems:
+            _, lacks = answers.pop()
+            if problems := folder_problems(node, lacks, self._folders, self._files):
                 raise InfraError("\n".join(problems))
         slots = self._slots
         if answers:
@@ -218,21 +220,14 @@ def bundle_nodes(group: PlacementGroup, num_slots: int) -> list[str]:
 
 def locate_gpus(group: PlacementGroup, num_slots: int) -> list[ObjectRef[Any]]:
     """Ask for node and GPU of each slot; only a task on the node can tell the GPU."""
+    place = Place(group, [Slot(bundle, "", "") for bundle in range(num_slots)])
+    return [ask(_own_gpu, place.options(number)) for number in range(num_slots)]
+
+
+def _own_gpu() -> tuple[str, str]:
     import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
-    def locate() -> tuple[str, str]:
-        return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
-
-    return [
-        locate.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=bundle
-            )
-        ).remote()
-        for bundle in range(num_slots)
-    ]
+    return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
 
 
 def locate(group: PlacementGroup, num_slots: int, config: ClusterConfig) -> list[Slot]:

@@ -6,58 +6,63 @@ import hashlib
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import megadapo
 from megadapo.cluster.machine import GIB, Machine, inspect_machine
-from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, reply_if_visible, sees_reply, visibility_file
+from megadapo.cluster.nodes import (
+    ANSWER_TIMEOUT_S,
+    answers_of,
+    ask,
+    create_visibility_file,
+    is_visible,
+    on_node,
+    visibility_files,
+)
 from megadapo.cluster.ray_connection import accepts_without_token, join_cluster
 from megadapo.cluster.this_node import ClockOffset, ClockReading, clock_offset, read_clock
 from megadapo.doctor.doctor import Diagnosis, diagnose, report
+from megadapo.errors import MegadapoError
 from megadapo.observe.tables import TextTable
 
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-PROBE_BYTES = 32 << 20
-"""Size of the message that measures a link."""
-WARM_UP_BYTES = 1 << 20
-"""Size of the message before it, which opens the connection."""
+SIZES = (1 << 20, 32 << 20)
+"""Bytes of the message that opens a connection, and of the one that measures it."""
 MAX_ROUNDS = 16
 """Most rounds of messages; in each round every node sends to another."""
-ANSWER = "doctor"
-"""Suffix of a reply's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeFacts:
-    """Facts that a node reports about itself."""
+class Node:
+    """The facts about one node of the cluster."""
 
+    name: str
+    num_gpus: int
+    """Number of GPUs that Ray offers to actors and tasks."""
     machine: Machine
     megadapo: str
     """Version, and a digest of the sources imported there."""
     free_disk_gib: float
     """Free space in the run's folder, or for Ray's temporary files if no folder is given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One node of the cluster."""
-
-    name: str
-    num_gpus: int
-    """Number of GPUs that Ray offers to actors and tasks."""
-    facts: NodeFacts | None
-    failure: str = ""
-    """Reason why there are no facts."""
     sees_folder: bool | None = None
-    """Whether node and driver see each other's files in the folder; None if none is given."""
+    """Whether the node's file in the folder is visible here; None if no folder is given."""
     clock: ClockOffset | None = None
     """Offset from this process's clock."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        packages = {name: version or "none" for name, version in self.machine.packages.items()}
+        return {"megadapo": self.megadapo, "Python": self.machine.python, **packages}
+
+    @property
+    def gpus(self) -> str:
+        """Number and products of its GPUs."""
+        names = sorted({gpu.name for gpu in self.machine.gpus})
+        return f"{len(self.machine.gpus)} x {', '.join(names)}" if names else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +76,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """All nodes, the head first, and the links between the nodes that answered."""
+    """All nodes that answer, the head first, and the links between them."""
 
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
+    silent: tuple[str, ...] = ()
+    """Name of each other node, and the reason why it does not answer."""
     accepts_without_token: bool = False
     """Whether anyone may join without a token."""
 
@@ -94,135 +101,105 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
             (node for node in ray.nodes() if node["Alive"]),
             key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]),
         )
-        inspectors = [_start_inspector(node["NodeID"]) for node in alive]
-        nodes = list(_ask_nodes(alive, inspectors, folder))
-        answering = [
-            (node.name, inspector)
-            for node, inspector in zip(nodes, inspectors, strict=True)
-            if node.facts is not None
-        ]
+        names = [f"{n} ({node['NodeManagerAddress']})" for n, node in enumerate(alive)]
+        options = {name: on_node(node["NodeID"]) for name, node in zip(names, alive, strict=True)}
+        num_gpus = [int(node["Resources"].get("GPU", 0)) for node in alive]
+        answers = _ask_nodes(options, num_gpus, folder)
+        nodes = [one for one in answers.values() if isinstance(one, Node)]
+        silent = [f"{name}: {one}" for name, one in answers.items() if not isinstance(one, Node)]
         return ClusterFacts(
             nodes=tuple(nodes),
-            links=tuple(_measure_links(answering)),
+            links=tuple(_measure_links({node.name: options[node.name] for node in nodes})),
+            silent=tuple(silent),
             accepts_without_token=accepts_without_token(),
         )
     finally:
         ray.shutdown()
 
 
-class NodeInspector:
-    """The actor on a node; it takes no slot of the cluster."""
-
-    def facts(self, folder: Path | None) -> NodeFacts:
-        wanted = folder or Path("/tmp")
-        # a folder that does not exist yet will be on the disk of its nearest parent
-        existing = next(path for path in (wanted, *wanted.parents) if path.exists())
-        package = Path(megadapo.__file__).parent
-        digest = hashlib.sha256()
-        for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".c")):
-            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-        return NodeFacts(
-            machine=inspect_machine(),
-            megadapo=f"{megadapo.__version__} ({digest.hexdigest()[:12]})",
-            free_disk_gib=shutil.disk_usage(existing).free / GIB,
-        )
-
-    def clock(self) -> ClockReading:
-        return read_clock()
-
-    def reply(self, shared_file: Path) -> bool:
-        """Return whether this node sees the file; if so, write a reply beside it."""
-        return reply_if_visible(shared_file, ANSWER)
-
-    def put_messages(self) -> list[Any]:
-        """Put both messages for another node into the object store and return their references."""
-        # in a list: Ray would resolve bare references
-        import numpy as np
-        import ray
-
-        return [ray.put(np.ones(size, dtype=np.uint8)) for size in (WARM_UP_BYTES, PROBE_BYTES)]
-
-    def time_transfer(self, messages: list[Any]) -> float:
-        """Return the seconds that the large message takes after the small one."""
-        import ray
-
-        first, probe = messages
-        ray.get(first, timeout=ANSWER_TIMEOUT_S)
-        started = time.perf_counter()
-        ray.get(probe, timeout=ANSWER_TIMEOUT_S)
-        return time.perf_counter() - started
-
-
-def _start_inspector(node_id: str) -> ActorHandle[Any]:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    actor: Any = ray.remote(NodeInspector)  # with options, Ray loses its type
-    handle: ActorHandle[Any] = actor.options(
-        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-    ).remote()
-    return handle
-
-
 def _ask_nodes(
-    alive: Sequence[dict[str, Any]], inspectors: Sequence[ActorHandle[Any]], folder: Path | None
-) -> Iterator[Node]:
-    calls: list[Any] = [inspector.facts.remote(folder) for inspector in inspectors]
-    for number, (node, inspector, call) in enumerate(zip(alive, inspectors, calls, strict=True)):
-        name = f"{number} ({node['NodeManagerAddress']})"
-        num_gpus = int(node["Resources"].get("GPU", 0))
-        facts, failure = _answer(call)
-        if facts is None:
-            yield Node(name=name, num_gpus=num_gpus, facts=None, failure=failure)
-            continue
-        sees_folder = None
-        if folder is not None:
-            with visibility_file(folder) as shared_file:
-                is_seen, _ = _answer(inspector.reply.remote(shared_file))
-                sees_folder = bool(is_seen) and sees_reply(shared_file, ANSWER)
-        yield Node(
-            name=name,
-            num_gpus=num_gpus,
-            facts=facts,
-            sees_folder=sees_folder,
-            clock=clock_offset(partial(_clock_of, inspector)),
-        )
+    options: Mapping[str, Mapping[str, Any]], num_gpus: Sequence[int], folder: Path | None
+) -> dict[str, Node | MegadapoError]:
+    with nullcontext() if folder is None else visibility_files(folder) as files:
+        calls = {
+            name: ask(partial(inspect_node, name, number, folder, files), options[name])
+            for name, number in zip(options, num_gpus, strict=True)
+        }
+        found = answers_of(calls, doing="the report of its facts")
+        for name, answer in found.items():
+            if isinstance(answer, Node):
+                found[name] = replace(
+                    answer,
+                    sees_folder=None if files is None else is_visible(files, _number(name)),
+                    clock=clock_offset(partial(_clock_of, options[name])),
+                )
+    return found
 
 
-def _answer(call: Any) -> tuple[Any, str]:
-    """Return a node's answer, or None and the reason."""
-    import ray
-    from ray.exceptions import RayError
-
-    try:
-        return ray.get(call, timeout=ANSWER_TIMEOUT_S), ""
-    except RayError as error:
-        lines = str(error).strip().splitlines()
-        return None, lines[-1] if lines else type(error).__name__
+def _number(name: str) -> str:
+    return name.split()[0]
 
 
-def _clock_of(inspector: ActorHandle[Any]) -> ClockReading:
+def _clock_of(options: Mapping[str, Any]) -> ClockReading:
     import ray
 
-    call: Any = inspector.clock.remote()
-    reading: ClockReading = ray.get(call, timeout=ANSWER_TIMEOUT_S)
+    reading: ClockReading = ray.get(ask(read_clock, options), timeout=ANSWER_TIMEOUT_S)
     return reading
 
 
-def _measure_links(inspectors: Sequence[tuple[str, ActorHandle[Any]]]) -> Iterator[Link]:
+def inspect_node(name: str, num_gpus: int, folder: Path | None, files: Path | None = None) -> Node:
+    """Return the facts about this node, and create its file in the folder."""
+    if files is not None:
+        create_visibility_file(files, _number(name))
+    wanted = folder or Path("/tmp")
+    # a folder that does not exist yet will be on the disk of its nearest parent
+    existing = next(path for path in (wanted, *wanted.parents) if path.exists())
+    package = Path(megadapo.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".c")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return Node(
+        name=name,
+        num_gpus=num_gpus,
+        machine=inspect_machine(),
+        megadapo=f"{megadapo.__version__} ({digest.hexdigest()[:12]})",
+        free_disk_gib=shutil.disk_usage(existing).free / GIB,
+    )
+
+
+def _measure_links(options: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
     """Measure links: in round k every node sends to the k-th node after it, all at once."""
-    count = len(inspectors)
-    for distance in range(1, min(count, MAX_ROUNDS + 1)):
-        pairs = [(inspectors[i], inspectors[(i + distance) % count]) for i in range(count)]
-        offers = [_answer(source.put_messages.remote())[0] for (_, source), _ in pairs]
-        calls: list[Any] = [
-            target.time_transfer.remote(offer)
-            for (_, (_, target)), offer in zip(pairs, offers, strict=True)
-        ]
-        for ((source_name, _), (target_name, _)), call in zip(pairs, calls, strict=True):
-            seconds, _ = _answer(call)
-            rate = PROBE_BYTES / seconds * 1e-9 if seconds else 0.0
-            yield Link(source=source_name, target=target_name, gb_per_s=rate)
+    import numpy as np
+    import ray
+
+    names = list(options)
+    for distance in range(1, min(len(names), MAX_ROUNDS + 1)):
+        targets = dict(zip(names, [*names[distance:], *names[:distance]], strict=True))
+        # an answer stays on its node until another one gets it
+        messages = {
+            name: [ask(partial(np.ones, size, np.uint8), options[name]) for size in SIZES]
+            for name in names
+        }
+        sent = [message for pair in messages.values() for message in pair]
+        ray.wait(sent, num_returns=len(sent), timeout=ANSWER_TIMEOUT_S, fetch_local=False)
+        calls = {
+            name: ask(partial(time_transfer, messages[name]), options[targets[name]])
+            for name in names
+        }
+        for name, seconds in answers_of(calls, doing="the measurement of its network").items():
+            rate = 0.0 if isinstance(seconds, MegadapoError) else SIZES[1] / seconds * 1e-9
+            yield Link(source=name, target=targets[name], gb_per_s=rate)
+
+
+def time_transfer(messages: list[Any]) -> float:
+    """Return the seconds that the large message takes after the small one."""
+    import ray
+
+    first, probe = messages
+    ray.get(first, timeout=ANSWER_TIMEOUT_S)
+    started = time.perf_counter()
+    ray.get(probe, timeout=ANSWER_TIMEOUT_S)
+    return time.perf_counter() - started
 
 
 _MAX_CLOCK_OFFSET_S = 0.1
@@ -254,47 +231,33 @@ def doctor_cluster(address: str, folder: Path | None, *, as_json: bool = False) 
     return report(diagnosis, table, as_json=as_json, healthy="the nodes fit together")
 
 
-def _known(facts: ClusterFacts) -> list[tuple[Node, NodeFacts]]:
-    return [(node, node.facts) for node in facts.nodes if node.facts is not None]
-
-
 def _errors(facts: ClusterFacts) -> Iterator[str]:
+    for text in facts.silent:
+        yield f"node {text} (is the same megadapo installed there?)"
     for node in facts.nodes:
-        if node.facts is None:
-            yield f"node {node.name}: {node.failure} (is the same megadapo installed there?)"
-    known = _known(facts)
-    for node, found in known:
-        yield from (f"node {node.name}: {text}" for text in diagnose(found.machine).errors)
-        num_there = len(found.machine.gpus)
-        if found.machine.uses_cuda and node.num_gpus != num_there:
+        yield from (f"node {node.name}: {text}" for text in _node_errors(node, facts.nodes[0]))
+
+
+def _node_errors(node: Node, first: Node) -> Iterator[str]:
+    """Yield the problems of a node, whose versions must be those of the first one."""
+    yield from diagnose(node.machine).errors
+    num_there = len(node.machine.gpus)
+    if node.machine.uses_cuda and node.num_gpus != num_there:
+        yield (
+            f"Ray offers {node.num_gpus} of {num_there} GPUs: restart Ray there, with "
+            f"--num-gpus={num_there} if needed"
+        )
+    if node.sees_folder is False:
+        yield (
+            "this process does not see the node's files in --folder: use storage that all nodes "
+            "see, for checkpoints and logs"
+        )
+    for name, version in node.versions.items():
+        if version != first.versions[name]:
             yield (
-                f"node {node.name}: Ray offers {node.num_gpus} of {num_there} GPUs: restart Ray "
-                f"there, with --num-gpus={num_there} if needed"
+                f"{name} {version}, but {first.versions[name]} on node {first.name}: use the same "
+                "image or environment on both"
             )
-        if node.sees_folder is False:
-            yield (
-                f"node {node.name}: this process and the node do not see each other's files in "
-                "--folder: use storage that all nodes see, for checkpoints and logs"
-            )
-    if known:
-        yield from _version_differences(known)
-
-
-def _version_differences(known: list[tuple[Node, NodeFacts]]) -> Iterator[str]:
-    """Compare versions with those of the first node that answered."""
-    first, expected = known[0][0], _versions(known[0][1])
-    for node, found in known[1:]:
-        for name, version in _versions(found).items():
-            if version != expected[name]:
-                yield (
-                    f"node {node.name}: {name} {version}, but {expected[name]} on node "
-                    f"{first.name}: use the same image or environment on both"
-                )
-
-
-def _versions(facts: NodeFacts) -> dict[str, str]:
-    packages = {name: version or "none" for name, version in facts.machine.packages.items()}
-    return {"megadapo": facts.megadapo, "Python": facts.machine.python, **packages}
 
 
 def _warnings(facts: ClusterFacts) -> Iterator[str]:
@@ -303,10 +266,9 @@ def _warnings(facts: ClusterFacts) -> Iterator[str]:
             "anyone who reaches this Ray cluster can run code on its nodes, so a run joins it only "
             "with cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"
         )
-    known = _known(facts)
-    for node, found in known:
-        if found.free_disk_gib < _MIN_FREE_GIB:
-            yield f"node {node.name}: {found.free_disk_gib:.1f} GiB of disk are free"
+    for node in facts.nodes:
+        if node.free_disk_gib < _MIN_FREE_GIB:
+            yield f"node {node.name}: {node.free_disk_gib:.1f} GiB of disk are free"
         if node.clock is not None and abs(node.clock.ahead_ns) - node.clock.error_ns > (
             _MAX_CLOCK_OFFSET_S * 1e9
         ):
@@ -315,8 +277,8 @@ def _warnings(facts: ClusterFacts) -> Iterator[str]:
                 "machine's: set both by NTP"
             )
     for what, values in (
-        ("GPUs", {_gpus(found) for _, found in known}),
-        ("drivers", {found.machine.driver or "none" for _, found in known}),
+        ("GPUs", {node.gpus for node in facts.nodes}),
+        ("drivers", {node.machine.driver or "none" for node in facts.nodes}),
     ):
         if len(values) > 1:
             yield f"the nodes have different {what}: {'; '.join(sorted(values))}"
@@ -335,18 +297,13 @@ def _slow_links(facts: ClusterFacts) -> Iterator[str]:
             )
 
 
-def _gpus(facts: NodeFacts) -> str:
-    names = sorted({gpu.name for gpu in facts.machine.gpus})
-    return f"{len(facts.machine.gpus)} x {', '.join(names)}" if names else "none"
-
-
 def _table(facts: ClusterFacts, folder: Path | None) -> str:
     notes = []
-    for _, found in _known(facts)[:1]:
-        notes.append(", ".join(f"{name} {version}" for name, version in _versions(found).items()))
+    for node in facts.nodes[:1]:
+        notes.append(", ".join(f"{name} {version}" for name, version in node.versions.items()))
     if facts.links:
         notes.append(
-            f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, every node to "
+            f"sends: {SIZES[1] >> 20} MiB each through Ray's object store, every node to "
             f"another in each of at most {MAX_ROUNDS} rounds; this measures the network of Ray and "
             "Gloo, not InfiniBand"
         )
@@ -354,7 +311,7 @@ def _table(facts: ClusterFacts, folder: Path | None) -> str:
         notes.append("shared folder: not checked; name the run's with --folder")
     head = ("node", "GPUs", "driver", "cores, memory", "free disk", "folder", "clock")
     return TextTable(
-        title=f"{len(facts.nodes)} nodes",
+        title=f"{len(facts.nodes) + len(facts.silent)} nodes",
         note="\n".join(notes),
         head=(*head, "slowest send"),
         rows=[_row(node, facts) for node in facts.nodes],
@@ -362,16 +319,13 @@ def _table(facts: ClusterFacts, folder: Path | None) -> str:
 
 
 def _row(node: Node, facts: ClusterFacts) -> list[str]:
-    if node.facts is None:
-        return [node.name, "no answer", *[""] * 6]
-    machine = node.facts.machine
     rates = [link.gb_per_s for link in facts.links if link.source == node.name]
     return [
         node.name,
-        _gpus(node.facts),
-        machine.driver or "none",
-        f"{machine.num_cores}, {machine.memory_gib:.0f} GiB",
-        f"{node.facts.free_disk_gib:.0f} GiB",
+        node.gpus,
+        node.machine.driver or "none",
+        f"{node.machine.num_cores}, {node.machine.memory_gib:.0f} GiB",
+        f"{node.free_disk_gib:.0f} GiB",
         {None: "-", True: "seen", False: "not seen"}[node.sees_folder],
         "-" if node.clock is None else f"{node.clock.ahead_ns * 1e-6:+.1f} ms",
         f"{min(rates):.2f} GB/s" if rates else "-",

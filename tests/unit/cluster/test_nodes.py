@@ -11,9 +11,9 @@ from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.nodes import (
     NodeFolders,
     check_this_node,
+    folder_problems,
     listens,
-    node_problems,
-    visibility_file,
+    visibility_files,
 )
 from megadapo.cluster.ray_connection import check_device
 from megadapo.cluster.this_node import INTERFACE_VARIABLES, interface_towards, use_interface_towards
@@ -63,22 +63,17 @@ def test_error_names_node_without_run_folder_or_model(tmp_path: Path) -> None:
     """Otherwise each node saves checkpoints on its own disk, or only the driver has the model."""
     run, model = tmp_path / "run", tmp_path / "model"
     folders = NodeFolders(shared=run, present={"model.path": model})
-    with visibility_file(run) as shared_file:
-        blind = check_this_node(
-            tmp_path / shared_file.name, folders.present, "10.0.0.7", wait_s=0.0
-        )
-        lacks_folder, lacks_model = node_problems(
-            "10.0.0.7", blind, folders, shared_file, wait_s=0.0
-        )
+    with visibility_files(run) as files:
+        _, lacks = check_this_node(folders, tmp_path / files.name, "10.0.0.7")
+        lacks_folder, lacks_model = folder_problems("10.0.0.7", lacks, folders, files, wait_s=0.0)
         assert lacks_folder.startswith("node 10.0.0.7: ") and f"{run} (run.folder)" in lacks_folder
         assert lacks_model.startswith(f"node 10.0.0.7: {model} (model.path) does not exist")
-        # it sees the file, but its reply stays on its own disk
-        one_way = check_this_node(shared_file, {}, "10.0.0.8", wait_s=0.0)
-        (run / f"{shared_file.name}-10.0.0.8").unlink()
-        assert len(list(node_problems("10.0.0.8", one_way, folders, shared_file, wait_s=0.0))) == 1
+        # the folder is not mounted there
+        check_this_node(folders, tmp_path / "missing" / files.name, "10.0.0.8")
+        assert len(folder_problems("10.0.0.8", (), folders, files, wait_s=0.0)) == 1
         model.mkdir()
-        fine = check_this_node(shared_file, folders.present, "10.0.0.9", wait_s=0.0)
-        assert list(node_problems("10.0.0.9", fine, folders, shared_file, wait_s=0.0)) == []
+        _, lacks = check_this_node(folders, files, "10.0.0.9")
+        assert folder_problems("10.0.0.9", lacks, folders, files, wait_s=0.0) == []
     assert not list(run.iterdir())
 
 

@@ -15,9 +15,8 @@ from megadapo.doctor.cluster import (
     ClusterFacts,
     Link,
     Node,
-    NodeFacts,
-    NodeInspector,
     diagnose_cluster,
+    inspect_node,
 )
 from megadapo.doctor.doctor import diagnose
 from megadapo.errors import ConfigError
@@ -177,21 +176,20 @@ def test_pypi_apex_is_not_nvidia_apex(monkeypatch, tmp_path):
     assert inspect_machine().nvidia_apex
 
 
-FACTS = NodeFacts(machine=GPU, megadapo="0.1.0 (abc)", free_disk_gib=500.0)
 SOUND = Node(
     name="0 (10.0.0.1)",
     num_gpus=8,
-    facts=FACTS,
+    machine=GPU,
+    megadapo="0.1.0 (abc)",
+    free_disk_gib=500.0,
     sees_folder=True,
     clock=ClockOffset(ahead_ns=0, error_ns=0),
 )
 OTHER = replace(SOUND, name="1 (10.0.0.2)")
-OTHER_SOURCES = replace(FACTS, megadapo="0.1.0 (abd)")
 
 
 def with_machine(**changes) -> Node:
-    machine = replace(GPU, **changes)
-    return replace(OTHER, facts=replace(FACTS, machine=machine))
+    return replace(OTHER, machine=replace(GPU, **changes))
 
 
 def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
@@ -207,27 +205,32 @@ def test_equal_nodes_have_no_problems():
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        (replace(OTHER, facts=None, failure="No module named 'megadapo'"), "No module"),
         (with_machine(python="3.12.3"), "Python 3.12.3, but 3.11.7 on node 0 (10.0.0.1)"),
         (with_machine(packages=GPU.packages | {"torch": "2.12"}), "torch 2.12, but 99.0"),
         (with_machine(packages=GPU.packages | {"vllm": None}), "vllm is not installed"),
-        (replace(OTHER, facts=OTHER_SOURCES), "megadapo 0.1.0 (abd), but 0.1.0 (abc)"),
+        (replace(OTHER, megadapo="0.1.0 (abd)"), "megadapo 0.1.0 (abd), but 0.1.0 (abc)"),
         (replace(OTHER, num_gpus=0), "Ray offers 0 of 8 GPUs"),
         (replace(OTHER, sees_folder=False), "storage that all nodes see"),
     ],
-    ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],
+    ids=["python", "package", "missing", "sources", "gpus", "folder"],
 )
 def test_errors_name_their_node(node, words):
     errors = diagnose_cluster(cluster(SOUND, node)).errors
     assert [text for text in errors if words in text and text.startswith("node 1 (10.0.0.2): ")]
 
 
+def test_node_without_an_answer_is_an_error():
+    facts = ClusterFacts(nodes=(), links=(), silent=("1 (10.0.0.2): No module named 'megadapo'",))
+    (error,) = diagnose_cluster(facts).errors
+    assert error.startswith("node 1 (10.0.0.2): No module named 'megadapo' (is the same megadapo")
+
+
 def test_slow_or_risky_nodes_are_warnings():
     late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
     unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
     one_gpu = replace(GPU, gpus=(H200,), driver="560.9")
-    full = replace(FACTS, machine=one_gpu, free_disk_gib=3.0)
-    third = replace(OTHER, name="2", num_gpus=1, clock=unsure, facts=full)
+    full = replace(OTHER, machine=one_gpu, free_disk_gib=3.0)
+    third = replace(full, name="2", num_gpus=1, clock=unsure)
     nodes = (SOUND, replace(OTHER, clock=late), third)
     links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]
     links.append(Link(source="0", target="2", gb_per_s=0.5))
@@ -241,7 +244,7 @@ def test_slow_or_risky_nodes_are_warnings():
 
 
 def test_node_without_the_folder_reports_its_disk(tmp_path):
-    assert NodeInspector().facts(tmp_path / "not" / "there").free_disk_gib > 0
+    assert inspect_node("0", 0, tmp_path / "not" / "there").free_disk_gib > 0
 
 
 def test_folder_option_needs_cluster():
