@@ -24,8 +24,6 @@ HEARTBEAT_S = 10.0
 STALE_S = 120.0
 """Seconds without a heartbeat after which a driver on another machine counts as dead: twelve
 heartbeats, and longer than a network folder caches file times."""
-MARK_S = 5.0
-"""Seconds after which a driver that began to remove a dead driver's lease counts as killed."""
 UNKNOWN_S = 60.0
 """Seconds that a driver continues without being able to read its lease."""
 _LOGGER = logging.getLogger("megadapo.run")
@@ -72,8 +70,7 @@ class Lease:
         If that driver ran on another machine, wait until its heartbeat is overdue.
         """
         driver = Driver.here()
-        while not _claim(folder / LEASE_FILE, driver):
-            _remove_stale(folder / LEASE_FILE, stale_s)
+        _take(folder / LEASE_FILE, driver, stale_s)
         return cls(folder, driver, heartbeat_s)
 
     def check(self) -> None:
@@ -161,46 +158,63 @@ def age_s(path: Path) -> float:
     may not write to the folder.
     """
     written = _heartbeat_time(path)
-    return float("inf") if written is None else _seconds_since(written, path.parent)
-
-
-def _seconds_since(file_time: float, folder: Path) -> float:
+    if written is None:
+        return float("inf")
     try:
-        with tempfile.TemporaryFile(dir=folder) as fresh:
-            return os.fstat(fresh.fileno()).st_mtime - file_time
+        with tempfile.TemporaryFile(dir=path.parent) as fresh:
+            return os.fstat(fresh.fileno()).st_mtime - written
     except OSError:
-        return time.time() - file_time
+        return time.time() - written
 
 
-def _claim(path: Path, driver: Driver) -> bool:
-    """Create the lease unless there is one; a kill cannot leave one without a holder."""
+def _take(path: Path, driver: Driver, stale_s: float) -> None:
+    """Create the lease, or replace a dead driver's; a kill leaves none without a holder.
+
+    Raises:
+        InfraError: its driver is alive; it may end soon, so a supervisor tries again.
+    """
     own = path.with_name(f"{path.name}.{driver.token}")
     try:
         with own.open("x", encoding="utf-8") as file:
             json.dump(asdict(driver), file)
             file.flush()
             os.fsync(file.fileno())
+        while not _is_linked(own, path):
+            holder = _read(path)
+            _check_dead(path, holder, stale_s)
+            # the name depends on the dead driver, so only one process at a time replaces its lease
+            mark = path.with_name(f"{path.name}.{holder.token if holder else 'unreadable'}.dead")
+            _take(mark, driver, stale_s)
+            try:
+                # by now the lease may belong to another driver, which was quicker
+                if path.exists() and _read(path) == holder:
+                    own.replace(path)
+                    return
+            finally:
+                with contextlib.suppress(OSError):
+                    mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise InfraError(
+            f"{path} cannot be written: {error.strerror}; if its driver is dead, delete it by hand"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
+
+
+def _is_linked(own: Path, path: Path) -> bool:
+    """Return whether a file could be given the name of the lease, which no other has then."""
+    try:
         os.link(own, path)
     except FileExistsError:
         # a file server repeats a request whose answer was lost: the link may be our own
         with contextlib.suppress(OSError):
             return path.samefile(own)
         return False
-    except OSError as error:
-        raise InfraError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
     return True
 
 
-def _remove_stale(path: Path, stale_s: float) -> None:
-    """Remove the lease of a dead driver.
-
-    Raises:
-        InfraError: its driver is alive; it may end soon, so a supervisor tries again.
-    """
-    holder = _read(path)
+def _check_dead(path: Path, holder: Driver | None, stale_s: float) -> None:
     if _lives(holder, age_s=age_s(path), stale_s=stale_s) and not _is_overdue(path, stale_s):
         who = "a driver that is starting"
         if holder is not None:
@@ -209,42 +223,6 @@ def _remove_stale(path: Path, stale_s: float) -> None:
             f"{path.parent} is driven by {who}: wait for it, stop it, or choose another "
             f"run.folder. If it is dead, {path} expires {stale_s:.0f} s after its last heartbeat"
         )
-    # the name depends on the dead driver, so only one process that finds it dead removes its lease
-    mark = path.with_name(f"{path.name}.{'unreadable' if holder is None else holder.token}.dead")
-    try:
-        os.link(path, mark)
-    except FileNotFoundError:
-        return
-    except FileExistsError:
-        _remove_old_mark(mark)
-        return
-    except OSError as error:
-        raise InfraError(
-            f"{path} of a dead driver cannot be removed: {error.strerror}; delete it by hand"
-        ) from error
-    try:
-        # by now the lease may belong to another driver, which was quicker
-        if _read(mark) == holder and path.samefile(mark):
-            path.unlink()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InfraError(f"{path} cannot be removed: {error.strerror}") from error
-    finally:
-        # a mark that stays is removed after MARK_S
-        with contextlib.suppress(OSError):
-            mark.unlink(missing_ok=True)
-
-
-def _remove_old_mark(mark: Path) -> None:
-    """Wait for the driver that removes a lease, or remove the mark of one that was killed."""
-    time.sleep(MARK_S / 100)
-    try:
-        marked = mark.stat().st_ctime
-    except FileNotFoundError:
-        return
-    if _seconds_since(marked, mark.parent) > MARK_S:
-        mark.unlink(missing_ok=True)
 
 
 def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:
