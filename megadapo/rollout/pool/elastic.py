@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.places import PlaceRequest
 from megadapo.errors import DataError, InfraError
-from megadapo.rollout.pool.pool import EnginePool, Member
+from megadapo.rollout.pool.handle import EngineHandle
+from megadapo.rollout.pool.pool import EnginePool
 from megadapo.rollout.pool.request import EngineRequest, read_request
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class ElasticEngines:
         """Forget engines whose node is gone; others replace them on nodes with free slots."""
         members = self._engines.members()
         away = [
-            member.number for member in members if member.state in ("lost", "starting", "leaving")
+            member.number
+            for member in members
+            if member.shown_state in ("lost", "starting", "leaving")
         ]
         for number in away:
             node = self._places.engine_node(number)
@@ -125,7 +128,7 @@ class ElasticEngines:
                 continue
             lost = f"rollout engine {number} is gone with its node {node}"
             others = [member for member in self._engines.members() if member.number != number]
-            if not any(member.stays for member in others):
+            if not any(member.leave_at is None for member in others):
                 raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
             self._engines.forget(number)
             self._places.release_engine(number)
@@ -140,11 +143,11 @@ class ElasticEngines:
                 self._engines.warn(
                     f"rollout engine {member.number} cannot start on node "
                     f"{self._places.engine_node(member.number)} and is removed, see "
-                    f"{member.log_file}; "
+                    f"{member.spec.log_file}; "
                     f"another place is requested in {RETRY_S:g} s"
                 )
 
-    def _leaving(self, staying: Sequence[Member]) -> list[int]:
+    def _leaving(self, staying: Sequence[EngineHandle]) -> list[int]:
         """Return the engines that should leave: the named ones, and the last ones above the number
         that is wanted."""
         request = self._request
@@ -159,14 +162,14 @@ class ElasticEngines:
         while surplus > 0 and self._waiting:
             self._waiting.pop().cancel()
             surplus -= 1
-        others.sort(key=lambda one: (one.state == "serving", -one.number))
+        others.sort(key=lambda one: (one.shown_state == "serving", -one.number))
         return chosen + [member.number for member in others[: max(0, surplus)]]
 
     def _leave(self, now: float) -> None:
-        staying = [member for member in self._engines.members() if member.stays]
+        staying = [member for member in self._engines.members() if member.leave_at is None]
         leaving = self._leaving(staying)
         self._postponed = set()
-        serving = {member.number for member in staying if member.state == "serving"}
+        serving = {member.number for member in staying if member.shown_state == "serving"}
         for number in leaving:
             left = serving - {number}
             if not left:
@@ -183,7 +186,7 @@ class ElasticEngines:
             self._engines.warn(f"rollout engine {number} has left")
 
     def _join(self, now: float) -> None:
-        staying = [member for member in self._engines.members() if member.stays]
+        staying = [member for member in self._engines.members() if member.leave_at is None]
         num_staying = len(staying) - len(self._postponed)
         missing = self._request.num_engines - num_staying - len(self._waiting)
         if missing > 0 and now >= self._ask_at:
@@ -221,7 +224,7 @@ class ElasticEngines:
                     "node": self._places.engine_node(member.number),
                     "state": "leaves when another one serves"
                     if member.number in self._postponed
-                    else member.state,
+                    else member.shown_state,
                     "load": member.load,
                     "tokens": member.num_tokens,
                     "tokens_per_s": self._rate(member, now),
@@ -230,7 +233,7 @@ class ElasticEngines:
             ],
         }
 
-    def _rate(self, member: Member, now: float) -> float | None:
+    def _rate(self, member: EngineHandle, now: float) -> float | None:
         """Return an engine's tokens per second in the last seconds; None if not known yet."""
         seen = self._tokens.setdefault(member.number, deque())
         if seen and member.num_tokens < seen[-1][1]:

@@ -36,6 +36,12 @@ State = Literal["starting", "stale_weights", "serving", "ending", "ended", "gone
 """An engine with stale weights answers calls but lacks the current weights. An ended one can be
 started again, one that is gone is not."""
 
+_SHOWN_STATES = {
+    "starting": "starting",
+    "stale_weights": "waiting for weights",
+    "serving": "serving",
+}
+
 EngineIncarnation = tuple[int, int]
 """An engine's number, and how many processes its handle had started with this one."""
 
@@ -166,6 +172,22 @@ class EngineHandle:
         """Leave the engine ended: it is not started again."""
         self.state = "gone"
         self.awaited = None
+
+    @property
+    def number(self) -> int:
+        return self.spec.index
+
+    @property
+    def shown_state(self) -> str:
+        """State in the list of a run's engines."""
+        if self.leave_at is not None:
+            return "leaving"
+        return _SHOWN_STATES.get(self.state, "lost")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has never served, and the limit of restarts is reached."""
+        return self.is_new and self.leave_at is None and self.start_at > time.monotonic()
 
     @property
     def load(self) -> int:

@@ -7,9 +7,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megadapo.cluster.calls import Watch, gather, timeout_error
 from megadapo.cluster.config import START_TIMEOUT_S
@@ -37,31 +36,6 @@ NO_ANSWER = ("ending", "ended", "gone")
 """States of an engine without a process."""
 MIN_ENGINES = 0.5
 """Share of the engines below which the run ends: a restart of the driver starts all of them."""
-MemberState = Literal["starting", "waiting for weights", "serving", "leaving", "lost"]
-_STATES: dict[str, MemberState] = {
-    "starting": "starting",
-    "stale_weights": "waiting for weights",
-    "serving": "serving",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One engine, for the list of a run's engines."""
-
-    number: int
-    state: MemberState
-    load: int
-    """Number of responses in flight."""
-    num_tokens: int
-    """Number of tokens that its present process has generated."""
-    log_file: Path
-    has_failed: bool
-    """Whether it has never served, and the limit of restarts is reached."""
-
-    @property
-    def stays(self) -> bool:
-        return self.state != "leaving"
 
 
 class EnginePool:
@@ -404,23 +378,9 @@ class EnginePool:
                 held.callback(lock.release)
             yield True
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[EngineHandle]:
         """Return all engines; any thread may call it."""
-        return [
-            Member(
-                number=number,
-                state="leaving"
-                if engine.leave_at is not None
-                else _STATES.get(engine.state, "lost"),
-                load=engine.load,
-                num_tokens=engine.num_tokens,
-                log_file=engine.spec.log_file,
-                has_failed=engine.is_new
-                and engine.leave_at is None
-                and engine.start_at > time.monotonic(),
-            )
-            for number, engine in self._handles.items()
-        ]
+        return list(self._handles.values())
 
     def fail(self, index: int, cause: str) -> None:
         """Mark an engine as dead that cannot take the weights."""

@@ -161,7 +161,7 @@ def test_nothing_changes_during_a_publication(pool):
             thread.start()
             thread.join()
         assert len(pool.reports) == before
-        assert [one.state for one in pool.engines.members()][2] == "waiting for weights"
+        assert [one.shown_state for one in pool.engines.members()][2] == "waiting for weights"
         give_version(pool.engines, [0, 1], 2, any_time=True)
     pool.check_until(lambda: len(pool.places.released) == 2)
 

@@ -123,7 +123,7 @@ def test_engine_that_leaves_does_not_replace_a_lost_one(pool, elastic):
     """The lost one was forgotten, the other one left, and the run waited for nothing."""
     pool.submit([group_request(1, (1,), (1, 2))])
     elastic.follow(1, leave=(0,))
-    assert [one.state for one in pool.members()] == ["leaving", "serving"]
+    assert [one.shown_state for one in pool.members()] == ["leaving", "serving"]
     pool._handles[1].state = "ended"
     elastic.places.alive = {"a", "c"}
     with pytest.raises(InfraError, match="engine 1 is gone with its node b; no engine is left"):
