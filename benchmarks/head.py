@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from baselines.heads import BASELINES, OTHER_LOSSES, AbsentError
-from shared import add_numbers, script_parser, write_results
+from shared import add_numbers, peak_extra_mib, script_parser, time_together, write_results
 from torch import Tensor
 
 from megadapo.cli import parse, report_errors
@@ -27,7 +27,7 @@ from megadapo.lab.profiling.head_inputs import (
     make_inputs,
     parse_shape,
 )
-from megadapo.lab.profiling.measure import Clock, peak_extra_mib, time_together
+from megadapo.lab.profiling.measure import Clock
 from megadapo.observe.tables import TextTable
 
 EXACT_ROWS = 512

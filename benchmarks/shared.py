@@ -1,20 +1,22 @@
-"""Command lines, random models, runs and records that the benchmarks share.
-
-`megadapo/lab/profiling/measure.py` measures the time and memory of calls.
-"""
+"""Command lines, random models, runs, records and measures that the benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megadapo.cluster.processes import MIB, return_freed_memory
 from megadapo.commands.common import OVERRIDES
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import ConfigError
+from megadapo.lab.profiling.measure import Clock, reset_resident_peak, resident_peak, time_once
 from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord
 
@@ -119,3 +121,47 @@ def training_records(
 
         with closing(steps()) as records:
             yield config, records
+
+
+def time_together(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    clock: Clock = "wall",
+) -> dict[str, list[float]]:
+    """Return the milliseconds of all calls, which take turns in every round.
+
+    So a slow minute affects all of them.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for round_number in range(warmup + repeats):
+        for name, call in calls.items():
+            elapsed = time_once(call, device, clock)
+            if round_number >= warmup:
+                samples[name].append(elapsed)
+    return samples
+
+
+def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """Return the peak memory of a call in MiB, results included, above the memory before it.
+
+    On the CPU this is the kernel's high-water mark of the process; None if it cannot be reset.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+    # otherwise the call could reuse freed memory that is still resident
+    return_freed_memory()
+    try:
+        before = reset_resident_peak()
+    except OSError:
+        return None
+    call()
+    return (resident_peak() - before) / MIB

@@ -14,11 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared import HEAD_DIM, add_numbers, chosen, script_parser, write_model, write_results
+from shared import (
+    HEAD_DIM,
+    add_numbers,
+    chosen,
+    script_parser,
+    time_together,
+    write_model,
+    write_results,
+)
 
 from megadapo.cli import parse, report_errors
 from megadapo.cluster.processes import MIB
-from megadapo.lab.profiling.measure import time_once, time_together
+from megadapo.lab.profiling.measure import time_once
 from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
-from megadapo.weights.disk.sources import collect_runs, import_weights, open_layout
+from megadapo.weights.disk.sources import (
+    collect_runs,
+    fill_shard,
+    match_params,
+    open_layout,
+    open_weights,
+)
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
@@ -52,7 +58,9 @@ class WeightsRank:
             shard.name: torch.empty(shard.shape, dtype=DTYPE)
             for shard in self._layout.megatron_shards(position)
         }
-        import_weights(model, self._params, self._layout, position)
+        source = open_weights(model, self._layout)
+        for shard, param in match_params(self._params, self._layout, position):
+            fill_shard(param, shard, source)
         self._sender = WeightSender(self._params, self._layout, position, rank)
         self._outbox: SharedMemoryOutbox | None = None
         self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None

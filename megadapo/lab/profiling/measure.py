@@ -1,39 +1,15 @@
-"""Time and peak memory of a call, on CUDA and on the CPU."""
+"""Time of a call, and peak memory of this process."""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megadapo.cluster.processes import MIB, return_freed_memory
-
 Clock = Literal["wall", "cpu"]
-
-
-def time_together(
-    calls: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    warmup: int,
-    repeats: int,
-    clock: Clock = "wall",
-) -> dict[str, list[float]]:
-    """Return the milliseconds of all calls, which take turns in every round.
-
-    So a slow minute affects all of them.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(warmup + repeats):
-        for name, call in calls.items():
-            elapsed = time_once(call, device, clock)
-            if round_number >= warmup:
-                samples[name].append(elapsed)
-    return samples
 
 
 def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "wall") -> float:
@@ -55,29 +31,6 @@ def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "
     begin = now()
     call()
     return 1e3 * (now() - begin)
-
-
-def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Return the peak memory of a call in MiB, results included, above the memory before it.
-
-    On the CPU this is the kernel's high-water mark of the process; None if it cannot be reset.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    # otherwise the call could reuse freed memory that is still resident
-    return_freed_memory()
-    try:
-        before = reset_resident_peak()
-    except OSError:
-        return None
-    call()
-    return (resident_peak() - before) / MIB
 
 
 def reset_resident_peak() -> int:

@@ -69,27 +69,6 @@ def open_weights(folder: Path | str, layout: ModelLayout) -> SafetensorsFolder:
     return source
 
 
-def import_weights(
-    folder: Path | str,
-    params: Mapping[str, torch.Tensor],
-    layout: ModelLayout,
-    position: ShardPosition,
-) -> None:
-    """Fill this rank's parameters in place from a Hugging Face folder.
-
-    Reads only this rank's slices. Memory beyond `params` is about one slice.
-
-    Args:
-        folder: Hugging Face folder.
-        params: Megatron-named parameters of this rank, with global layer numbers.
-        layout: Layout of the model that `params` belong to.
-        position: Position of this rank in the model.
-    """
-    source = open_weights(folder, layout)
-    for shard, param in match_params(params, layout, position):
-        fill_shard(param, shard, source)
-
-
 def match_params(
     params: Mapping[str, torch.Tensor], layout: ModelLayout, position: ShardPosition
 ) -> list[tuple[Shard, torch.Tensor]]:

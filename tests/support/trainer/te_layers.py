@@ -31,10 +31,11 @@ from megadapo.trainer.model.parallel import (
 from megadapo.trainer.trainer import complete_save
 from megadapo.trainer.types import RankReport
 from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
-from megadapo.weights.disk.sources import import_weights, match_params
+from megadapo.weights.disk.sources import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support.trainer.batches import VOCAB_SIZE
 from tests.support.trainer.fresh_ranks import Place
+from tests.support.weights.ranks import import_weights
 
 MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce": True}
 """Marks by which megatron-core sums gradients and norms, with their defaults."""

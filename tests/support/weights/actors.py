@@ -16,11 +16,12 @@ from megadapo.rollout.engine.spec import EngineSpec, WeightsFrom
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.types import OpenGroup, SamplingSettings
-from megadapo.weights.disk.sources import import_weights, open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
 from tests.support.rollout.engine_specs import engine_spec
+from tests.support.weights.ranks import import_weights
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]

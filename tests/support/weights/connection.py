@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from megadapo.weights.disk.sources import import_weights, open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import pack
 from megadapo.weights.sync.delta import combine
@@ -12,6 +12,7 @@ from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from megadapo.weights.sync.transports.interface import Message
+from tests.support.weights.ranks import import_weights
 
 BUCKET = 4096
 

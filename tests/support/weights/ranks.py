@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megadapo.weights.disk.sources import fill_shard, match_params, open_weights
 from tests.support.processes.forked import run_processes
 
 
@@ -22,3 +23,10 @@ def _joined(rank: int, world_size: int, meeting: Path, function, args) -> None:
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world_size)
     function(rank, *args)
     dist.destroy_process_group()
+
+
+def import_weights(folder, params, layout, position):
+    """Fill a rank's parameters in place from a Hugging Face folder."""
+    source = open_weights(folder, layout)
+    for shard, param in match_params(params, layout, position):
+        fill_shard(param, shard, source)

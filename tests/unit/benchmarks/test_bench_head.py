@@ -12,6 +12,7 @@ import pytest
 import torch
 from baselines.heads import OTHER_LOSSES, AbsentError, eager_loss
 from head import bench_head, format_table
+from shared import peak_extra_mib, time_together
 
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
@@ -23,7 +24,6 @@ from megadapo.lab.profiling.head_inputs import (
     make_inputs,
     parse_shape,
 )
-from megadapo.lab.profiling.measure import peak_extra_mib, time_together
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)

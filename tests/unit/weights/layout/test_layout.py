@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.sources import collect_runs, import_weights, match_params, open_layout
+from megadapo.weights.disk.sources import collect_runs, match_params, open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
 from tests.support.weights.connection import rank_params
+from tests.support.weights.ranks import import_weights
 
 
 def imported_ranks(folder, layout, **sizes):
