@@ -47,24 +47,19 @@ class ScoredGroup(Protocol):
     @property
     def rewards(self) -> Sequence[float]:
         """[G] verifier rewards, before shaping."""
-        ...
 
     @property
     def lengths(self) -> Sequence[int]:
         """[G] tokens of each response, end-of-sequence token and tool output included."""
-        ...
 
     @property
     def num_sampled(self) -> Sequence[int]:
         """[G] tokens of each response that the policy sampled: those with a loss."""
-        ...
 
     @property
     def truncated(self) -> Sequence[bool]:
         """[G] whether a response was truncated at the length limit."""
-        ...
 
     @property
     def steps(self) -> Sequence[Steps]:
         """[G] steps of each response, empty if it was scored as a whole; or () if all were."""
-        ...

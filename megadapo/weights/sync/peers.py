@@ -79,11 +79,9 @@ class UpdatableEngines(Protocol):
         `republish` gives the same weights to an engine that joins, with `any_time` also while the
         trainer changes its own.
         """
-        ...
 
     def fail(self, index: int, cause: str) -> None:
         """Mark an engine as dead that cannot take the weights."""
-        ...
 
 
 class UpdatePeers:
