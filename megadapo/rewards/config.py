@@ -53,7 +53,7 @@ PYTHON_TESTS = "python_tests"
 REASONING_GYM = "reasoning_gym"
 """Name of the function that asks the scorers of the package reasoning-gym in a sandbox."""
 SANDBOX_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
-    PYTHON_TESTS: {"partial": (bool,), "seconds_per_test": (int, float)},
+    PYTHON_TESTS: {"partial": (bool,), "exact": (bool,), "seconds_per_test": (int, float)},
     REASONING_GYM: {"partial": (bool,)},
 }
 """Types of the options of the functions that run in a sandbox."""
@@ -107,7 +107,8 @@ class RewardFunction(Section, title="reward.functions"):
     step_score: StepScore = "min"
     """Score of a response for which the function returns only scores of steps."""
     timeout_s: Timeout = 10.0
-    """Limit of one call in seconds; its process is killed after it."""
+    """Limit of one call in seconds; its process is killed after it. For code in a sandbox, seconds
+    of CPU time, or a fifth of the time in which it sleeps."""
     num_workers: PositiveInt = 1
     """Number of its processes, one thread each."""
     memory_mib: Annotated[int, Field(ge=64)] = 4096

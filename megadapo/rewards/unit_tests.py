@@ -1,6 +1,6 @@
 """Unit tests as a gold answer, and the program of a response that they test.
 
-The gold answer is Python with assertions, which runs after the program, or JSON:
+The gold answer is Python with assertions about names that the program defines, or JSON:
 `{"inputs": [text, ...], "outputs": [text, ...]}`, with the expected output for each text on stdin.
 This module only reads them.
 """
@@ -8,10 +8,14 @@ This module only reads them.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import math
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from symtable import symtable
 
 from megadapo.errors import DataError
 
@@ -19,6 +23,10 @@ from megadapo.errors import DataError
 # regular expression stops all threads
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+(.*)\n?", re.M)
 _PYTHON = ("python", "py", "python3")
+_NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?:[eE][-+]?+[0-9]++)?+")
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-8
+_MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy as np"}
+"""Modules that tests may use without importing them, as the program often does."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,10 @@ class UnitTests:
     """Assertions, or inputs with their expected outputs."""
 
     assertions: str | None
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-
-    @property
-    def num_runs(self) -> int:
-        """Number of runs of a program that passes all tests."""
-        return len(self.inputs) if self.assertions is None else 1
+    inputs: tuple[str, ...] = ("",)
+    outputs: tuple[str, ...] = ("",)
+    names: tuple[str, ...] = ()
+    """Names of the program that the assertions use."""
 
 
 def read_tests(gold: object) -> UnitTests:
@@ -47,11 +52,35 @@ def read_tests(gold: object) -> UnitTests:
         return _read_json(gold)
     try:
         tree = ast.parse(gold)
+        names, modules = _used_names(gold, tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"the unit tests {gold!r:.80} are not Python: {error}") from None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise DataError(f"the unit tests {gold!r:.80} assert nothing")
-    return UnitTests(gold)
+    if not names or (len(names) > 1 and all(hasattr(builtins, name) for name in names)):
+        raise DataError(
+            f"the unit tests {gold!r:.80} use no name that a program must define, or several that "
+            f"Python defines ({', '.join(sorted(names))}) and no other"
+        )
+    imports = "".join(f"import {_MODULES[name]}\n" for name in sorted(modules))
+    return UnitTests(imports + gold, names=tuple(sorted(names)))
+
+
+def _used_names(tests: str, tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the names of the program that tests use, and modules that they do not import."""
+    tables = [symtable(tests, "<tests>", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [one for table in tables for one in table.get_symbols() if one.is_global()]
+    own = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
+    free = {one.get_name() for one in symbols if not one.get_name().startswith("__")} - own
+    # `math` may be one in `math.pi`, and `bisect` is none in `bisect(x)`
+    owners = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {node for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = free & _MODULES.keys() - {node.id for node in names - owners}
+    built_in = {name for name in free if hasattr(builtins, name)}
+    # a program must not replace the `abs` or `all` of the tests of another function
+    return free - modules - built_in or built_in, modules
 
 
 def program_of(response: str) -> str | None:
@@ -85,9 +114,28 @@ def last_block(text: str, labels: Collection[str]) -> str | None:
     return re.sub(rf"(?m)^[ \t]{{0,{len(opening[1])}}}", "", text[opening.end() : end])
 
 
-def same_output(printed: str, expected: str) -> bool:
-    """Return whether two outputs are equal, ignoring spaces at line ends and final empty lines."""
-    return _lines(printed) == _lines(expected)
+def same_output(printed: str, expected: str, *, is_exact: bool = False) -> bool:
+    """Return whether the texts between blanks are equal, decimal numbers within the tolerances.
+
+    With `is_exact`, whether the lines are, without spaces at their ends and final empty lines.
+    """
+    if is_exact:
+        return _lines(printed) == _lines(expected)
+    wanted = expected.split()
+    # a program may print much more than it should
+    found = printed.split(maxsplit=len(wanted))
+    return len(found) == len(wanted) and all(map(_same_token, found, wanted))
+
+
+def _same_token(printed: str, expected: str) -> bool:
+    # integers are exact, and may be names
+    is_decimal = any(mark in expected for mark in ".eE")
+    if not is_decimal or not all(map(_NUMBER.fullmatch, (printed, expected))):
+        return printed == expected
+    found, wanted = float(printed), float(expected)
+    # one that is too large is infinite, and equals all others
+    is_close = math.isclose(found, wanted, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    return printed == expected or (is_close and math.isfinite(found))
 
 
 def _lines(text: str) -> list[str]:

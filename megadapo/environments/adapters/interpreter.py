@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
-    user = isolation.enter(settings["isolation"], alone=True, writable=False)
+    user = isolation.enter(settings["isolation"], alone=True)
     isolation.drop_privileges(user, max_processes=0)
     # without signals, timers and limits of time, the end by SIGKILL was not the code's own doing
     limits = [(1, 0xFFFFFFFF, one, False) for one in (resource.RLIMIT_CPU, resource.RLIMIT_RTTIME)]

@@ -19,10 +19,6 @@ from pathlib import Path
 from megadapo.rewards.workers import landlock, seccomp
 from megadapo.rewards.workers.worker import PR_SET_PDEATHSIG, CannotStart
 
-MAX_FILES_BYTES = 64 << 20
-"""Size of the file system in memory."""
-MAX_FILES = 4096
-"""Number of files and folders in it."""
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 128
 
@@ -70,14 +66,13 @@ def refusal() -> str:
     return f"user {os.geteuid()}: {os.strerror(number)}" if number else ""
 
 
-def enter(isolation: str, *, alone: bool = False, writable: bool = True) -> int | None:
-    """Enter new namespaces, in which this process has no network and no access to other files.
+def enter(isolation: str, *, alone: bool = False) -> int | None:
+    """Enter new namespaces, in which this process has no network, and no files but read-only ones.
 
     Args:
         isolation: "require", or "auto", with which Landlock can replace the namespaces.
         alone: stay the same process, which then starts no others. Otherwise, continue as the first
             process of the namespaces, for whose end the caller's process waits.
-        writable: whether files may be written, which are in memory. With Landlock they never may.
 
     Returns:
         The user id for `drop_privileges`; None without namespaces.
@@ -98,7 +93,7 @@ def enter(isolation: str, *, alone: bool = False, writable: bool = True) -> int 
     user = _unshare(_NAMESPACES & ~CLONE_NEWPID if alone else _NAMESPACES)
     if not alone:
         _become_first()
-    _enter_own_files(writable=writable)
+    _enter_own_files()
     return user
 
 
@@ -111,6 +106,8 @@ def _become_first() -> None:
     # killing the waiting process kills this one, and with it all processes of the namespace
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    # a signal to the process group must not reach the waiting process
+    os.setsid()
     # the first process of a namespace gets only the signals that it handles
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -164,8 +161,8 @@ def _unshare(namespaces: int) -> int:
     return _INNER_USER
 
 
-def _enter_own_files(*, writable: bool) -> None:
-    """Replace all file systems with one in memory."""
+def _enter_own_files() -> None:
+    """Replace all file systems with one in memory, which is read-only."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     sources = list(_sources())
     root = next(
@@ -173,18 +170,15 @@ def _enter_own_files(*, writable: bool) -> None:
         for point in _MOUNT_POINTS
         if os.path.isdir(point) and not any(source.startswith(f"{point}/") for source in sources)
     )
-    files = f"size={MAX_FILES_BYTES},nr_inodes={MAX_FILES},mode=755"
-    _mount("sandbox", root, "tmpfs", MS_NOSUID | MS_NODEV, files)
+    _mount("sandbox", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     for source in sources:
         _show(source, root + source)
     # may exist already, if Python is installed below it
     os.makedirs(f"{root}/tmp", exist_ok=True)
-    os.chmod(f"{root}/tmp", 0o1777)
     os.chdir(root)
     _check(_libc.pivot_root(b".", b"."))
     _check(_libc.umount2(b".", MNT_DETACH))
-    if not writable:
-        _mount("none", "/", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    _mount("none", "/", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/tmp")
 
 

