@@ -27,12 +27,7 @@ from typing import Any
 
 from megadapo.rewards.workers import isolation
 from megadapo.rewards.workers.proxies import run_tests, serve_program
-from megadapo.rewards.workers.worker import (
-    MAX_REPLY_BYTES,
-    CannotStart,
-    Handler,
-    serve,
-)
+from megadapo.rewards.workers.worker import MAX_REPLY_BYTES, CannotStart, Handler, serve
 
 MAX_RESULT_BYTES = 4096
 PROBE_S = 30.0
@@ -83,12 +78,10 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
                 break
             ended = run(work, text.encode(errors="replace"), seconds, beside=beside)
             left_s -= ended.used_s
-            ending = "done" if ended.result is not None else "error"
+            ending = "error" if ended.result is None else "done"
             output = ended.output if tests is None else ended.result or b""
-            found = {
-                "ending": ending if ended.in_time else "timeout",
-                "output": output.decode(errors="replace"),
-            }
+            found = {"ending": ending if ended.in_time else "timeout"}
+            found["output"] = output.decode(errors="replace")
             # measured as JSON, in which a character may take six bytes
             space -= len(json.dumps(found))
             if space < 0:
