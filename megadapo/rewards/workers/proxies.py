@@ -131,7 +131,7 @@ class Channel:
             return ["complex", value.real, value.imag]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._encode(tuple(value))
-        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        if isinstance(value, type) and value.__module__ == "builtins":
             return ["type", value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", value.__name__, self._encode(value.__base__)]
