@@ -111,25 +111,37 @@ class EpisodeClient:
             self._check_ids(observation.token_ids, request.max_observation_tokens)
             return list(observation.token_ids), 0
         if observation.text is not None:
-            ids = output_ids(observation.text, request.output, self._tokenizer)
-            kept = _kept(ids, request)
-            return kept, int(len(kept) < len(ids))
+            text = observation.text
+            # the frame of a longer result stays whole
+            before, _, after = request.output.partition("{}")
+            if not (text.startswith(before) and text.endswith(after)):
+                before = after = ""
+            result, is_cut = self._shown(text.removeprefix(before).removesuffix(after), request)
+            text = before + result + after if is_cut else text
+            return output_ids(text, request.output, self._tokenizer), int(is_cut)
         if not observation.messages:
             raise DataError("an observation that does not end the episode has no messages")
         messages, num_cut = [], 0
         for message in observation.messages:
-            # names of control tokens become plain text, which has more tokens
-            ids = output_ids(message["content"], "{}", self._tokenizer)
-            kept = _kept(ids, request)
-            if len(kept) < len(ids):
-                num_cut += 1
-                content = self._tokenizer.decode(
-                    kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-                # bytes of a character that the cut divides
-                message = {**message, "content": cast(str, content).strip("\ufffd")}
-            messages.append(message)
+            text, is_cut = self._shown(message["content"], request)
+            messages.append({**message, "content": text})
+            num_cut += is_cut
         return self._turns.ids_after(turn_ids, messages), num_cut
+
+    def _shown(self, text: str, request: EpisodeRequest) -> tuple[str, bool]:
+        """Return the part of a message or text that the model reads, and whether it was cut."""
+        # names of control tokens become plain text, which has more tokens
+        ids = output_ids(text, "{}", self._tokenizer)
+        num = request.max_observation_tokens
+        if len(ids) <= num:
+            return text, False
+        kept = self._tokenizer.decode(
+            ids[:num] if request.truncation_side == "right" else ids[-num:],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        # bytes of a character that the cut divides
+        return cast(str, kept).strip("\ufffd"), True
 
     def _check_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
         if len(token_ids) > max_tokens:
@@ -234,12 +246,6 @@ class RemoteEpisode:
     ) -> tuple[list[int], int]:
         """Return what `EpisodeClient.observation_ids` does."""
         return self._client.observation_ids(observation, turn_ids, self.request)
-
-
-def _kept(ids: list[int], request: EpisodeRequest) -> list[int]:
-    """Return the tokens of a message or text that the model reads."""
-    num = request.max_observation_tokens
-    return ids[:num] if request.truncation_side == "right" else ids[-num:]
 
 
 def _tool_call(name: str, arguments: str) -> ToolCall:

@@ -168,9 +168,10 @@ def test_observation_is_cut_on_its_side(tmp_path, tokenizer, side, kept, half, t
     shown = [kept, "short", half]
     users = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in shown)
     assert tokenizer.decode(ids) == f"\n{users}<|im_start|>assistant\n"
-    long = Observation(text="a" * 60 + "b" * 60)
-    ids, num_cut = client.observation_ids(long, turn, request)
-    assert (tokenizer.decode(ids), num_cut) == (text, 1)
+    for before, after, frame in (("", "", "<r>{}</r>"), ("<r>", "</r>", "<r>{}</r>")):
+        long = Observation(text=before + "a" * 60 + "b" * 60 + after)
+        ids, num_cut = client.observation_ids(long, turn, replace(request, output=frame))
+        assert (tokenizer.decode(ids), num_cut) == (before + text + after, 1)
 
 
 async def test_cut_messages_are_counted_once_and_cut_alike_by_another_engine(tmp_path, tokenizer):
