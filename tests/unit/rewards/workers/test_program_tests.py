@@ -70,12 +70,12 @@ CASES = read_cases()
 
 
 @cache
-def scores(how: str, kind: str) -> dict[str, Any]:
-    """Return score and failure of each program of a kind."""
+def scores(how: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return score and failure of each of these programs."""
     if how == "landlock" and landlock.version() < landlock.MIN_VERSION:
         pytest.skip("the kernel has no Landlock")
     denied = ["unshare"] if how == "landlock" else []
-    cases = {name: CASES[name] for name in names(kind)}
+    cases = {name: CASES[name] for name in names}
     return json.loads(run_python(SCORER, json.dumps([denied, cases])).stdout)
 
 
@@ -84,25 +84,40 @@ def how(request) -> str:
     return request.param
 
 
-def names(kind: str) -> list[str]:
-    return [name for name in CASES if name.startswith(kind)]
+def names(*kinds: str) -> list[str]:
+    return [name for name in CASES if name.startswith(kinds)]
 
 
-@pytest.mark.parametrize("name", names("honest"))
+def result(how: str, name: str) -> list[Any]:
+    """Return score and failure of a program, which runs with others of its tier."""
+    kind = name.partition(":")[0]
+    return scores(how, tuple(one for one in names(kind) if (one in FIRST) == (name in FIRST)))[name]
+
+
+FIRST = {*names("honest")[::2], *names("asserted")[::3]}
+"""Programs that make test runs; make test-slow runs all others."""
+
+
+def in_two_tiers(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test with each program of these kinds."""
+    cases = ((name, () if name in FIRST else pytest.mark.slow) for name in names(*kinds))
+    return pytest.mark.parametrize("name", [pytest.param(one, marks=m) for one, m in cases])
+
+
+@in_two_tiers("honest")
 def test_right_program_passes(how: str, name: str) -> None:
     """A right program that tests in another process fail would teach the model to avoid it."""
-    assert scores(how, "honest")[name] == [1.0, None]
+    assert result(how, name) == [1.0, None]
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", names("asserted"))
+@in_two_tiers("asserted")
 def test_assertions_cannot_be_forged(how: str, name: str) -> None:
     """Nor may a program fail the function, which would leave it out instead of calling it wrong."""
-    assert scores(how, "asserted")[name] == [0.0, None]
+    assert result(how, name) == [0.0, None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*names("printed"), *names("asleep")])
+@in_two_tiers("printed", "asleep")
 def test_hostile_program_scores_0(how: str, name: str) -> None:
     """Programs that print nearly the right output, or do not end, or harm their sandbox."""
-    assert scores(how, name.partition(":")[0])[name] == [0.0, None]
+    assert result(how, name) == [0.0, None]
