@@ -184,7 +184,7 @@ def campaign(
             if code == 0 and is_async:
                 entry["problems"] += _repeat(disturbed.seen, overrides, num_engines)
             elif code == 0 and environment != "once":
-                entry["problems"] += _differences(disturbed.seen, expected)
+                entry["problems"] += differences(disturbed.seen, expected)
             elif code and entry["ended"]:
                 entry["problems"].append(f"exit code {code}")
             if environment is not None and entry["ended"]:
@@ -222,7 +222,7 @@ def _repeat(folder: Path, overrides: Sequence[str], num_engines: int) -> list[st
         undisturbed(repeated, words, num_steps=ASYNC_STEPS)
     except AssertionError as error:
         return [f"the schedule is not repeated: {error}"]
-    problems = _differences(folder, repeated)
+    problems = differences(folder, repeated)
     if weights(folder, ASYNC_STEPS) != weights(repeated, ASYNC_STEPS):
         problems.append("the weights differ")
     if (folder / SCHEDULE_FILE).read_bytes() != (repeated / SCHEDULE_FILE).read_bytes():
@@ -238,17 +238,24 @@ def _is_disturbed(name: str, found: dict[str, Any]) -> bool:
     return name.endswith("/retries") or (name.startswith("parity/probe_") and found[name] is None)
 
 
-def _differences(folder: Path, expected: Path) -> list[str]:
-    problems = []
-    pairs = zip(untimed(metrics(folder)), untimed(metrics(expected)), strict=False)
-    for found, wanted in pairs:
-        names = [n for n in wanted if found.get(n) != wanted[n] and not _is_disturbed(n, found)]
-        problems += [f"step {wanted['step']}: {n} {found.get(n)} != {wanted[n]}" for n in names]
+def differences(folder: Path, expected: Path) -> list[str]:
+    """Return how records and evaluations of a finished run differ from those of another one."""
+    problems = differing_records(folder, expected)
     found_steps, steps = len(metrics(folder)), len(metrics(expected))
     if found_steps != steps:
         problems.append(f"{found_steps} of {steps} steps")
     if read_evaluations(folder) != read_evaluations(expected):
         problems.append("evaluations differ")
+    return problems
+
+
+def differing_records(folder: Path, expected: Path) -> list[str]:
+    """Return the metrics that differ in the steps that both runs have."""
+    problems = []
+    pairs = zip(untimed(metrics(folder)), untimed(metrics(expected)), strict=False)
+    for found, wanted in pairs:
+        names = [n for n in wanted if found.get(n) != wanted[n] and not _is_disturbed(n, found)]
+        problems += [f"step {wanted['step']}: {n} {found.get(n)} != {wanted[n]}" for n in names]
     return problems
 
 

@@ -52,11 +52,42 @@ NAMES = {
 REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 """One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
 TINY_BYTES = 1 << 20
-"""vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
+"""vLLM leaves a rendezvous of 2 KB in the temporary folder."""
 PHASE_S = 0.3
 POLL_S = 0.05
 SCAN_S = 2.0
 """Seconds between two scans of shared memory."""
+
+
+def temporary_folder(number: int) -> Path:
+    """Return a new temporary folder for a run, with a short path: those of sockets have an end."""
+    folder = Path("/tmp") / f"k{os.getpid()}-{number}"
+    folder.mkdir()
+    # what was compiled before need not be compiled again, also where only TMPDIR says
+    COMPILED.mkdir(exist_ok=True)
+    (folder / COMPILED.name).symlink_to(COMPILED)
+    return folder
+
+
+def environment_of(run: Path, temporary: Path) -> dict[str, str]:
+    """Return the environment of a run that is found by its folder's name."""
+    names = {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary)}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED)} | marked(run) | names
+
+
+def remove_leftovers(run: Path, temporary: Path) -> list[str]:
+    """Return the processes, sockets and files that a run left, and remove them."""
+    left = [name.replace("\0", " ") for _, name in descendants(run)]
+    # what was compiled is for the next run on this machine
+    entries = (path for path in temporary.iterdir() if path.name != COMPILED.name)
+    for path in (path for entry in entries for path in (entry, *entry.rglob("*"))):
+        if path.is_socket() or (path.is_file() and path.stat().st_size > TINY_BYTES):
+            left.append(str(path))
+    shutil.rmtree(temporary)
+    for pid, _ in descendants(run):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 @dataclass
@@ -111,17 +142,10 @@ class DisturbedRun:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._looked = 0.0
-        # short: paths of sockets have an end
-        self._temporary = Path("/tmp") / f"k{os.getpid()}-{self.seed}"
-        self._temporary.mkdir()
-        # what was compiled before need not be compiled again, also where only TMPDIR says
-        COMPILED.mkdir(exist_ok=True)
-        (self._temporary / COMPILED.name).symlink_to(COMPILED)
-        environment = marked(self.folder)
-        environment |= {"TMPDIR": str(self._temporary), "RAY_TMPDIR": str(self._temporary)}
+        self._temporary = temporary_folder(self.seed)
+        environment = environment_of(self.folder, self._temporary)
         if self.infrastructure is not None:
             environment |= self.infrastructure.environment
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
         self.seen.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             command(
@@ -159,17 +183,8 @@ class DisturbedRun:
 
     def leftovers(self) -> list[str]:
         """Return processes, shared memory and files that a finished run left."""
-        left = [name.replace("\0", " ") for _, name in descendants(self.folder)]
-        left += [name for name in sorted(self.segments) if Path(name).exists()]
-        # what was compiled is for the next run on this machine
-        entries = (path for path in self._temporary.iterdir() if path.name != COMPILED.name)
-        files = (path for entry in entries for path in (entry, *entry.rglob("*")) if path.is_file())
-        left += [str(path) for path in files if path.stat().st_size > TINY_BYTES]
-        shutil.rmtree(self._temporary)
-        for pid, _ in descendants(self.folder):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return left
+        segments = [name for name in sorted(self.segments) if Path(name).exists()]
+        return segments + remove_leftovers(self.folder, self._temporary)
 
     @property
     def _status(self) -> Status | None:

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -45,8 +45,8 @@ from tests.support import REPOSITORY  # noqa: E402
 from tests.support.processes.small_disk import fill, mount  # noqa: E402
 from tests.support.runs.whole_runs import command, descendants  # noqa: E402
 
-NUM_STEPS, LONGEST_CELL = 40, 8
-"""Steps of the undisturbed run, and the most that a cell needs."""
+LONGEST_CELL = 8
+"""The most steps that a cell needs."""
 OVERRIDES = ("--checkpoint.every=3", "--sampling.prompts_per_step=4")
 PHASES = {
     "start": ("start Ray", "start engines", "start trainer"),
@@ -98,6 +98,10 @@ class Cell:
     def key(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("signal", "target", "phase", "twice")}
 
+    def is_in(self, chosen: Mapping[str, str]) -> bool:
+        """Return whether its parts are chosen, as by {"target": "driver+group"}."""
+        return all(self.key[name] in text.split("+") for name, text in chosen.items())
+
     def exit_codes(self) -> set[int]:
         """Return the exit codes that docs/reliability.md allows."""
         ends = {0} if self.phase == "closing" else set()
@@ -125,9 +129,11 @@ def all_cells() -> Iterator[Cell]:
 class Stops:
     """A run that is stopped in one cell after the other, on a small disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        """`num_steps`: of the undisturbed run, after which the other one begins again."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._expected = undisturbed(folder / "undisturbed", OVERRIDES, num_steps=NUM_STEPS)
+        self._num_steps = num_steps
+        self._expected = undisturbed(folder / "undisturbed", OVERRIDES, num_steps=num_steps)
         self._disk, self._output = folder / "disk", folder / "output.txt"
         self._disk.mkdir(exist_ok=True)
         if os.geteuid() == 0 and not self._disk.is_mount():
@@ -146,8 +152,8 @@ class Stops:
     def stop(self, cell: Cell) -> None:
         """Start the driver, stop it, and note what became of it."""
         self._number += 1
-        before, num_steps = self._status, NUM_STEPS
-        if before is not None and before.step > NUM_STEPS - LONGEST_CELL:
+        before, num_steps = self._status, self._num_steps
+        if before is not None and before.step > num_steps - LONGEST_CELL:
             shutil.rmtree(self._folder)
             before = None
         if cell.phase == "closing":
@@ -300,18 +306,21 @@ def main() -> int:
     """Run the chosen cells that no earlier call has run; return 1 if one had a problem."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="", help="as in signal=TERM,target=driver+group")
+    parser.add_argument(
+        "--only", action="append", help="as in signal=TERM,target=driver+group; repeatable"
+    )
+    parser.add_argument("--num-steps", type=int, default=40, help="of the undisturbed run")
     parser.add_argument("--budget-s", type=float, default=1e9)
     arguments = parser.parse_args()
-    wanted = dict(word.split("=") for word in arguments.only.split(",") if word)
+    wanted = [dict(word.split("=") for word in one.split(",")) for one in arguments.only or ()]
     log = arguments.folder / "stops.json"
     done = [Cell(**entry) for entry in json.loads(log.read_text())] if log.exists() else []
     until, keys = time.monotonic() + arguments.budget_s, [cell.key for cell in done]
-    stops = Stops(arguments.folder)
+    stops = Stops(arguments.folder, arguments.num_steps)
     try:
         for cell in all_cells():
-            is_wanted = all(cell.key[name] in text.split("+") for name, text in wanted.items())
-            if not is_wanted or cell.key in keys or time.monotonic() > until:
+            is_new = cell.key not in keys and time.monotonic() < until
+            if not is_new or (wanted and not any(map(cell.is_in, wanted))):
                 continue
             stops.stop(cell)
             done.append(cell)

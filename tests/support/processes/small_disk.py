@@ -45,9 +45,9 @@ def on_a_small_disk(folder: Path, check: Callable[[Path], None]) -> str:
     return output.read_text()
 
 
-def mount(disk: Path, *, read_only: bool | None = None) -> None:
+def mount(disk: Path, *, read_only: bool | None = None, size: str = "1m") -> None:
     """Put the disk there or, where `read_only` is given, change whether it may be written."""
-    options = "size=1m" if read_only is None else f"remount,{'ro' if read_only else 'rw'}"
+    options = f"size={size}" if read_only is None else f"remount,{'ro' if read_only else 'rw'}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
 
 
