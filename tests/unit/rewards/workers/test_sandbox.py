@@ -276,7 +276,7 @@ def test_verdict_does_not_depend_on_other_processes() -> None:
     try:
         options = {"seconds_per_test": 0.3}
         runner = start_runner(RewardFunction(function="python_tests", options=options))
-        burners += [subprocess.Popen(burn) for _ in range(10)]
+        burners += [subprocess.Popen(burn) for _ in range(20)]
         started = time.perf_counter()
         scores = run(runner, [SPINS.format(0.25), SPINS.format(0.4)], ADDS)
         taken = time.perf_counter() - started
@@ -286,7 +286,7 @@ def test_verdict_does_not_depend_on_other_processes() -> None:
             burner.wait()
         os.sched_setaffinity(0, cpus)
     runner.close()
-    assert taken > 2.0, "the programs had the CPU for themselves"
+    assert taken > 1.5, "the programs had the CPU for themselves"
     assert [(one.correct, one.failure) for one in scores] == [(True, None), (False, None)]
 
 
