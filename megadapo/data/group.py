@@ -278,6 +278,7 @@ class Group:
         return tuple(response.truncated for response in self.responses)
 
 
+MAX_VERSION = int(np.iinfo(np.int32).max)
 EXPERT_TYPES = {"uint8": "<u1", "uint16": "<u2"}
 """Names of the types of expert numbers, and how each is stored."""
 
@@ -295,17 +296,18 @@ def encode_group(group: Group) -> dict[str, Any]:
 
 
 def decode_group(entry: Mapping[str, Any]) -> Group:
-    """Return the group that was encoded.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is not a group.
-    """
+    """Return the group that was encoded."""
+    responses = tuple(decode_response(response) for response in entry["responses"])
+    _check_branches(responses)
     return Group(
         prompt_index=entry["prompt_index"],
         prompt=Prompt.from_json(entry["prompt"]),
         prompt_ids=tuple(entry["prompt_ids"]),
-        responses=tuple(decode_response(response) for response in entry["responses"]),
-        scores=tuple(decode_score(response) for response in entry["responses"]),
+        responses=responses,
+        scores=tuple(
+            decode_score(one, len(response.token_ids))
+            for one, response in zip(entry["responses"], responses, strict=True)
+        ),
         failures=tuple(Failure(*map(str, failure)) for failure in entry.get("failures", [])),
     )
 
@@ -352,7 +354,7 @@ def decode_response(entry: Mapping[str, Any]) -> Response:
         policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
         turns=tuple(map(_decode_turn, entry["turns"] if "turns" in entry else entry["calls"])),
         entropy=_or_nan(entry["entropy"]),
-        branch=None if entry["branch"] is None else Branch(*entry["branch"]),
+        branch=_decode_branch(entry["branch"]),
         experts=decode_experts(entry["experts"]),
         failure=Failure(*map(str, entry["failure"])) if entry.get("failure") else None,
     )
@@ -371,11 +373,19 @@ def encode_score(score: Score) -> dict[str, Any]:
     }
 
 
-def decode_score(entry: Mapping[str, Any]) -> Score:
-    """Return the score that was encoded."""
+def decode_score(entry: Mapping[str, Any], num_tokens: int) -> Score:
+    """Return the score that was encoded, of a response with `num_tokens` tokens.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry is not a score.
+    """
     of_truth: Any = bool | None
     kinds = {"correct": of_truth, "answer": str, "symbolic_correct": of_truth}
     _check_types(entry, {"reward": int | float, **kinds})
+    steps = tuple((int(end), float(value)) for end, value in entry["steps"])
+    ends = [0, *(end for end, _ in steps), num_tokens]
+    if ends != sorted(ends):
+        raise ValueError(f"steps end at {ends[1:-1]} in a response of {num_tokens} tokens")
     return Score(
         reward=entry["reward"],
         correct=entry["correct"],
@@ -383,7 +393,7 @@ def decode_score(entry: Mapping[str, Any]) -> Score:
         symbolic_correct=entry["symbolic_correct"],
         parts=tuple((name, float(value)) for name, value in entry["reward_parts"].items()),
         texts=tuple((name, str(text)) for name, text in entry.get("reward_texts", {}).items()),
-        steps=tuple((int(end), float(value)) for end, value in entry["steps"]),
+        steps=steps,
     )
 
 
@@ -417,12 +427,16 @@ def decode_versions(runs: Sequence[Sequence[int]], num_tokens: int) -> np.ndarra
     """Return [num_tokens] int32 versions from their runs.
 
     Raises:
-        ValueError: the runs do not cover `num_tokens` tokens.
+        TypeError, ValueError: the runs are malformed or do not cover `num_tokens` tokens.
     """
-    pairs = np.array(runs, dtype=np.int32).reshape(-1, 2)
-    if pairs[:, 1].sum() != num_tokens:
+    pairs = [(version, count) for version, count in runs]
+    counts = [count for _, count in pairs]
+    if min(counts, default=0) < 0 or sum(counts) != num_tokens:
         raise ValueError(f"policy versions {runs} do not cover {num_tokens} tokens")
-    return np.repeat(pairs[:, 0], pairs[:, 1])
+    if any(not NO_VERSION <= version <= MAX_VERSION for version, _ in pairs):
+        raise ValueError(f"policy versions {runs} are not all from {NO_VERSION} to {MAX_VERSION}")
+    versions = np.array([version for version, _ in pairs], dtype=np.int32)
+    return np.repeat(versions, counts)
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
@@ -442,11 +456,26 @@ def encode_experts(experts: np.ndarray | None) -> dict[str, Any] | None:
 
 
 def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
-    """Return the array that `encode_experts` wrote."""
+    """Return the array that `encode_experts` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry is malformed, or routes a token to one expert
+            twice.
+    """
     if entry is None:
         return None
-    values = np.frombuffer(base64.b64decode(entry["data"]), EXPERT_TYPES[entry["dtype"]])
-    return values.reshape(entry["shape"]).astype(entry["dtype"])
+    tokens, layers, per_token = (int(size) for size in entry["shape"])
+    values = np.frombuffer(
+        base64.b64decode(entry["data"], validate=True), EXPERT_TYPES[entry["dtype"]]
+    )
+    if len(values) != math.prod((tokens, layers, per_token)):
+        raise ValueError(f"{len(values)} expert numbers do not have the shape {entry['shape']}")
+    experts = values.reshape(tokens, layers, per_token).astype(entry["dtype"])
+    ascending = np.sort(experts, axis=-1)
+    # a token with fewer different experts than the others makes dispatchers hang
+    if (ascending[..., 1:] == ascending[..., :-1]).any():
+        raise ValueError("a token is routed to one expert twice")
+    return experts
 
 
 def _decode_turn(entry: Sequence[Any]) -> Turn:
@@ -461,6 +490,27 @@ def _decode_turn(entry: Sequence[Any]) -> Turn:
         is_call=bool(is_call),
         metrics=tuple((name, float(value)) for name, value in metrics.items()),
     )
+
+
+def _decode_branch(pair: Sequence[int] | None) -> Branch | None:
+    if pair is None:
+        return None
+    parent, num_tokens = pair
+    if not isinstance(parent, int) or not isinstance(num_tokens, int):
+        raise TypeError(f"a branch is at {num_tokens!r} tokens of response {parent!r}")
+    return Branch(parent, num_tokens)
+
+
+def _check_branches(responses: Sequence[Response]) -> None:
+    """Raise ValueError if a response branches outside of an earlier response."""
+    for index, response in enumerate(responses):
+        if (branch := response.branch) is None:
+            continue
+        within = 0 <= branch.parent < index and 0 <= branch.num_tokens <= min(
+            len(response.token_ids), len(responses[branch.parent].token_ids)
+        )
+        if not within:
+            raise ValueError(f"response {index} cannot have the branch {branch}")
 
 
 def _check_types(entry: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:

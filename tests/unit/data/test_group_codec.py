@@ -1,5 +1,6 @@
 """The JSON form of groups: numbers that change on their way, and damage that is accepted."""
 
+import base64
 import json
 import math
 from collections.abc import Callable
@@ -57,6 +58,8 @@ def test_turns_of_older_files_are_read() -> None:
         lambda entry: entry.update(prompt=None),
         lambda entry: entry["responses"][0].update(policy_versions=[[4, 2]]),
         lambda entry: entry["responses"][0].update(correct=1),
+        lambda entry: entry["responses"][1].update(steps=[[7, 0.1], [3, 0.1]]),
+        lambda entry: entry["responses"][0].update(branch=[0, 0]),
     ],
 )
 def test_damaged_group_is_rejected(damage: Callable[[dict], object]) -> None:
@@ -78,9 +81,17 @@ def test_versions_survive(versions: list[int]) -> None:
     assert back.tolist() == versions and back.dtype == np.int32
 
 
-@pytest.mark.parametrize("runs", [[], [[1, 2]], [[1, 4]]])
+@pytest.mark.parametrize("runs", [[], [[1, 2]], [[1, 4]], [[1, 4], [2, -1]]])
 def test_versions_of_another_length_are_rejected(runs: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="3 tokens"):
+        decode_versions(runs, 3)
+
+
+@pytest.mark.parametrize(
+    "runs", [None, "4", [4], [[4]], [[4, 1, 1]], [[2**31, 3]], [[-2, 3]], [["a", 3]]]
+)
+def test_malformed_versions_are_rejected(runs: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
         decode_versions(runs, 3)
 
 
@@ -94,3 +105,21 @@ def test_experts_survive_json_exactly(dtype: str, num_experts: int, num_tokens: 
     assert found is not None and found.dtype == experts.dtype
     np.testing.assert_array_equal(found, experts)
     assert decode_experts(encode_experts(None)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [2, 3, 5]},
+        {"shape": [-2, -3, 4]},
+        {"shape": [24]},
+        {"dtype": "object"},
+        {"data": "?"},
+        {"data": base64.b64encode(bytes(24)).decode()},
+    ],
+)
+def test_malformed_experts_are_rejected(changes: dict) -> None:
+    """A token with one expert twice makes dispatchers hang."""
+    experts = np.tile(np.arange(4, dtype=np.uint8), (2, 3, 1))
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        decode_experts({**encode_experts(experts), **changes})

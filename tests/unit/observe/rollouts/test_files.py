@@ -88,6 +88,14 @@ def test_names_of_control_tokens_survive_and_older_files_have_none(tmp_path):
     assert decode_saved(entry).control_tokens == {}
 
 
+@pytest.mark.parametrize("branch", [[1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], ["0", 1], "ab"])
+def test_impossible_branch_is_rejected(branch):
+    entry = encode_saved(saved_group(saved_response("ab"), saved_response("abc")))
+    entry["responses"][1]["branch"] = branch
+    with pytest.raises((TypeError, ValueError)):
+        decode_saved(entry)
+
+
 def test_float32_survives_as_decimal_text(tmp_path):
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)

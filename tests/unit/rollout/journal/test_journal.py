@@ -142,7 +142,7 @@ def test_malformed_group_is_requested_again(tmp_path, monkeypatch):
     journal, engines = journal_in(tmp_path), ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().counters.num_from_journal == 0
     notes = journal.drain_warnings()
-    assert len(notes) == 2 and all("KeyError('prompt')" in note for note in notes)
+    assert len(notes) == 2 and all("KeyError('responses')" in note for note in notes)
     assert before <= set(engines.asked)
 
 
