@@ -80,9 +80,11 @@ class LocalRay:
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
         # for Ray's processes alone: this one starts others that may outlive it
-        variables = {MARK: self._mark}
-        # else a process that sets its title, as Ray's agents do, overwrites its environment's mark
-        variables["SPT_NOENV"] = "1"
+        variables = {
+            MARK: self._mark,
+            # else a process that sets its title, as Ray's agents do, overwrites the mark
+            "SPT_NOENV": "1",
+        }
         with _daemons_with(variables):
             ray.init(
                 # without "local" Ray would join any cluster that this machine is a node of
