@@ -14,6 +14,9 @@ from megadapo.commands.common import Commands, add_command
 from megadapo.errors import DataError
 from megadapo.observe.tables import printable
 
+TAIL_BYTES = 1 << 20
+"""Size of the end of metrics.jsonl and log.txt that is read: some 200 steps."""
+
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "status", "print the progress of a run")
@@ -28,11 +31,15 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.observe.run_records import RunRecords
+    from megadapo.observe.metrics.records import read_evaluations, read_metrics
+    from megadapo.observe.run_warnings import run_warnings
 
-    status = observed_status(arguments.run_folder)
+    folder: Path = arguments.run_folder
+    status = observed_status(folder)
     try:
-        warnings = RunRecords(arguments.run_folder).warnings
+        warnings = run_warnings(
+            read_metrics(folder, last_bytes=TAIL_BYTES), read_evaluations(folder)
+        )
     except (DataError, OSError) as error:
         # the state does not depend on them
         warnings = [str(error)]

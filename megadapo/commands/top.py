@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.commands.common import Commands, add_command
-from megadapo.commands.status import observed_status
+from megadapo.commands.status import TAIL_BYTES, observed_status
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, Group
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 EVERY_S = 2.0
 """Seconds between two frames."""
-TAIL_BYTES = 1 << 20
-"""Size of the end of metrics.jsonl and log.txt that is read for a frame: some 200 steps."""
 ROUTINE = ("step=", "evaluation step=", "starting: ", "info: ", "end: ")
 """Beginnings of lines in log.txt that no frame shows."""
 NUM_MESSAGES = 5
