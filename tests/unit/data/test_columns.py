@@ -1,7 +1,9 @@
 """Columns of any file: a guess that is wrong, or texts around a prompt that are lost."""
 
+import datetime
 import json
 import logging
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -187,6 +189,16 @@ def test_columns_that_a_function_takes_make_prompts_different(tmp_path):
         assert Prompt.from_json(everything[0].to_json()) == everything[0]
         # rows that differ in data_source are scored by other functions
         assert [prompt.data_source for prompt in read(file)] == ["s", "t"]
+
+
+def test_further_facts_are_values_of_json(tmp_path):
+    """NaN in a fact would make the prompt unequal to itself, and a date could not be sent on."""
+    facts = {"share": math.nan, "parts": [math.inf, 1.5], "day": datetime.date(2026, 1, 2)}
+    row = {"question": "Q", "answer": "1", "extra_info": facts, "rubric": facts}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (found,) = read(str(tmp_path / "a.parquet"), with_extra_info=True, further=("rubric",))
+    plain = {"share": None, "parts": [None, 1.5], "day": "2026-01-02"}
+    assert found.extra_info == found.further["rubric"] == plain
 
 
 def test_empty_first_value_does_not_decide_for_the_file(tmp_path):
