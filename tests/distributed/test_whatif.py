@@ -96,7 +96,7 @@ def variant(batch, objective: PolicyObjective) -> Variant:
 
 
 @pytest.mark.parametrize(
-    "name", with_marks(["tp2-sp"], slow=["dp2-cp2-small"], full=("one", "pp2"))
+    "name", with_marks(["one"], slow=["tp2-sp", "dp2-cp2-small"], full=["pp2"])
 )
 def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, name):
     """The update's for the run's own objective to the bit; fp64's where ratios differ from 1.

@@ -90,7 +90,7 @@ def test_a_rank_without_sequences_takes_part(ranks):
             assert_same(measure(ranks, "qwen2-tied", batch, data=2, **split), expected)
 
 
-@pytest.mark.parametrize("virtual", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_first_ratio_is_one_and_runs_repeat_to_the_bit(ranks, virtual):
     split = {"tensor": 2, "pipeline": 2, "virtual": virtual, "sequence": True}
     batch = random_batch(RAGGED, num_mini_batches=3)

@@ -45,6 +45,7 @@ def test_ranks_of_one_node_meet_over_loopback():
     assert loopback_problem(2, "cpu") is None
 
 
+@pytest.mark.slow
 def test_failing_rank_is_named_with_its_message():
     """Torch of these tests has no CUDA, as a node with another image than the others."""
     started = time.monotonic()

@@ -115,6 +115,7 @@ def test_hung_processes_write_stacks_and_others_survive(tmp_path):
             process.wait()
 
 
+@pytest.mark.slow
 def test_nccl_record_is_requested_with_torchs_names(tmp_path):
     """A rank without a pipe, or without a reader, costs no time."""
     environment = flight_recorder(tmp_path)

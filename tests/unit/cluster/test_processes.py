@@ -127,6 +127,7 @@ assert gc.get_threshold() == before and gc.callbacks == []
 
 
 @INTEL
+@pytest.mark.slow
 def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing path would only cause a warning; the user's own LD_PRELOAD must stay."""
     monkeypatch.setenv("LD_PRELOAD", "libm.so.6")

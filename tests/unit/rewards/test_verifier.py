@@ -263,6 +263,7 @@ def test_lost_worker_costs_one_result_and_is_replaced(losing: SymbolicPool, numb
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_idle_workers_have_lowest_priority_and_cpu_limits() -> None:
     """With wall-clock limits, a busy machine would look like an endless answer."""
     pool = start_pool(timeout_s=0.5, idle=True)

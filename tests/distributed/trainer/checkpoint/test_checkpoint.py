@@ -42,8 +42,8 @@ ORIGINS = {
 @pytest.mark.parametrize(
     "origin",
     with_marks(
-        ["tp2-dp2-sp-ep2"],
-        slow=("cp2-pp2", "vpp2-dp2-overlap"),
+        ["cp2-pp2"],
+        slow=("tp2-dp2-sp-ep2", "vpp2-dp2-overlap"),
         full=("tp2", "one", "vpp2", "pp2-last1"),
     ),
 )

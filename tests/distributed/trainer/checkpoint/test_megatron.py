@@ -70,7 +70,7 @@ def _load_and_save(rendezvous, settings, source, destination, per_layer):
 
 
 # families differ in their tensors, not in how a split cuts them: tests/unit/weights/layout
-ALWAYS = {("Qwen2", "vpp2"), ("Qwen3Moe", "tp2-pp2-sp")}
+ALWAYS = {("Qwen3Moe", "tp2-pp2-sp")}
 SLOW = {
     *((family, "tp2-pp2-sp") for family in FAMILY_NAMES),
     *(("Qwen2", split) for split in EXPERTS),

@@ -92,7 +92,7 @@ def test_answer_without_a_gold_text_is_scored(runner):
         "exit()",
         "bytes(10**12)",
         "9**9**9",
-        "__import__('time').sleep(60)",
+        pytest.param("__import__('time').sleep(60)", marks=pytest.mark.slow),
     ],
 )
 def test_answer_does_no_harm(runner, tmp_path, attack):

@@ -96,7 +96,12 @@ def repeated(source, path):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 100))]
+    "seed",
+    [
+        *range(3),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8)),
+        *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 100)),
+    ],
 )
 def test_random_schedule_is_repeated(seed, tmp_path):
     """One to three engines at random speeds, which join, leave and lose their groups, slow scoring,
