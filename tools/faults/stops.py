@@ -109,8 +109,10 @@ class Cell:
         if self.signal == "control service":
             return {FAILED} | ends
         if self.signal in (DISK, "node daemon") or self.target == "all":
-            # Ray ends a driver that puts an object into its store without the node's daemon
-            return {INTERRUPTED, FAILED, 1} | ends
+            # Ray ends a driver that puts an object into its store without the node's daemon, and
+            # one that has given up a full disk handles no signal any more
+            late = {-signal.SIGTERM} if self.signal == DISK and ends else set()
+            return {INTERRUPTED, FAILED, 1} | ends | late
         number = signal.Signals[f"SIG{self.signal}"]
         # a driver that starts has no handlers at first
         at_once = self.phase == "start" or (self.twice and self.signal != "HUP")

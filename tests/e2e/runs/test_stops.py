@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import REPOSITORY
 
-pytestmark = [pytest.mark.fault, pytest.mark.full]
+pytestmark = pytest.mark.fault
 
 SIX = (
     "signal=TERM,target=group,phase=rollout",
@@ -36,6 +36,7 @@ def test_six_stops_lose_no_completed_step(tmp_path):
     stop(tmp_path, *SIX, num_steps=20)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("cells", ["signal=TERM,target=group", "signal=control service"])
 def test_stop_in_each_phase_loses_no_completed_step(tmp_path, cells):
