@@ -6,13 +6,13 @@ it a sequence classifier with one label and read the last token; here every toke
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megadapo.errors import WeightError
-from megadapo.models.families import Family, family_of
+from megadapo.models.families import Family, architectures, family_of
 from megadapo.models.keys import check_keys
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.models.shape import ModelShape, model_shape, required_size
@@ -126,9 +126,7 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 def describe_critic(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Read the configuration of a language model or of a saved critic; describe the critic."""
-    names = [
-        name.replace(_VALUE_MODEL, _LANGUAGE_MODEL) for name in hf_config.get("architectures") or []
-    ]
+    names = [name.replace(_VALUE_MODEL, _LANGUAGE_MODEL) for name in architectures(hf_config)]
     model = describe_model({**hf_config, "architectures": names})
     return replace(
         model,
@@ -139,16 +137,13 @@ def describe_critic(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 def describe_stored(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Describe the model whose weights are beside a configuration: a policy or a critic."""
-    names = hf_config.get("architectures") or []
-    is_critic = any(name.endswith(_VALUE_MODEL) for name in names)
+    is_critic = any(name.endswith(_VALUE_MODEL) for name in architectures(hf_config))
     return describe_critic(hf_config) if is_critic else describe_model(hf_config)
 
 
 def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a critic made from the language model of `hf_config`."""
-    names = [
-        name.replace(_LANGUAGE_MODEL, _VALUE_MODEL) for name in hf_config.get("architectures") or []
-    ]
+    names = [name.replace(_LANGUAGE_MODEL, _VALUE_MODEL) for name in architectures(hf_config)]
     return {
         **hf_config,
         "architectures": names,
@@ -171,13 +166,8 @@ def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _comparable(hf_config: Mapping[str, Any]) -> dict[str, object]:
     """Return the keys that decide what a model computes, old and new spellings unified."""
     values = {key: hf_config.get(key, default) for key, default in _COMPARED.items()}
-    family = family_of(hf_config)
-    heads = hf_config.get("num_attention_heads")
-    values["num_key_value_heads"] = hf_config.get("num_key_value_heads") or heads
-    head_dim = hf_config.get("head_dim")
-    if head_dim is None and heads:
-        head_dim = hf_config.get("hidden_size", 0) // heads
-    values["head_dim"] = head_dim
+    family, shape = family_of(hf_config), model_shape(hf_config)
+    values["num_key_value_heads"], values["head_dim"] = shape.num_kv_heads, shape.head_dim
     values["num_experts"] = hf_config.get("num_experts", hf_config.get("num_local_experts"))
     values["tie_word_embeddings"] = hf_config.get("tie_word_embeddings", False)
     values["attention_bias"] = hf_config.get("attention_bias", family.has_qkv_bias)
@@ -192,7 +182,7 @@ def read_rope(hf_config: Mapping[str, Any]) -> Rope:
     """
     settings = _rope_settings(hf_config)
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
-    if kind not in ROPE_KINDS:
+    if kind not in [*ROPE_KINDS]:  # it may be a list, which has no hash
         raise WeightError(
             f"config.json: rotary scaling {kind!r} is not supported; known are "
             f"{', '.join(ROPE_KINDS)}"
@@ -214,8 +204,9 @@ def read_rope(hf_config: Mapping[str, Any]) -> Rope:
 def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a positive number; the default stands for null or none."""
     value = default if settings.get(key) is None else settings[key]
-    # True is an int
-    if not isinstance(value, int | float) or value is True or not 0 < value < math.inf:
+    # True is an int, and 10**400 is no float
+    is_number = isinstance(value, int | float) and value is not True
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise WeightError(f"config.json: {key} must be a positive number, but it is {value!r}")
     return value
 

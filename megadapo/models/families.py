@@ -110,11 +110,18 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of a Hugging Face configuration; raise WeightError if it is unknown."""
-    architectures = hf_config.get("architectures") or []
-    for architecture in architectures:
+    for architecture in architectures(hf_config):
         if architecture in FAMILIES:
             return FAMILIES[architecture]
     raise WeightError(
-        f"config.json: architectures={architectures} is not supported; megadapo supports "
-        f"{', '.join(FAMILIES)}."
+        f"config.json: architectures={hf_config.get('architectures')} is not supported; megadapo "
+        f"supports {', '.join(FAMILIES)}."
     )
+
+
+def architectures(hf_config: Mapping[str, Any]) -> list[str]:
+    """Return the names of transformers' classes for a model; raise WeightError for other values."""
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise WeightError(f"config.json: architectures must be a list of names, not {names!r:.80}")
+    return names

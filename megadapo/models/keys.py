@@ -19,25 +19,26 @@ _READ = """
 """
 _NO_EFFECT = """
     transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id
-    sep_token_id decoder_start_token_id attention_dropout hidden_dropout pretraining_tp
-    max_window_layers name_or_path output_router_logits router_aux_loss_coef output_attentions
-    output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16
-    attn_implementation id2label label2id num_labels problem_type finetuning_task
-    task_specific_params tokenizer_class prefix model_max_length is_decoder is_llama_config
-    transformers.js_config unsloth_fixed unsloth_version assistant_confidence_threshold
-    assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
-    max_length max_new_tokens min_length no_repeat_ngram_size num_assistant_tokens
-    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences
-    remove_invalid_values repetition_penalty suppress_tokens target_lookbehind temperature
-    tf_legacy_loss top_k top_p typical_p
+    unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id attention_dropout
+    hidden_dropout pretraining_tp max_window_layers name_or_path output_router_logits
+    router_aux_loss_coef output_attentions output_hidden_states output_scores return_dict
+    return_dict_in_generate torchscript use_bfloat16 attn_implementation id2label label2id
+    num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    model_max_length is_decoder is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences remove_invalid_values repetition_penalty suppress_tokens
+    target_lookbehind temperature tf_legacy_loss top_k top_p typical_p
 """
 """Notes, types, special tokens, losses, dropout and settings of generation."""
 _FIXED: Mapping[str, object] = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
+    "use_mrope": False,
     "mlp_bias": False,
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,

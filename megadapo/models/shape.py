@@ -62,6 +62,8 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
     family = family_of(hf_config)
     num_heads = required_size(hf_config, "num_attention_heads")
     hidden_size = required_size(hf_config, "hidden_size")
+    given = {key: value for key, value in hf_config.items() if value is not None}
+    sizes = {"num_key_value_heads": num_heads, "head_dim": hidden_size // num_heads, **given}
     is_moe = any(row.expert for row in family.layer)
     if is_moe and (
         hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1
@@ -75,8 +77,8 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
         num_layers=required_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=hf_config.get("num_key_value_heads") or num_heads,
-        head_dim=hf_config.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=required_size(sizes, "num_key_value_heads"),
+        head_dim=required_size(sizes, "head_dim"),
         ffn_size=required_size(hf_config, "intermediate_size"),
         vocab_size=required_size(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
@@ -88,6 +90,6 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
 def required_size(hf_config: Mapping[str, Any], key: str) -> int:
     """Return a positive integer of the configuration; raise WeightError if it is not one."""
     value = hf_config.get(key)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise WeightError(f"config.json: {key} must be a positive integer, but it is {value!r}.")
     return value

@@ -163,6 +163,7 @@ def test_driver_side_modules_load_neither_torch_nor_megatron():
         ({"attention_bias": False}, "attention_bias False is not supported for Qwen2"),
         ({"model_type": "llama"}, "model_type 'llama' is not that of Qwen2"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"use_mrope": True}, "use_mrope True is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"layer_types": ["full_attention"]}, "layer_types must be"),
         ({"layer_types": ["sliding_attention"] * 28}, "layer_types must be"),
@@ -191,6 +192,21 @@ def test_driver_side_modules_load_neither_torch_nor_megatron():
 def test_unsupported_models_are_refused(changes, key):
     with pytest.raises(WeightError, match=key):
         describe_model(QWEN_7B | changes)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"use_mrope": False, "max_window_layers": 24},
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}},
+        {"pretraining_tp": 1, "unsloth_fixed": True, "_name_or_path": "m", "_attn": "sdpa"},
+        {f"{name}_token_id": 1 for name in ("bos", "pad", "unk", "sep", "cls", "mask")},
+    ],
+    ids=["Qwen2.5", "SmolLM2", "unsloth", "special tokens"],
+)
+def test_notes_of_published_models_change_nothing(notes):
+    """A model that its publisher described further must not be refused."""
+    assert describe_model(QWEN_7B | notes) == describe_model(QWEN_7B)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers import AddedToken
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
 from megadapo.errors import DataError, MegadapoError
+from megadapo.models.description import config_differences, describe_stored
 from megadapo.weights.disk.conversion import inspect
 from megadapo.weights.disk.model_folder import check_model_folder
 from tests.support import REPOSITORY
@@ -190,6 +192,24 @@ def test_damaged_folder_is_one_message_before_anything_starts(
             check()
         message = str(caught.value)
         assert message.count(str(folder)) == 1 and "\n" not in message
+
+
+ODD = [
+    *(None, True, -1, 0, 2**63, 10**400, 0.5, float("nan"), float("inf"), 1e308, "", "x" * 50),
+    *([], [[]], [None], [1, "a"], ["Qwen2ForCausalLM", 5], {}, {"a": {"b": [1]}}),
+    *({"rope_type": ["a"]}, {"rope_type": "default", "rope_theta": []}, {"type": "yarn"}),
+]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_any_value_of_a_key_is_read_or_refused(sound, family):
+    """Catches a value of another type that ends in a TypeError, far from config.json."""
+    config = json.loads((sound / family / "config.json").read_text())
+    for key in [*config, "rope_scaling", "rope_parameters", "head_dim", "layer_types"]:
+        for value in ODD:
+            for read in (describe_stored, partial(config_differences, config)):
+                with suppress(MegadapoError):
+                    read({**config, key: value})
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"added_tokens": [], "model": {}}'])
