@@ -205,8 +205,8 @@ def _positive(settings: Mapping[str, Any], key: str, default: float | None = Non
     """Return a positive number; the default stands for null or none."""
     value = default if settings.get(key) is None else settings[key]
     # True is an int, and 10**400 is no float
-    is_number = isinstance(value, int | float) and value is not True
-    if not is_number or not 0 < value <= sys.float_info.max:
+    largest = sys.float_info.max
+    if not isinstance(value, int | float) or value is True or not 0 < value <= largest:
         raise WeightError(f"config.json: {key} must be a positive number, but it is {value!r}")
     return value
 

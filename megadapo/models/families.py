@@ -124,4 +124,4 @@ def architectures(hf_config: Mapping[str, Any]) -> list[str]:
     names = hf_config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise WeightError(f"config.json: architectures must be a list of names, not {names!r:.80}")
-    return names
+    return [*names]
