@@ -47,6 +47,20 @@ class PackedBatch:
     def num_sequences(self) -> int:
         return len(self.prompt_lengths)
 
+    @property
+    def is_trained(self) -> np.ndarray:
+        """[T] bool: tokens with a loss; those without the engine's log-prob have none."""
+        trained: np.ndarray = (self.loss_weights != 0.0) & np.isfinite(self.logprobs_rollout)
+        return trained
+
+    def version_gaps(self, policy_version: int) -> np.ndarray:
+        """Return [T] int32: publications between a token's sampling and `policy_version`.
+
+        Tokens that no policy sampled have 0.
+        """
+        versions = self.policy_versions
+        return np.where(versions == NO_VERSION, 0, policy_version - versions)
+
 
 def in_training_order(
     groups: Sequence[Group], policy_version: int, groups_per_mini_batch: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,13 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.mini_batches import update_order
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy, trained_tokens, version_gaps
+from megadapo.trainer.batch.micro_batch import MicroBatch, predicted_tokens
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
@@ -28,7 +28,7 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
 )
 from megadapo.trainer.checkpoint.pieces import OwnedRun
-from megadapo.trainer.critic.critic import Critic, CriticStep
+from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.model.experts import ExpertBalance, check_choices
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model_layout import validate_model_layout
@@ -45,16 +45,15 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.metrics import MiniBatchSums, UpdateRecorder, summarize
+from megadapo.trainer.update.metrics import MiniBatchSums, recorded_tokens, summarize
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite, wait_for_weight
-from megadapo.trainer.update.step import BoundSearch, compute_gradients, compute_logprobs
-from megadapo.weights.sync.sender import WeightSender
-
-LIKELIHOOD_METRICS = (
-    *("tokens/trained", "policy/loss", "policy/entropy", "policy/token_probability_mean"),
-    *("policy/grad_norm", "policy/lr", "policy/skipped_updates"),
+from megadapo.trainer.update.step import (
+    compute_gradients,
+    compute_logprobs,
+    find_bounds,
+    with_old_policy,
 )
-"""Metrics of a policy's update that do not need an old policy, for `LikelihoodRank`."""
+from megadapo.weights.sync.sender import WeightSender
 
 
 class TrainerRank(TrainedModel):
@@ -128,50 +127,51 @@ class TrainerRank(TrainedModel):
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Train on all mini-batches of one rollout step; return the same metrics on every rank.
 
-        Old log-probs of the whole batch are computed before the first update, in the same
-        micro-batches as the updates, or by the first update (`first_pass_is_old_policy`).
+        The mini-batches get old log-probs and advantages before the first update, in the same
+        micro-batches as the updates. One mini-batch alone may get its old log-probs in its update
+        (`first_pass_is_old_policy`).
         """
-        batch, version = request.batch, request.policy_version
-        importance = self.settings.algorithm.importance
+        batch, algorithm = request.batch, self.settings.algorithm
+        kl_coef = request.kl_reward_coef
+        if kl_coef is None:
+            kl_coef = algorithm.objective.kl_reward_coef
         self.check_experts(batch)
         self.offload.load("parameters")
         self.offload.prefetch("optimizer")
-        kl_coef = request.kl_reward_coef
-        if kl_coef is None:
-            kl_coef = self.settings.algorithm.objective.kl_reward_coef
-        trained, num_dropped = trained_tokens(batch)
-        gaps = version_gaps(batch, version)
-        predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
-        split = self.splitter.split(batch, predicted=predicted, policy_version=version)
-        split, seconds = self._with_old_policy(split, checks_ratio=request.checks_first_ratio)
+        predicted = predicted_tokens(batch, request.policy_version, algorithm.importance)
+        split = self.splitter.split(
+            batch, predicted=predicted, policy_version=request.policy_version
+        )
+        seconds: list[float] = []
+        if not self.first_pass_is_old_policy(len(split), checks_ratio=request.checks_first_ratio):
+            with self.experts.counted():
+                split, own_seconds = with_old_policy(self.chunks, self.head, split)
+            seconds.append(own_seconds)
         if self.reference is not None:
             split = self.reference.add_logprobs(
-                batch, predicted, split, self.settings.algorithm, kl_reward_coef=kl_coef
+                batch, predicted, split, algorithm, kl_reward_coef=kl_coef
             )
-        critic = None
         if self.critic is not None:
-            critic = CriticStep(self.critic, split, request.step, kl_coef=kl_coef)
-            split = critic.split
-        recorder = UpdateRecorder(batch, batch.recorded)
-        metrics = self.apply_updates(
-            request,
-            split,
-            critic=critic,
-            recorder=recorder,
-            version_gaps=gaps[trained],
-            kl_coef=self.settings.algorithm.objective.kl_loss_coef + kl_coef,
+            split = self.critic.add_advantages(split, kl_coef=kl_coef)
+        order = update_order(
+            len(split), algorithm.passes, seed=self.settings.seed, step=request.step
         )
+        self.offload.load("gradients")
+        split, metrics = self._update_policy(request, split, order, kl_coef)
         if not seconds and self.device.type == "cuda":
             # one pass gave both log-probs
             metrics["policy/ratio_first_max_error"] = None
-        of_critic = {} if critic is None else critic.result()
+        if self.critic is not None:
+            # a divergence that ends the policy's updates does not end the critic's
+            self.offload.load("optimizer")
+            metrics |= self.critic.update(split, order, request.step)
         self.offload.evict(*BETWEEN_UPDATES)
         return UpdateResult(
-            metrics=metrics | of_critic | self.experts.result(),
-            num_dropped_tokens=num_dropped,
-            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
+            metrics=metrics | self.experts.result(),
+            num_dropped_tokens=int(np.count_nonzero(batch.loss_weights) - batch.is_trained.sum()),
+            rank_tokens=(sum(mini_batch.num_tokens for mini_batch in split),),
             rank_seconds=tuple(seconds),
-            recorded=recorder.tokens() if batch.recorded and self.has_results else None,
+            recorded=recorded_tokens(batch, split) if batch.recorded and self.has_results else None,
         )
 
     def first_pass_is_old_policy(self, num_mini_batches: int, *, checks_ratio: bool) -> bool:
@@ -189,128 +189,63 @@ class TrainerRank(TrainedModel):
         is_repeated = checks_ratio and self.device.type == "cuda"
         return num_mini_batches == 1 and not (is_read_before or is_repeated)
 
-    def _with_old_policy(
-        self, split: list[MiniBatch], *, checks_ratio: bool
-    ) -> tuple[list[MiniBatch], list[float]]:
-        """Return the mini-batches with their old log-probs, and the time to compute them.
+    def _update_policy(
+        self, request: UpdateRequest, split: list[MiniBatch], order: Sequence[int], kl_coef: float
+    ) -> tuple[list[MiniBatch], Metrics]:
+        """Apply the policy's updates, until it diverges; `order`: the mini-batch of each.
 
-        If the first update computes them, the mini-batches are as before, and there is no time.
+        Returns:
+            The mini-batches with what their first update computed, and the policy's metrics.
         """
-        if self.first_pass_is_old_policy(len(split), checks_ratio=checks_ratio):
-            return split, []
-        found, seconds = [], 0.0
-        with self.experts.counted():
-            for mini_batch in split:
-                start = time.perf_counter()
-                logprobs = self.logprobs_of(mini_batch)
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-                seconds += time.perf_counter() - start
-                pairs = zip(mini_batch, logprobs, strict=False)
-                computed = [old_policy(*pair, self.settings.algorithm.importance) for pair in pairs]
-                found.append(mini_batch.with_policy(computed))
-        return found, [seconds]
-
-    def bound_search(self) -> BoundSearch:
-        """Return the search for a step's clip bounds, which keeps them if they are fixed."""
-        return BoundSearch(
-            self.settings.algorithm.bapo,
-            dual_clip=self.settings.algorithm.objective.dual_clip,
-            score=self.logprobs_of,
-            contributes=self.has_results,
-            device=self.device,
-        )
-
-    def apply_updates(
-        self,
-        request: UpdateRequest,
-        split: Sequence[MiniBatch],
-        *,
-        critic: CriticStep | None,
-        recorder: UpdateRecorder,
-        version_gaps: np.ndarray,
-        kl_coef: float,
-    ) -> Metrics:
-        """Apply the updates of all passes; return the policy's metrics.
-
-        Args:
-            split: mini-batches with their old policy, or one whose first update computes it.
-            version_gaps: as for `summarize`, like `kl_coef`.
-        """
-        search = self.bound_search()
-        sums, grad_norms, num_left_out = self._run_updates(request, split, critic, search, recorder)
+        batch, algorithm = request.batch, self.settings.algorithm
+        lr, lengths = self.settings.lr_at(request.step), np.diff(batch.cu_seqlens)
+        pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
+        if request.pretraining is not None:
+            pretraining = self.splitter.split_responses(request.pretraining)
+        split, num_left_out = list(split), 0
+        measured: list[MiniBatchSums] = []
+        grad_norms: list[float] = []
+        bounds: list[BapoBounds] = []
+        for number, texts in zip(order, pretraining, strict=True):
+            self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
+            head = self._head_of_update(split[number], bounds)
+            sums, computed = compute_gradients(self.chunks, head, split[number], texts)
+            split[number] = split[number].with_policy(computed)
+            measured.append(sums)
+            if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
+                num_left_out = len(order) - len(measured) + 1
+                break
+            # until here its copies to the GPU are beside the forward and backward pass
+            self.offload.load("optimizer")
+            norm = step_if_finite(self.optimizer, loss=sums.loss + sums.pretraining_loss, lr=lr)
+            grad_norms += [] if norm is None else [norm]
+            report_progress()
         # saves and weight updates read the weights after this
         gather_weights_now(self.chunks)
         if self.reference is not None:
             self.reference.follow(request.step)
-        return summarize(
-            sums,
+        return split, summarize(
+            measured,
             num_mini_batches=len(split),
-            num_left_out=None if self.settings.algorithm.max_kl is None else num_left_out,
+            num_left_out=None if algorithm.max_kl is None else num_left_out,
             grad_norms=grad_norms,
-            lr=self.settings.lr_at(request.step) or 0.0,
-            version_gaps=version_gaps,
-            importance=self.settings.algorithm.importance,
-            bounds=search.found,
-            kl_coef=kl_coef,
+            lr=lr or 0.0,
+            version_gaps=batch.version_gaps(request.policy_version)[batch.is_trained],
+            importance=algorithm.importance,
+            bounds=bounds,
+            kl_coef=algorithm.objective.kl_loss_coef + kl_coef,
         )
 
-    def _run_updates(
-        self,
-        request: UpdateRequest,
-        split: Sequence[MiniBatch],
-        critic: CriticStep | None,
-        search: BoundSearch,
-        recorder: UpdateRecorder,
-    ) -> tuple[list[MiniBatchSums], list[float], int]:
-        """Run the updates of all passes; a divergence ends the policy's, and not the critic's.
-
-        Returns:
-            The sums of each measured update over all ranks, the gradient norms of applied updates,
-            and the number of updates left out.
-        """
-        settings, max_kl = self.settings, self.settings.algorithm.max_kl
-        passes = settings.algorithm.passes
-        order = update_order(len(split), passes, seed=settings.seed, step=request.step)
-        pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(order)
-        if request.pretraining is not None:
-            pretraining = self.splitter.split_responses(request.pretraining)
-        split, lengths = list(split), np.diff(request.batch.cu_seqlens)
-        reduced: list[MiniBatchSums] = []
-        grad_norms: list[float] = []
-        num_left_out, lr = 0, settings.lr_at(request.step)
-        self.offload.load("gradients")
-        for update, number in enumerate(order):
-            if num_left_out == 0:
-                self.experts.prepare(int(lengths[request.batch.mini_batches[number]].sum()))
-                sums, logprobs, known = self._gradients(split[number], pretraining[update], search)
-                split[number] = split[number].with_policy(known)
-                if update < len(split):
-                    recorder.add_update(split[number], logprobs)
-                sums = sums.reduced(contributes=self.has_results, device=self.device)
-                reduced.append(sums)
-                if max_kl is not None and sums.mean_kl > max_kl:
-                    num_left_out = len(order) - update
-            # until here its copies to the GPU are beside the forward and backward pass
-            self.offload.load("optimizer")
-            if num_left_out == 0:
-                loss = sums.loss + sums.pretraining_loss
-                norm = step_if_finite(self.optimizer, loss=loss, lr=lr)
-                grad_norms += [] if norm is None else [norm]
-            if critic is not None:
-                critic.update(number)
-            report_progress()
-        return reduced, grad_norms, num_left_out
-
-    def _gradients(
-        self,
-        mini_batch: MiniBatch,
-        pretraining: Sequence[MicroBatch],
-        search: BoundSearch,
-    ) -> tuple[MiniBatchSums, list[Tensor], list[MicroBatch]]:
-        """Search for the update's bounds, and leave its gradients in the buffers."""
-        head = replace(self.head, objective=search.objective(self.head.objective, mini_batch))
-        return compute_gradients(self.chunks, head, mini_batch, pretraining)
+    def _head_of_update(self, mini_batch: MiniBatch, bounds: list[BapoBounds]) -> PolicyHead:
+        """Return the head; with gate "bapo" it has the update's bounds, which join `bounds`."""
+        algorithm = self.settings.algorithm
+        if algorithm.objective.gate != "bapo":
+            return self.head
+        # before the first update, the current log-probs are the old ones
+        current = self.logprobs_of(mini_batch) if bounds else None
+        dual_clip = algorithm.objective.dual_clip
+        bounds.append(find_bounds(mini_batch, current, algorithm.bapo, dual_clip=dual_clip))
+        return replace(self.head, objective=bounds[-1].put_into(algorithm.objective))
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.
@@ -374,53 +309,9 @@ class TrainerRank(TrainedModel):
     def logprobs_of(
         self, micro_batches: Sequence[MicroBatch], *, replays: bool = True
     ) -> list[Tensor]:
-        with torch.no_grad():
-            return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
+        return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
 
     def check_experts(self, batch: PackedBatch) -> None:
         """Check with `trainer.router_replay` that the batch has the engines' experts."""
         if self.settings.trainer.router_replay:
             check_choices(batch, self.model)
-
-
-class LikelihoodRank(TrainerRank):
-    """A rank that trains on given answers, as for supervised fine-tuning.
-
-    Its objective is `LIKELIHOOD`: a token's loss is minus its log-prob, times its weight.
-    """
-
-    def update(self, request: UpdateRequest) -> UpdateResult:
-        """Apply one update per mini-batch; return the same metrics on every rank.
-
-        Without a ratio there is no pass for old log-probs before the updates.
-        """
-        batch, settings = request.batch, self.settings
-        self.offload.load("parameters")
-        split = self.splitter.split(batch, predicted=batch.loss_weights != 0.0, policy_version=None)
-        if settings.trainer.router_aux_loss_coef:
-            # the load-balancing loss needs the routing of the whole step
-            with self.experts.counted():
-                for mini_batch in split:
-                    self.logprobs_of(mini_batch)
-        split = [part.with_policy([_without_old_policy(one) for one in part]) for part in split]
-        metrics = self.apply_updates(
-            request,
-            split,
-            critic=None,
-            recorder=UpdateRecorder(batch, ()),
-            version_gaps=batch.policy_versions[:0],
-            kl_coef=0.0,
-        )
-        balance = self.experts.result() if settings.trainer.router_aux_loss_coef else {}
-        self.offload.evict(*BETWEEN_UPDATES)
-        return UpdateResult(
-            metrics={name: metrics[name] for name in LIKELIHOOD_METRICS} | balance,
-            num_dropped_tokens=0,
-            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
-        )
-
-
-def _without_old_policy(micro_batch: MicroBatch) -> MicroBatch:
-    # the loss has no ratio: old log-probs only have to be finite
-    zeros = torch.zeros_like(micro_batch.loss_weights)
-    return replace(micro_batch, proximal=zeros, logprobs_old=zeros)

@@ -99,8 +99,7 @@ class Teacher(RankModel):
                 )
                 for micro_batch in micro_batches
             ]
-        with torch.no_grad():
-            return compute_logprobs(self.chunks, self._head, micro_batches, replays=False)
+        return compute_logprobs(self.chunks, self._head, micro_batches, replays=False)
 
 
 class ReferencePolicy:

@@ -119,18 +119,13 @@ class TrainerWorker:
             if os.environ.items() >= ONEDNN_WITHOUT_BF16.items():
                 use_onednn_products()
             install_cpu_platform()
-        if settings.trains == "reward_model":
-            from megadapo.trainer.critic.reward_model import RewardModelRank
+        # they import megatron-core, which needs the platform
+        from megadapo.trainer.critic.reward_model import RewardModelRank
+        from megadapo.trainer.fit import FitRank
+        from megadapo.trainer.rank import TrainerRank
 
-            self._trainer = RewardModelRank(settings, rendezvous, self._listener)
-        elif settings.trains == "likelihood":
-            from megadapo.trainer.rank import LikelihoodRank
-
-            self._trainer = LikelihoodRank(settings, rendezvous, self._listener)
-        else:
-            from megadapo.trainer.rank import TrainerRank
-
-            self._trainer = TrainerRank(settings, rendezvous, self._listener)
+        kinds = {"policy": TrainerRank, "likelihood": FitRank, "reward_model": RewardModelRank}
+        self._trainer = kinds[settings.trains](settings, rendezvous, self._listener)
         if self.log is not None:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
         self._release_cached_memory()

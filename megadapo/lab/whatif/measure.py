@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadapo.algorithm.bapo import num_bapo_sums, search_bounds
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
@@ -26,17 +25,16 @@ from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.trainer.batch.micro_batch import (
     MicroBatch,
     old_policy,
+    predicted_tokens,
     response_tokens,
-    trained_tokens,
-    version_gaps,
 )
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.critic.critic import values_of_tokens, with_token_advantages
+from megadapo.trainer.critic.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
 from megadapo.trainer.update.optimizer import finalize_sums
-from megadapo.trainer.update.step import run_schedule, sums_of
+from megadapo.trainer.update.step import find_bounds, run_schedule
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -282,9 +280,7 @@ def _work(
 ) -> Work:
     """Return the batch's micro-batches with the head of one objective, as an update has them."""
     importance, objective = variant.algorithm.importance, variant.algorithm.objective
-    predicted, _ = trained_tokens(variant.batch)
-    if importance.stale_logprobs == "none":
-        predicted = predicted & (version_gaps(variant.batch, policy_version) == 0)
+    predicted = predicted_tokens(variant.batch, policy_version, importance)
     split = rank.splitter.split(variant.batch, predicted=predicted, policy_version=policy_version)
     has_reference = objective.kl_coef != 0.0
     # otherwise the head itself computes the old log-probs
@@ -302,7 +298,7 @@ def _work(
     if variant.algorithm.advantage == "gae":
         assert values is not None, "the run's own objective has a critic"
         known = values_of_tokens(split, values, rank.device)
-        split, _ = with_token_advantages(
+        split = add_token_advantages(
             split, known, variant.algorithm, kl_coef=variant.kl_reward_coef, device=rank.device
         )
     head = replace(rank.head, objective=objective, importance=importance)
@@ -332,13 +328,9 @@ def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> 
     objective, config = variant.algorithm.objective, variant.algorithm.bapo
     if objective.gate != "bapo":
         return objective
-    total = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=rank.device)
     current = rank.logprobs_of(mini_batch)
-    if rank.has_results:
-        for micro_batch, logprobs in zip(mini_batch, current, strict=True):
-            total += sums_of(micro_batch, logprobs, config, dual_clip=objective.dual_clip)
-    torch.distributed.all_reduce(total)
-    return search_bounds(total.cpu().numpy(), config).put_into(objective)
+    bounds = find_bounds(mini_batch, current, config, dual_clip=objective.dual_clip)
+    return bounds.put_into(objective)
 
 
 def _sums(
@@ -350,11 +342,7 @@ def _sums(
             micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
         sums.add(micro_batch, output, head.objective)
         weights.add(micro_batch, output.logprobs, head.objective)
-    contributes, device = rank.has_results, rank.device
-    return (
-        sums.reduced(contributes=contributes, device=device),
-        weights.reduced(contributes=contributes, device=device),
-    )
+    return sums.reduced(rank.device), weights.reduced(rank.device)
 
 
 def _logprobs(

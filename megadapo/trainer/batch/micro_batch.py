@@ -83,6 +83,12 @@ class MicroBatch:
     kl: Tensor | None = None
     """Estimated KL divergence [R] float64 of each predicted token before the step's first update;
     None without a reference."""
+    values_old: Tensor | None = None
+    """The critic's values [R] fp32 before the step's first update; None without a critic."""
+    returns: Tensor | None = None
+    """The critic's targets [R] fp32, like `values_old`."""
+    logprobs_update: Tensor | None = None
+    """Log-probs [T] fp32 in the first update on the micro-batch; None before."""
 
     @property
     def sequences(self) -> np.ndarray:
@@ -117,111 +123,111 @@ POLICY_FIELDS = (
     "num_outside",
     "logprobs_ref",
     "kl",
+    "values_old",
+    "returns",
+    "logprobs_update",
 )
 """Fields of a micro-batch that the trainer computes for the step; their tensors stay on the device
 while the others wait in main memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchBuilder:
-    """Builds micro-batches, in main memory, from sequences of a packed batch."""
+def build_micro_batch(
+    batch: PackedBatch,
+    members: np.ndarray,
+    *,
+    predicted: np.ndarray,
+    policy_version: int | None,
+    inverse_frequencies: Tensor | None,
+    token_multiple: int,
+    part: ContextPart = WHOLE_SEQUENCES,
+    takes_experts: bool = False,
+) -> MicroBatch:
+    """Pack the given sequences in this order, in main memory; without any, pack only padding.
 
-    inverse_frequencies: Tensor | None
-    """[D / 2] of the rotary embedding, for our own layers."""
-    token_multiple: int
-    """T is padded to a multiple of it, for sequence parallelism."""
-    part: ContextPart = WHOLE_SEQUENCES
-    """This rank's part of every sequence."""
-    takes_experts: bool = False
-    """Whether micro-batches get the experts of their tokens."""
+    Args:
+        predicted: [tokens of the batch] bool, tokens that the head predicts.
+        policy_version: of the current weights; None if stale tokens need not be known.
+        inverse_frequencies: [D / 2] of the rotary embedding, for our own layers.
+        token_multiple: T is padded to a multiple of it, for sequence parallelism.
+        part: this rank's part of every sequence.
+        takes_experts: whether the micro-batch gets the experts of its tokens.
+    """
+    starts, stops = batch.cu_seqlens[members], batch.cu_seqlens[members + 1]
+    source = _concatenate([np.arange(*ends) for ends in zip(starts, stops, strict=True)])
+    padded, row_of = _lay_out(stops - starts, part, token_multiple)
+    num_rows = sum(padded) // part.size
+    here = np.flatnonzero(row_of >= 0)
+    chosen = np.flatnonzero(predicted[source])
+    own = np.flatnonzero(row_of[chosen - 1] >= 0)
+    rows, of_rows = row_of[chosen[own] - 1], source[chosen[own]]
+    versions = batch.policy_versions[source[chosen]]
+    is_current = versions == policy_version
+    is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
+    has_experts = takes_experts and len(batch.experts) > 0
+    return MicroBatch(
+        tokens=_spread(batch.tokens[source[here]], row_of[here], num_rows)[None, :],
+        is_uncounted=~_spread(np.ones(len(here), dtype=np.bool_), row_of[here], num_rows),
+        packed=pack_sequences(padded, inverse_frequencies, part),
+        members=members,
+        lengths=stops - starts,
+        batch_index=of_rows,
+        rows=_tensor(rows),
+        targets=_spread(batch.tokens[of_rows], rows, num_rows),
+        advantages=_spread(batch.advantages[of_rows], rows, num_rows),
+        loss_weights=_spread(batch.loss_weights[of_rows], rows, num_rows),
+        logprobs_rollout=_tensor(batch.logprobs_rollout[of_rows]),
+        is_current=_tensor(is_current[own]),
+        is_stale=_tensor(is_stale[own]),
+        num_stale=int(is_stale[own].sum()),
+        num_tokens=len(here),
+        sequences_all_ranks=np.repeat(np.arange(len(members)), stops - starts)[chosen],
+        own_of_all_ranks=own,
+        has_stale=bool(is_stale.any()),
+        experts=_experts(batch, members, row_of, num_rows=num_rows) if has_experts else None,
+    )
 
-    def build(
-        self,
-        batch: PackedBatch,
-        members: np.ndarray,
-        *,
-        predicted: np.ndarray,
-        policy_version: int | None,
-    ) -> MicroBatch:
-        """Pack the given sequences in this order; without any, return only padding.
 
-        Args:
-            predicted: [tokens of the batch] bool, tokens that the head predicts.
-            policy_version: of the current weights; None if stale tokens need not be known.
-        """
-        starts, stops = batch.cu_seqlens[members], batch.cu_seqlens[members + 1]
-        source = _concatenate([np.arange(*ends) for ends in zip(starts, stops, strict=True)])
-        padded, row_of = self._lay_out(stops - starts)
-        num_rows = sum(padded) // self.part.size
-        here = np.flatnonzero(row_of >= 0)
-        chosen = np.flatnonzero(predicted[source])
-        own = np.flatnonzero(row_of[chosen - 1] >= 0)
-        rows, of_rows = row_of[chosen[own] - 1], source[chosen[own]]
-        versions = batch.policy_versions[source[chosen]]
-        is_current = versions == policy_version
-        is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
-        return MicroBatch(
-            tokens=_spread(batch.tokens[source[here]], row_of[here], num_rows)[None, :],
-            is_uncounted=~_spread(np.ones(len(here), dtype=np.bool_), row_of[here], num_rows),
-            packed=pack_sequences(padded, self.inverse_frequencies, self.part),
-            members=members,
-            lengths=stops - starts,
-            batch_index=of_rows,
-            rows=_tensor(rows),
-            targets=_spread(batch.tokens[of_rows], rows, num_rows),
-            advantages=_spread(batch.advantages[of_rows], rows, num_rows),
-            loss_weights=_spread(batch.loss_weights[of_rows], rows, num_rows),
-            logprobs_rollout=_tensor(batch.logprobs_rollout[of_rows]),
-            is_current=_tensor(is_current[own]),
-            is_stale=_tensor(is_stale[own]),
-            num_stale=int(is_stale[own].sum()),
-            num_tokens=len(here),
-            sequences_all_ranks=np.repeat(np.arange(len(members)), stops - starts)[chosen],
-            own_of_all_ranks=own,
-            has_stale=bool(is_stale.any()),
-            experts=self._experts(batch, members, row_of, num_rows=num_rows),
-        )
+def _experts(
+    batch: PackedBatch, members: np.ndarray, row_of: np.ndarray, *, num_rows: int
+) -> Tensor:
+    """Return [T, layers, K] in the tokens' rows; padding goes to the first K experts."""
+    _, num_layers, per_token = batch.experts[0].shape
+    # torch has no arithmetic on uint16
+    dtype = np.uint8 if batch.experts[0].dtype == np.uint8 else np.int32
+    spread = np.broadcast_to(
+        np.arange(per_token, dtype=dtype), (num_rows, num_layers, per_token)
+    ).copy()
+    first = 0
+    for member in members:
+        known = batch.experts[member]
+        length = int(batch.cu_seqlens[member + 1] - batch.cu_seqlens[member])
+        rows = row_of[first : first + length]
+        here = np.flatnonzero(rows >= 0)
+        spread[rows[here]] = known[np.minimum(here, len(known) - 1)]
+        first += length
+    return _tensor(spread)
 
-    def _experts(
-        self, batch: PackedBatch, members: np.ndarray, row_of: np.ndarray, *, num_rows: int
-    ) -> Tensor | None:
-        """Return [T, layers, K] in the tokens' rows; padding goes to the first K experts."""
-        if not (self.takes_experts and batch.experts):
-            return None
-        _, num_layers, per_token = batch.experts[0].shape
-        # torch has no arithmetic on uint16
-        dtype = np.uint8 if batch.experts[0].dtype == np.uint8 else np.int32
-        spread = np.broadcast_to(
-            np.arange(per_token, dtype=dtype), (num_rows, num_layers, per_token)
-        ).copy()
-        first = 0
-        for member in members:
-            known = batch.experts[member]
-            length = int(batch.cu_seqlens[member + 1] - batch.cu_seqlens[member])
-            rows = row_of[first : first + length]
-            here = np.flatnonzero(rows >= 0)
-            spread[rows[here]] = known[np.minimum(here, len(known) - 1)]
-            first += length
-        return _tensor(spread)
 
-    def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Return padded lengths, and each token's row on this rank (-1: on another rank).
+def _lay_out(
+    lengths: np.ndarray, part: ContextPart, token_multiple: int
+) -> tuple[list[int], np.ndarray]:
+    """Return padded lengths, and each token's row on this rank (-1: on another rank).
 
-        Each length is padded so that context parallelism can divide it. A last sequence of padding
-        alone fills T up to the multiple.
-        """
-        chunks, ranks = self.part.chunks_per_sequence, self.part.size
-        padded = (-(-lengths // chunks) * chunks).tolist()
-        multiple = math.lcm(self.token_multiple, chunks // ranks)
-        padding = -sum(padded) // ranks % multiple if padded else multiple
-        if padding:
-            padded.append(padding * ranks)
-        places = self.part.places(padded)
-        rows = np.full(sum(padded), -1)
-        rows[places] = np.arange(len(places))
-        firsts = np.cumsum(padded) - padded
-        pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
-        return padded, _concatenate(pieces)
+    Each length is padded so that context parallelism can divide it. A last sequence of padding
+    alone fills T up to the multiple.
+    """
+    chunks = part.chunks_per_sequence
+    padded = (-(-lengths // chunks) * chunks).tolist()
+    multiple = math.lcm(token_multiple, chunks // part.size)
+    padding = -sum(padded) // part.size % multiple if padded else multiple
+    if padding:
+        padded.append(padding * part.size)
+    places = part.places(padded)
+    rows = np.full(sum(padded), -1)
+    rows[places] = np.arange(len(places))
+    firsts = np.cumsum(padded) - padded
+    pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
+    return padded, _concatenate(pieces)
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:
@@ -234,20 +240,13 @@ def response_tokens(batch: PackedBatch) -> np.ndarray:
     return sampled
 
 
-def trained_tokens(batch: PackedBatch) -> tuple[np.ndarray, int]:
-    """Return [T] bool of tokens with a loss, and the number dropped without an engine log-prob."""
-    weighted = batch.loss_weights != 0.0
-    scored = np.isfinite(batch.logprobs_rollout)
-    return weighted & scored, int((weighted & ~scored).sum())
-
-
-def version_gaps(batch: PackedBatch, policy_version: int) -> np.ndarray:
-    """Return [T] int32: publications between a token's sampling and `policy_version`.
-
-    Tokens that no policy sampled have 0.
-    """
-    versions = batch.policy_versions
-    return np.where(versions == NO_VERSION, 0, policy_version - versions)
+def predicted_tokens(
+    batch: PackedBatch, policy_version: int, importance: ImportanceConfig
+) -> np.ndarray:
+    """Return [T] bool: the tokens that the policy head predicts in an update."""
+    if importance.stale_logprobs == "none":
+        return batch.is_trained & (batch.version_gaps(policy_version) == 0)
+    return batch.is_trained
 
 
 def old_policy(

@@ -21,7 +21,7 @@ from megadapo.models.description import ModelDescription
 from megadapo.trainer.batch.micro_batch import (
     POLICY_FIELDS,
     MicroBatch,
-    MicroBatchBuilder,
+    build_micro_batch,
     response_tokens,
 )
 from megadapo.trainer.config import TrainerConfig
@@ -40,7 +40,7 @@ class MiniBatch(Sequence[MicroBatch]):
     """
 
     def __init__(self, waiting: Sequence[MicroBatch], device: torch.device) -> None:
-        self._waiting, self._device = waiting, device
+        self._waiting, self.device = waiting, device
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -51,11 +51,11 @@ class MiniBatch(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> MiniBatch: ...
     def __getitem__(self, index: int | slice) -> MicroBatch | MiniBatch:
         if isinstance(index, slice):
-            return MiniBatch(self._waiting[index], self._device)
-        return self._waiting[index].to(self._device)
+            return MiniBatch(self._waiting[index], self.device)
+        return self._waiting[index].to(self.device)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (micro_batch.to(self._device) for micro_batch in self._waiting)
+        return (micro_batch.to(self.device) for micro_batch in self._waiting)
 
     def with_policy(self, computed: Sequence[MicroBatch]) -> MiniBatch:
         """Return the mini-batch with POLICY_FIELDS of its micro-batches as they are in `computed`.
@@ -68,12 +68,12 @@ class MiniBatch(Sequence[MicroBatch]):
             replace(old, **{name: getattr(new, name) for name in POLICY_FIELDS})
             for old, new in zip(self._waiting, computed, strict=True)
         ]
-        return MiniBatch(waiting, self._device)
+        return MiniBatch(waiting, self.device)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of whole sequences: the same on all context-parallel ranks."""
-        return sum(int(micro_batch.lengths.sum()) for micro_batch in self._waiting)
+        """Tokens on this rank, prompts included and padding not."""
+        return sum(micro_batch.num_tokens for micro_batch in self._waiting)
 
 
 class MicroBatchSplitter:
@@ -84,7 +84,8 @@ class MicroBatchSplitter:
     ) -> None:
         """`device`: it gets each micro-batch when the model reads it."""
         self._device = device
-        self._builder = MicroBatchBuilder(
+        self._build = partial(
+            build_micro_batch,
             inverse_frequencies=rotary_of_own_layers(model),
             token_multiple=trainer.tensor_parallel,
             part=context_part(),
@@ -113,7 +114,7 @@ class MicroBatchSplitter:
         for indices in batch.mini_batches:
             parts = self._partition(lengths[indices].tolist())[mpu.get_data_parallel_rank()]
             micro_batches = [
-                self._builder.build(
+                self._build(
                     batch, indices[members], predicted=predicted, policy_version=policy_version
                 )
                 for members in parts

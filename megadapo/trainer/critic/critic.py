@@ -8,9 +8,8 @@ values, and no value leaves the last pipeline stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +86,13 @@ class WithValueHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueTargets:
-    """Targets of one micro-batch: [R] fp32 of its predicted tokens."""
-
-    values_old: Tensor
-    returns: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValueOutput:
     """Loss of one micro-batch."""
 
     loss: Tensor
     """sum_t loss_weights[t] * l_t, fp32, 0-d; the weights are the policy's."""
     clipped: Tensor
-    """Number of tokens whose clipped error is the larger one, 0-d."""
+    """Number of tokens whose clipped error is the larger one, 0-d; 0 for a loss without a clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +107,15 @@ class ValueLoss:
         hidden_states: Tensor,
         output_layer: ValueHead,
         context: MicroBatch,
-        targets: ValueTargets,
         **unused: Any,
     ) -> ValueOutput:
         """Return the loss."""
         values = self.values(
             hidden_states=hidden_states, output_layer=output_layer, context=context
         )
-        losses, is_clipped = value_losses(
-            values, targets.values_old, targets.returns, value_clip=self.value_clip
-        )
+        values_old, returns = context.values_old, context.returns
+        assert values_old is not None and returns is not None, "add_token_advantages sets them"
+        losses, is_clipped = value_losses(values, values_old, returns, value_clip=self.value_clip)
         loss = (context.loss_weights[context.rows] * losses).sum()
         return ValueOutput(loss=loss, clipped=is_clipped.sum())
 
@@ -192,27 +182,50 @@ class Critic(TrainedModel):
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 
-    @record_function("megadapo::value_gradients")
-    def gradients(
-        self, micro_batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]
-    ) -> CriticSums:
-        """Leave the mini-batch's summed gradients in the buffers; return this rank's sums.
+    def add_advantages(self, split: Sequence[MiniBatch], *, kl_coef: float) -> list[MiniBatch]:
+        """Return a step's mini-batches with values, returns and advantages, before any update.
 
         Args:
-            targets: of each micro-batch; empty except on the last pipeline stage.
+            split: this rank's part of each mini-batch, with the KL divergence that rewards include.
         """
-        heads: list[Callable[..., Any]] = [partial(self.head, targets=own) for own in targets]
-        own_experts = [_without_experts(micro_batch) for micro_batch in micro_batches]
-        work = list(zip(own_experts, heads or [self.head] * len(own_experts), strict=True))
+        values = [self.values(mini_batch) for mini_batch in split]
+        return add_token_advantages(
+            split, values, self.settings.algorithm, kl_coef=kl_coef, device=self.device
+        )
+
+    def update(self, split: Sequence[MiniBatch], order: Sequence[int], step: int) -> Metrics:
+        """Apply the updates of a step; return its metrics, the same on every rank.
+
+        Args:
+            split: the mini-batches of `add_advantages`.
+            order: the mini-batch of each update.
+        """
+        lr = self.optimizer_config.lr_at(step)
+        measured: list[CriticSums] = []
+        grad_norms: list[float] = []
+        for number in order:
+            sums = self.gradients(split[number])
+            measured.append(sums)
+            norm = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
+            grad_norms += [] if norm is None else [norm]
+        # saves read the weights after this
+        gather_weights_now(self.chunks)
+        return summarize_critic(measured, grad_norms=grad_norms, lr=lr)
+
+    @record_function("megadapo::value_gradients")
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> CriticSums:
+        """Leave the mini-batch's summed gradients in the buffers; return the sums of all ranks."""
+        work = [(_without_experts(micro_batch), self.head) for micro_batch in micro_batches]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, work, forward_only=False)
         sums = CriticSums()
-        for output, own in zip(outputs, targets, strict=True):
-            sums.add(own.values_old, own.returns)
+        for (micro_batch, _), output in zip(work, outputs, strict=False):
+            assert micro_batch.values_old is not None and micro_batch.returns is not None
+            sums.add(micro_batch.values_old, micro_batch.returns)
             sums.loss += output.loss.item()
             sums.clipped += output.clipped.item()
-        return sums
+        return sums.reduced(self.device)
 
     def load(self, folder: Path) -> None:
         """Read the critic from a trainer's checkpoint of any split.
@@ -292,101 +305,47 @@ def summarize_critic(
     }
 
 
-class CriticStep:
-    """One rollout step of the critic; every method is collective over the trainer's ranks."""
-
-    def __init__(
-        self,
-        critic: Critic,
-        split: Sequence[MiniBatch],
-        step: int,
-        *,
-        kl_coef: float,
-    ) -> None:
-        """Compute values of all of the step's tokens, before any update.
-
-        Args:
-            split: this rank's part of each mini-batch, with the KL divergence that rewards include.
-        """
-        self._critic = critic
-        self._lr = critic.optimizer_config.lr_at(step)
-        self._reduced: list[CriticSums] = []
-        self._grad_norms: list[float] = []
-        values = [critic.values(mini_batch) for mini_batch in split]
-        self.split, raw = with_token_advantages(
-            split, values, critic.settings.algorithm, kl_coef=kl_coef, device=critic.device
-        )
-        """The mini-batches with advantages that are whitened over the step's tokens."""
-        self.targets = [
-            [_targets(*pair) for pair in zip(*parts, strict=True)]
-            for parts in zip(values, raw, strict=True)
-        ]
-        """[update][micro-batch] -> targets; empty lists except on the last pipeline stage."""
-
-    def update(self, number: int) -> None:
-        """Train on the micro-batches of the step's update `number`, counted from 0."""
-        critic = self._critic
-        sums = critic.gradients(self.split[number], self.targets[number])
-        sums = sums.reduced(contributes=has_results(), device=critic.device)
-        self._reduced.append(sums)
-        grad_norm = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
-        if grad_norm is not None:
-            self._grad_norms.append(grad_norm)
-
-    def result(self) -> Metrics:
-        """Complete the critic's weights; return the step's metrics, the same on every rank."""
-        gather_weights_now(self._critic.chunks)
-        return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
-
-
-def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:
-    returns = values_old.double() + torch.from_numpy(advantages).to(values_old.device)
-    return ValueTargets(values_old=values_old, returns=returns.float())
-
-
-def with_token_advantages(
+def add_token_advantages(
     split: Sequence[MiniBatch],
     values: Sequence[Sequence[Tensor]],
     algorithm: AlgorithmConfig,
     *,
     kl_coef: float,
     device: torch.device,
-) -> tuple[list[MiniBatch], list[list[np.ndarray]]]:
+) -> list[MiniBatch]:
     """Return the mini-batches with advantages that are whitened over the step's tokens; collective.
+
+    They also get the critic's targets.
 
     Args:
         split: this rank's part of each mini-batch, with the KL divergence that rewards include.
         values: [mini-batch][micro-batch] -> [R] of the predicted tokens; empty lists except on the
             last pipeline stage.
-
-    Returns:
-        The mini-batches, and [R] float64 advantages of each micro-batch before that.
     """
-    raw = [
+    advantages = [
         [
             _token_advantages(micro_batch, own, algorithm, kl_coef=kl_coef)
             for micro_batch, own in zip(mini_batch, parts, strict=False)
         ]
         for mini_batch, parts in zip(split, values, strict=True)
     ]
-    flat = [advantages for parts in raw for advantages in parts]
-    whitened = iter(_whitened_over_ranks(flat, contributes=has_results(), device=device))
-    found = [
-        mini_batch.with_policy(
-            [
-                micro_batch.with_advantages(next(whitened))
-                for micro_batch, _ in zip(mini_batch, parts, strict=False)
-            ]
-        )
-        for mini_batch, parts in zip(split, raw, strict=True)
-    ]
-    return found, raw
+    flat = [own for parts in advantages for own in parts]
+    whitened = iter(_whitened_over_ranks(flat, device))
+    found = []
+    for mini_batch, parts, raw in zip(split, values, advantages, strict=True):
+        computed = []
+        for micro_batch, values_old, own in zip(mini_batch, parts, raw, strict=False):
+            returns = values_old.double() + torch.from_numpy(own).to(values_old.device)
+            with_targets = replace(micro_batch, values_old=values_old, returns=returns.float())
+            computed.append(with_targets.with_advantages(next(whitened)))
+        found.append(mini_batch.with_policy(computed))
+    return found
 
 
 def values_of_tokens(
     split: Sequence[MiniBatch], values: np.ndarray, device: torch.device
 ) -> list[list[Tensor]]:
-    """Return known values [T] of a batch as `with_token_advantages` takes them."""
+    """Return known values [T] of a batch as `add_token_advantages` takes them."""
     is_last = mpu.is_pipeline_last_stage()
     return [
         [
@@ -421,17 +380,15 @@ def _token_advantages(
     return own
 
 
-def _whitened_over_ranks(
-    pieces: Sequence[np.ndarray], *, contributes: bool, device: torch.device
-) -> list[np.ndarray]:
+def _whitened_over_ranks(pieces: Sequence[np.ndarray], device: torch.device) -> list[np.ndarray]:
     """Subtract the mean over all ranks and divide by the unbiased standard deviation; collective.
 
-    Equal numbers become 0. Ranks that do not contribute use the others' mean and deviation.
+    Equal numbers become 0. Ranks without results use the others' mean and deviation.
 
     Args:
         pieces: of this rank, [n] float64 each.
     """
-    own = np.concatenate([np.empty(0), *(pieces if contributes else ())])
+    own = np.concatenate([np.empty(0), *(pieces if has_results() else ())])
     count, total = _sums([len(own), own.sum()], device)
     ends = torch.tensor(
         [own.max(initial=-math.inf), -own.min(initial=math.inf)], dtype=torch.float64, device=device

@@ -9,7 +9,7 @@ scores, with the gradient of the pairs' loss at these scores.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import CheckpointWriter, num_bytes_written
-from megadapo.trainer.critic.critic import Critic, ValueHead, ValueLoss
+from megadapo.trainer.critic.critic import Critic, ValueHead, ValueLoss, ValueOutput
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups
 from megadapo.trainer.types import (
@@ -97,7 +97,7 @@ class RewardModelRank:
         return UpdateResult(
             metrics=metrics,
             num_dropped_tokens=0,
-            rank_tokens=(sum(micro_batch.num_tokens for part in split for micro_batch in part),),
+            rank_tokens=(sum(mini_batch.num_tokens for mini_batch in split),),
         )
 
     def scores(self, batch: PackedBatch) -> np.ndarray:
@@ -152,19 +152,12 @@ class RewardModelRank:
         return found.cpu().numpy()
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightedValues:
-    """Result of one micro-batch."""
-
-    loss: Tensor
-    """sum_t loss_weights[t] * value[t], fp32, 0-d."""
-
-
 def _weighted(
     *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
-) -> WeightedValues:
+) -> ValueOutput:
     """Return the loss that is linear in the values; an `output_processor`."""
     values = ValueLoss.values(
         hidden_states=hidden_states, output_layer=output_layer, context=context
     )
-    return WeightedValues(loss=(context.loss_weights[context.rows] * values).sum())
+    loss = (context.loss_weights[context.rows] * values).sum()
+    return ValueOutput(loss=loss, clipped=torch.zeros_like(loss))

@@ -1,7 +1,4 @@
-"""Sums of a mini-batch's statistics, their reduction over all ranks, and the step's result.
-
-An update also records log-probs and advantages of single tokens, beside its work.
-"""
+"""Sums of a mini-batch's statistics, their reduction over all ranks, and the step's result."""
 
 from __future__ import annotations
 
@@ -23,7 +20,9 @@ from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.head import sequence_ratios
+from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import Metrics, RecordedTokens
 
 
@@ -31,12 +30,9 @@ from megadapo.trainer.types import Metrics, RecordedTokens
 class Sums:
     """A base of sums over the tokens of one mini-batch; fields named max_... are maxima."""
 
-    def reduced(self, *, contributes: bool, device: torch.device) -> Self:
-        """Return the sums over the ranks that contribute; collective, the same on all ranks.
-
-        Tensor-parallel ranks hold the same numbers, so only one of them may contribute.
-        """
-        own = asdict(self if contributes else type(self)())
+    def reduced(self, device: torch.device) -> Self:
+        """Return the sums over the ranks with results; collective, the same on all ranks."""
+        own = asdict(self if has_results() else type(self)())
         sums = {name: value for name, value in own.items() if not name.startswith("max_")}
         # MAX drops NaN but keeps infinity
         maxima = {n: math.inf if math.isnan(own[n]) else own[n] for n in own.keys() - sums.keys()}
@@ -102,7 +98,7 @@ class MiniBatchSums(Sums):
     @property
     def mean_kl(self) -> float:
         """Mean divergence of the old policy to this one, in nats per token; NaN without a token."""
-        return _ratio(self.approx_kl, self.num_tokens)
+        return ratio(self.approx_kl, self.num_tokens)
 
     def add(
         self, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
@@ -243,21 +239,21 @@ def summarize(
     first_pass = mini_batches[: min(num_applied, num_mini_batches)]
     return {
         "tokens/trained": int(MiniBatchSums.merged(first_pass).num_tokens),
-        "policy/loss": _ratio(step.loss, len(mini_batches)),
-        "policy/entropy": _ratio(step.entropy, tokens),
-        "policy/ratio_mean": _ratio(step.ratio, tokens),
+        "policy/loss": ratio(step.loss, len(mini_batches)),
+        "policy/entropy": ratio(step.entropy, tokens),
+        "policy/ratio_mean": ratio(step.ratio, tokens),
         "policy/ratio_first_max_error": mini_batches[0].max_ratio_error
         if mini_batches
         else math.nan,
         "policy/approx_kl": _measured(step.mean_kl),
         "policy/left_out_updates": num_left_out,
-        "policy/clip_low_fraction": _ratio(step.clipped_low, tokens),
-        "policy/clip_high_fraction": _ratio(step.clipped_high, tokens),
+        "policy/clip_low_fraction": ratio(step.clipped_low, tokens),
+        "policy/clip_high_fraction": ratio(step.clipped_high, tokens),
         "policy/clip_high_probability": mean_of(step.clipped_high_probability, step.clipped_high),
-        "policy/dual_clip_fraction": _ratio(step.dual_clipped, tokens),
-        "policy/token_probability_mean": _ratio(step.token_probability, tokens),
-        "policy/positive_gradient_share": _measured(_ratio(step.positive_gradient, step.gradient)),
-        "policy/grad_norm": _ratio(sum(grad_norms), len(grad_norms)),
+        "policy/dual_clip_fraction": ratio(step.dual_clipped, tokens),
+        "policy/token_probability_mean": ratio(step.token_probability, tokens),
+        "policy/positive_gradient_share": _measured(ratio(step.positive_gradient, step.gradient)),
+        "policy/grad_norm": ratio(sum(grad_norms), len(grad_norms)),
         "policy/lr": lr,
         "policy/skipped_updates": num_applied - len(grad_norms),
         "pretraining/loss": mean_of(step.pretraining_loss, step.num_pretraining_tokens),
@@ -322,54 +318,30 @@ def _measured(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient; NaN if nothing was counted."""
     return numerator / denominator if denominator else math.nan
 
 
-class UpdateRecorder:
-    """Collects log-probs and advantages of some sequences.
+def recorded_tokens(batch: PackedBatch, split: Sequence[MiniBatch]) -> RecordedTokens:
+    """Return the numbers of the batch's recorded sequences; NaN where this rank has none.
 
-    It adds no pass over the model and, without sequences, reads no tensor.
+    `split`: this rank's part of each mini-batch, after the updates, some of which may be left out.
     """
-
-    def __init__(self, batch: PackedBatch, sequences: Sequence[int]) -> None:
-        """`sequences`: ascending indices into the batch."""
-        starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
-        self._places = np.concatenate(
-            [np.empty(0, dtype=np.int64)]
-            + [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in sequences]
-        )
-        self._old = np.full(len(self._places), np.nan, dtype=np.float32)
-        self._proximal = self._old.copy()
-        self._update = self._old.copy()
-        self._advantages = self._old.copy()
-
-    def add_update(self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
-        """Record the sequences of one update.
-
-        Args:
-            logprobs: [T] of each micro-batch; empty except on the last pipeline stage.
-        """
-        if not len(self._places):
-            return
-        for micro_batch, current in zip(micro_batches, logprobs, strict=False):
-            slots = np.searchsorted(self._places, micro_batch.batch_index)
-            slots = np.minimum(slots, len(self._places) - 1)
-            wanted = self._places[slots] == micro_batch.batch_index
-            if not wanted.any():
-                continue
-            old, proximal = micro_batch.logprobs_old, micro_batch.proximal
-            assert old is not None and proximal is not None, "computed before the first update"
-            kept = [(self._old, old), (self._proximal, proximal), (self._update, current)]
-            if micro_batch.has_computed_advantages:
-                kept.append((self._advantages, micro_batch.advantages))
-            for values, found in kept:
-                values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
-
-    def tokens(self) -> RecordedTokens:
-        return RecordedTokens(
-            old=self._old,
-            proximal=self._proximal,
-            update=self._update,
-            advantages=self._advantages,
-        )
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    places = np.concatenate([np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in batch.recorded])
+    nothing = np.full(len(places), np.nan, dtype=np.float32)
+    found = RecordedTokens(**{field.name: nothing.copy() for field in fields(RecordedTokens)})
+    for micro_batch in (one for mini_batch in split for one in mini_batch):
+        wanted = np.isin(micro_batch.batch_index, places)
+        old, proximal = micro_batch.logprobs_old, micro_batch.proximal
+        update = micro_batch.logprobs_update
+        if old is None or proximal is None or update is None or not wanted.any():
+            continue
+        slots = np.searchsorted(places, micro_batch.batch_index[wanted])
+        kept = [(found.old, old), (found.proximal, proximal), (found.update, update)]
+        if micro_batch.has_computed_advantages:
+            kept.append((found.advantages, micro_batch.advantages))
+        for target, values in kept:
+            target[slots] = values[micro_batch.rows].cpu().numpy()[wanted]
+    return found

@@ -7,6 +7,7 @@ bounds of each update before its gradients.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums, num_bapo_sums, search_bounds
-from megadapo.algorithm.objective import LIKELIHOOD, MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.objective import LIKELIHOOD, MAX_LOG_RATIO
 from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
+from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.head import PolicyHead
+from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.update.metrics import MiniBatchSums
 
 Work = tuple[MicroBatch, Callable[..., Any]]
@@ -29,6 +32,24 @@ Work = tuple[MicroBatch, Callable[..., Any]]
 or a dataclass object with a `loss`."""
 
 
+def with_old_policy(
+    chunks: list[DistributedDataParallel], head: PolicyHead, split: Sequence[MiniBatch]
+) -> tuple[list[MiniBatch], float]:
+    """Return a step's mini-batches with their old policy, and the seconds of the log-probs."""
+    found, seconds = [], 0.0
+    for mini_batch in split:
+        start = time.perf_counter()
+        logprobs = compute_logprobs(chunks, head, mini_batch)
+        if mini_batch.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        seconds += time.perf_counter() - start
+        pairs = zip(mini_batch, logprobs, strict=False)
+        computed = [old_policy(*pair, head.importance) for pair in pairs]
+        found.append(mini_batch.with_policy(computed))
+    return found, seconds
+
+
+@torch.no_grad()
 @record_function("megadapo::logprobs")
 def compute_logprobs(
     chunks: list[DistributedDataParallel],
@@ -53,7 +74,7 @@ def compute_gradients(
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     pretraining: Sequence[MicroBatch] = (),
-) -> tuple[MiniBatchSums, list[Tensor], list[MicroBatch]]:
+) -> tuple[MiniBatchSums, list[MicroBatch]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
@@ -62,8 +83,8 @@ def compute_gradients(
         pretraining: further micro-batches, with the loss of a language model.
 
     Returns:
-        This rank's sums, and the log-probs [T] and the old policy of each micro-batch; zeros and
-        empty lists except on the last pipeline stage.
+        The sums of all ranks; and this rank's micro-batches with their old policy and log-probs,
+        none except on the last pipeline stage.
     """
     work: list[Work] = [(micro_batch, head) for micro_batch in micro_batches]
     likelihood = replace(head, objective=LIKELIHOOD, temperature=1.0)
@@ -71,18 +92,20 @@ def compute_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     outputs = run_schedule(chunks, work, forward_only=False)
-    sums, known = MiniBatchSums(), []
+    sums, computed = MiniBatchSums(), []
     for (micro_batch, used), output in zip(work, outputs, strict=False):
         if used is head:
             if micro_batch.logprobs_old is None:
                 micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
-            known.append(micro_batch)
+            if micro_batch.logprobs_update is None:
+                micro_batch = replace(micro_batch, logprobs_update=output.logprobs)
+            computed.append(micro_batch)
             sums.add(micro_batch, output, head.objective)
         else:
             logprobs = output.logprobs[micro_batch.rows]
             sums.num_pretraining_tokens += len(logprobs)
             sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
-    return sums, [output.logprobs for output in outputs[: len(micro_batches)]], known
+    return sums.reduced(next(chunks[0].parameters()).device), computed
 
 
 def _for_likelihood(micro_batch: MicroBatch) -> MicroBatch:
@@ -148,54 +171,27 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
     return output.loss, num_tokens, replace(output, loss=output.loss.detach())
 
 
-class BoundSearch:
-    """A search for the clip bounds of one update after another, with gate "bapo"."""
+def find_bounds(
+    micro_batches: MiniBatch,
+    logprobs: Sequence[Tensor] | None,
+    config: BapoConfig,
+    *,
+    dual_clip: float | None,
+) -> BapoBounds:
+    """Return the clip bounds of an update with gate "bapo"; collective.
 
-    def __init__(
-        self,
-        config: BapoConfig,
-        *,
-        dual_clip: float | None,
-        score: Callable[[Sequence[MicroBatch]], list[Tensor]],
-        contributes: bool,
-        device: torch.device,
-    ) -> None:
-        """
-        Args:
-            score: computes log-probs [T] of micro-batches under the current weights.
-            contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
-        """
-        self._config, self._dual_clip = config, dual_clip
-        self._score = score
-        self._contributes = contributes
-        self._device = device
-        self.found: list[BapoBounds] = []
-        """Bounds of the updates so far."""
-
-    def objective(
-        self, objective: PolicyObjective, micro_batches: Sequence[MicroBatch]
-    ) -> PolicyObjective:
-        """Return the objective of the next update with its bounds; collective with gate "bapo"."""
-        if objective.gate != "bapo":
-            return objective
-        # before the first update, the current log-probs are the old ones
-        current = self._score(micro_batches) if self.found else None
-        total = self._own_sums(micro_batches, current)
-        torch.distributed.all_reduce(total)
-        bounds = search_bounds(total.cpu().numpy(), self._config)
-        self.found.append(bounds)
-        return bounds.put_into(objective)
-
-    def _own_sums(
-        self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor] | None
-    ) -> Tensor:
-        total = torch.zeros(num_bapo_sums(self._config), dtype=torch.float64, device=self._device)
-        if not self._contributes:
-            return total
+    Args:
+        logprobs: [T] of each micro-batch under the current weights, as `compute_logprobs` returns
+            them; None before the step's first update: the proximal ones.
+    """
+    total = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=micro_batches.device)
+    # tensor-parallel ranks have the same tokens
+    if has_results():
         known = [None] * len(micro_batches) if logprobs is None else logprobs
         for micro_batch, current in zip(micro_batches, known, strict=True):
-            total += sums_of(micro_batch, current, self._config, dual_clip=self._dual_clip)
-        return total
+            total += sums_of(micro_batch, current, config, dual_clip=dual_clip)
+    torch.distributed.all_reduce(total)
+    return search_bounds(total.cpu().numpy(), config)
 
 
 def sums_of(

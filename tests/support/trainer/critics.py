@@ -26,31 +26,26 @@ def head_weight(hidden_size: int) -> np.ndarray:
 
 def observe(rendezvous, settings, batch) -> dict[str, Any]:
     """Token advantages, and loss and gradients of a mini-batch with shifted old values."""
-    from megadapo.trainer.critic.critic import CriticStep, ValueTargets
-
     rank = probes.build(rendezvous, settings)
     critic = rank.critic
     assert critic is not None
     set_head(critic)
     split = [probes.with_old_policy(rank, part) for part in probes.split_of(rank, batch)]
-    step = CriticStep(critic, split, 1, kl_coef=0.0)
+    split = critic.add_advantages(split, kl_coef=0.0)
     advantages = {
         int(place): float(value)
-        for mini_batch in step.split
+        for mini_batch in split
         for part in mini_batch
         if part.has_computed_advantages
         for place, value in zip(part.batch_index, part.advantages[part.rows].tolist(), strict=True)
     }
-    targets = [
-        ValueTargets(
-            values_old=target.values_old + _moves(micro_batch.batch_index).float(),
-            returns=target.returns,
-        )
-        for micro_batch, target in zip(split[0], step.targets[0], strict=False)
+    moved = [
+        replace(part, values_old=part.values_old + _moves(part.batch_index).float())
+        for part in split[0]
+        if part.values_old is not None
     ]
-    sums, norm, full = probes.full_gradients(
-        rank, critic, lambda: critic.gradients(split[0], targets)
-    )
+    first = split[0].with_policy(moved)
+    sums, norm, full = probes.full_gradients(rank, critic, lambda: critic.gradients(first))
     everyone: list[dict[int, float]] = [{} for _ in range(rendezvous.world_size)]
     torch.distributed.all_gather_object(everyone, advantages)
     merged = {place: value for part in everyone for place, value in part.items()}
@@ -61,8 +56,6 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
 
 def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
     """[T] targets of the critic for rewards that pay for `kl`, less those without; else 0."""
-    from megadapo.trainer.critic.critic import CriticStep
-
     rank = probes.build(rendezvous, settings)
     split = [probes.with_old_policy(rank, part) for part in probes.split_of(rank, batch)]
     difference = np.zeros(len(batch.tokens))
@@ -77,10 +70,11 @@ def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
             for mini_batch in split
         ]
         kl_coef = settings.algorithm.objective.kl_reward_coef
-        step = CriticStep(rank.critic, with_kl, 1, kl_coef=kl_coef)
-        for micro_batches, targets in zip(split, step.targets, strict=True):
-            for micro_batch, target in zip(micro_batches, targets, strict=True):
-                difference[micro_batch.batch_index] += sign * target.returns.double().numpy()
+        for mini_batch in rank.critic.add_advantages(with_kl, kl_coef=kl_coef):
+            for micro_batch in mini_batch:
+                if micro_batch.returns is not None:
+                    returns = micro_batch.returns.double().numpy()
+                    difference[micro_batch.batch_index] += sign * returns
     return difference
 
 

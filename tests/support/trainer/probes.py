@@ -51,9 +51,10 @@ class Gradients:
 def build(
     rendezvous: Rendezvous, settings: TrainerSettings, load: Path | None = None
 ) -> TrainerRank:
-    from megadapo.trainer.rank import LikelihoodRank, TrainerRank
+    from megadapo.trainer.fit import FitRank
+    from megadapo.trainer.rank import TrainerRank
 
-    kind = LikelihoodRank if settings.trains == "likelihood" else TrainerRank
+    kind = FitRank if settings.trains == "likelihood" else TrainerRank
     rank = kind(settings, rendezvous)
     if load is not None:
         rank.load(load)
@@ -75,10 +76,7 @@ def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:
 
 def split_of(rank: TrainerRank, batch: PackedBatch, policy_version: int = 0) -> list[MiniBatch]:
     """Return the rank's micro-batches of each mini-batch."""
-    from megadapo.trainer.batch.micro_batch import trained_tokens
-
-    predicted, _ = trained_tokens(batch)
-    return rank.splitter.split(batch, predicted=predicted, policy_version=policy_version)
+    return rank.splitter.split(batch, predicted=batch.is_trained, policy_version=policy_version)
 
 
 def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig] | None):
@@ -104,6 +102,8 @@ def gradients_by_objective(
 
     With texts also `texts`: of these alone, and `ptx`: of them beside the default objective.
     """
+    from megadapo.trainer.update.step import find_bounds
+
     rank = build(rendezvous, settings)
     split, *_ = split_of(rank, batch)
     present = rank.logprobs_of(split)
@@ -122,7 +122,8 @@ def gradients_by_objective(
         )
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
-            head = replace(head, objective=rank.bound_search().objective(objective, old))
+            bounds = find_bounds(old, None, settings.algorithm.bapo, dual_clip=objective.dual_clip)
+            head = replace(head, objective=bounds.put_into(objective))
         found[name] = gradients_under(rank, head, old)
     if pretraining is not None:
         (parts,) = rank.splitter.split_responses(pretraining)
@@ -169,7 +170,6 @@ def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Call
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     return sums, norm, gathered(model, "main_grad")
 
 

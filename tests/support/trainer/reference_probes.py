@@ -40,19 +40,16 @@ def scaled(rendezvous, settings, batch, scale: float):
     current one."""
     import torch
 
-    from megadapo.trainer.batch.micro_batch import trained_tokens
-
     rank = build(rendezvous, settings)
     with torch.no_grad():
         for parameter in rank.parameters.values():
             parameter.mul_(scale)
-    split, (trained, _) = split_of(rank, batch), trained_tokens(batch)
-    old = [with_old_policy(rank, part, rank.logprobs_of(part)) for part in split]
+    old = [with_old_policy(rank, part, rank.logprobs_of(part)) for part in split_of(rank, batch)]
 
     def with_kl(kl_reward_coef: float, **changes: Any) -> Any:
         algorithm = settings.algorithm.model_copy(update=changes)
         return rank.reference.add_logprobs(
-            batch, trained, old, algorithm, kl_reward_coef=kl_reward_coef
+            batch, batch.is_trained, old, algorithm, kl_reward_coef=kl_reward_coef
         )
 
     return rank, with_kl

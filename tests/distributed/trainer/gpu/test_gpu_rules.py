@@ -132,7 +132,6 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     import torch
 
     from megadapo.trainer.batch import mini_batch
-    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.model.parallel import join_groups
 
     join_groups(rendezvous, settings.trainer, None, seed=0)
@@ -140,7 +139,7 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     # where a model turns queries and keys by itself
     with mock.patch.object(mini_batch, "rotary_of_own_layers", lambda model: None):
         splitter = mini_batch.MicroBatchSplitter(model, settings.trainer, torch.device("meta"))
-    split = splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split = splitter.split(batch, predicted=batch.is_trained, policy_version=0)
     assert len(split) > 1
     waiting = [micro_batch for part in split for micro_batch in part._waiting]
     on_device = [micro_batch for part in split for micro_batch in part]

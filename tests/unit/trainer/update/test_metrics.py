@@ -12,7 +12,7 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head.tiles import PolicyInputs
-from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder, trained_tokens
+from megadapo.trainer.batch.micro_batch import MicroBatch, build_micro_batch
 from megadapo.trainer.critic.critic import CriticSums, summarize_critic
 from megadapo.trainer.update.metrics import MiniBatchSums, gradient_sizes, summarize
 from megadapo.trainer.update.step import sums_of
@@ -213,9 +213,14 @@ def test_clipped_and_dropped_tokens_have_no_gradient():
 
 def _micro_batch() -> MicroBatch:
     batch = random_batch([9, 4, 12])
-    predicted, _ = trained_tokens(batch)
-    builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
-    return builder.build(batch, np.arange(3), predicted=predicted, policy_version=0)
+    return build_micro_batch(
+        batch,
+        np.arange(3),
+        predicted=batch.is_trained,
+        policy_version=0,
+        inverse_frequencies=None,
+        token_multiple=1,
+    )
 
 
 def test_tokens_count_by_their_weights_in_the_loss():
