@@ -135,7 +135,7 @@ def start_run(
         words: further options for a supervised driver.
     """
     if arguments.accept_changes:
-        from megadapo.run.state.config_diff import check_accepted
+        from megadapo.run.state.resume import check_accepted
 
         check_accepted(config, arguments.accept_changes)
     if arguments.dry_run:

@@ -44,7 +44,7 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     from rich.console import Console
 
     from megadapo.run.launch import start_workers
-    from megadapo.run.state.run_checkpoints import checkpoint_store, find_checkpoint
+    from megadapo.run.state.resume import checkpoint_store, find_checkpoint
 
     console = Console()
     wants_base = config.run.resume == "never"

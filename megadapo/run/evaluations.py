@@ -22,7 +22,7 @@ from megadapo.rollout.sampling.evaluation import (
 )
 from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
-from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.state.resume import samples_digest
 from megadapo.weights.disk.files import Files
 
 logger = logging.getLogger(__name__)

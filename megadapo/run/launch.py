@@ -43,7 +43,7 @@ from megadapo.run.processes import (
 from megadapo.run.replay import ReplayedRollouts, open_schedule
 from megadapo.run.rollouts import SAMPLER_STATE, LiveRollouts, Rollouts, from_first_prompt
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.state.resume import samples_digest
 from megadapo.run.state.status import StatusFile
 from megadapo.run.step.probe import ParityProbe
 from megadapo.run.step.training import PRETRAINING_STATE, StepTrainer

@@ -36,7 +36,7 @@ from megadapo.rollout.sampling.statistics import (
     StepCounters,
 )
 from megadapo.run.rollouts import Rollouts
-from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.state.resume import samples_digest
 
 REJECTED = ("all_correct", "all_wrong", "out_of_band", "equal")
 """Dispositions of groups that are not mixed."""

@@ -25,7 +25,7 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.inputs import Phases, SamplingInputs, load_tokenizer
 from megadapo.run.processes import start_engines_alone
-from megadapo.run.state.checkpoint_store import CHECKPOINTS
+from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.run.state.lease import Lease
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import make_batch

@@ -20,15 +20,17 @@ from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
-from megadapo.run.state.config_diff import (
+from megadapo.run.state.lease import Lease
+from megadapo.run.state.resume import (
     LEARNING_KEYS,
     SUPERVISED_KEYS,
     accepts_other_data,
     check_config_diff,
+    checkpoint_store,
+    find_resume_point,
+    model_files,
 )
-from megadapo.run.state.lease import Lease
-from megadapo.run.state.model_files import model_files
-from megadapo.run.state.run_checkpoints import RunCheckpoints, checkpoint_store, find_resume_point
+from megadapo.run.state.run_checkpoints import RunCheckpoints
 from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, StopWatch
 
 BOUNDED_PHASES = ("train", "evaluate")
@@ -74,8 +76,7 @@ class Run:
         warnings = _make_folder(folder)
         with ExitStack() as stack:
             lease = stack.enter_context(closing(Lease.take(folder)))
-            store = checkpoint_store(config)
-            point, changes = find_resume_point(config, store), list[str]()
+            point, changes = find_resume_point(config, checkpoint_store(config)), list[str]()
             models = model_files(config)
             if point.checkpoint is not None:
                 _check_command(point.checkpoint, command)
@@ -90,7 +91,6 @@ class Run:
             run.checkpoints.models = models
             stack.push(run._end)
             replace_text(folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
-            store.remove_unfinished()
             run.checkpoints.resume_from(point)
             run._restore_step()
             run.log.show(*warnings, *changes)

@@ -31,7 +31,7 @@ try:
     from megadapo.errors import DataError
     from megadapo.lab.record import write_record
     from megadapo.observe.metrics.records import METRICS_FILE
-    from megadapo.run.state.checkpoint_store import CHECKPOINTS
+    from megadapo.run.state.checkpoint import CHECKPOINTS
     from megadapo.run.state.status import Status, read_status
 except ModuleNotFoundError as error:
     sys.exit(

@@ -27,7 +27,7 @@ from megadapo.lab.record import write_text
 from megadapo.plan.cards import MIB, card_of
 from megadapo.plan.step_time import update_flops
 from megadapo.run.processes import trainer_settings
-from megadapo.run.state.checkpoint_store import CHECKPOINTS
+from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.trainer.trainer import POLL_S, complete_save
 from megadapo.trainer.types import RankReport, Rendezvous, UpdateRequest
 from megadapo.trainer.worker import TrainerWorker

@@ -20,7 +20,7 @@ from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.observe.run_records import RESOLVED_FILE, leaves
-from megadapo.run.state.checkpoint_store import checkpoints_of
+from megadapo.run.state.checkpoint import checkpoints_of
 from megadapo.section import Section
 
 OWN_KEYS = ("run.folder", "run.seed", "run.resume")

@@ -28,8 +28,8 @@ from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.tables import TextTable, printable, ranges
 from megadapo.rollout.journal.record_log import read_records
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
-from megadapo.run.state.checkpoint_store import checkpoints_of
-from megadapo.run.state.config_diff import changed_keys, decides_learning
+from megadapo.run.state.checkpoint import checkpoints_of
+from megadapo.run.state.resume import changed_keys, decides_learning
 
 
 def about_schedules(folder_a: Path, folder_b: Path) -> str:

@@ -27,8 +27,7 @@ from megadapo.observe.tables import TextTable
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
-from megadapo.run.state.checkpoint import Checkpoint, load
-from megadapo.run.state.checkpoint_store import checkpoints_of
+from megadapo.run.state.checkpoint import Checkpoint, checkpoints_of, load
 from megadapo.run.step.training import make_batch
 from megadapo.trainer.types import TrainerSettings, UpdateRequest
 

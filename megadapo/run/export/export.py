@@ -20,8 +20,14 @@ from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import read_json, resolve_model_folder
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.run_records import RESOLVED_FILE
-from megadapo.run.state.checkpoint import MANIFEST, ROWS_STATE, Checkpoint, load
-from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
+from megadapo.run.state.checkpoint import (
+    CHECKPOINTS,
+    MANIFEST,
+    ROWS_STATE,
+    Checkpoint,
+    CheckpointStore,
+    load,
+)
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
 from megadapo.trainer.types import CRITIC_FOLDER

@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete and verified or absent.
+"""The checkpoints of a run, each of which is complete and verified or absent.
 
 A checkpoint is written into a new temporary folder: the trainer's ranks write their files and
 report size and SHA-256 of each, the run's state follows, then `manifest.json` lists all of them.
@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from megadapo.weights.disk.files import (
     Files,
     check_files,
     hashed_file,
+    remove_folder,
     sync_path,
     unreadable,
 )
@@ -93,6 +99,21 @@ WriteTrainer = Callable[[Path], Callable[[], Files]]
 """Begins to write the trainer's files into an empty folder.
 
 Returns a function that waits for the files and lists them; any thread may call it."""
+Commit = Callable[[Mapping[str, Any], Mapping[str, Any]], "Checkpoint"]
+"""Completes a checkpoint from the run's state and further keys of the manifest; the state has JSON
+values, or objects with `to_json`."""
+CHECKPOINTS = "checkpoints"
+"""Name of the checkpoints' folder in the run's folder."""
+GIB = 1 << 30
+REMOVABLE = ("checkpoints/aside-*", "checkpoints/damaged-*", "exports", "aside", "rollouts", "logs")
+"""Entries of a run's folder that only people need."""
+HEADROOM = 1.02
+"""Disk space that files need, as a multiple of their bytes."""
+_LOGGER = logging.getLogger("megadapo.run")
+_STEP_NAME = re.compile(r"step-\d+")
+_TEMPORARY = "tmp-"
+_DAMAGED = "damaged-"
+_DAMAGED_NAME = re.compile(r"damaged-step-(\d+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -116,56 +137,6 @@ class Checkpoint:
     @property
     def trainer_folder(self) -> Path:
         return self.path / TRAINER
-
-
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A checkpoint in writing; an error leaves no file of it."""
-
-    step: int
-    final: Path
-    folder: Path
-    wait: Callable[[], Files]
-
-    def commit(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> Checkpoint:
-        """Wait for the trainer's files, add state and manifest, and rename the folder.
-
-        Args:
-            state: the run's state; JSON values, or objects with `to_json`.
-            about: further keys of the manifest.
-
-        Raises:
-            CheckpointError: it could not be written, or its files differ from the reported ones.
-            InfraError: a rank is gone.
-        """
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            try:
-                trainer = self.wait()
-                # an end of the run, not a surprise at its next start
-                check_permissions(self.folder)
-                text = json.dumps(state, default=methodcaller("to_json"))
-                files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
-                files[STATE] = _write(self.folder / STATE, text)
-                _check_present(self.folder, files)
-                listed = {name: asdict(entry) for name, entry in sorted(files.items())}
-                manifest = {"format": FORMAT, "step": self.step, **about, "files": listed}
-                manifest[DIGEST] = _digest(manifest)
-                _write(self.folder / MANIFEST, json.dumps(manifest, indent=1))
-                os.rename(self.folder, self.final)
-                sync_path(self.final.parent)
-            except (OSError, CheckpointError) as error:
-                raise not_written(self.step, self.final.parent, error) from error
-            stack.pop_all()
-        return Checkpoint(
-            self.final,
-            self.step,
-            json.loads(text),
-            trainer,
-            json.loads(json.dumps(about.get(CONFIG, {}))),
-            about.get(SAMPLES),
-            about.get(MODELS, {}),
-        )
 
 
 def load(path: Path, *, hashes: bool = True) -> Checkpoint:
@@ -261,6 +232,244 @@ def _inside(name: str) -> str:
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in `folder/step-N`."""
+
+    def __init__(self, folder: Path, *, keep: int):
+        """`keep`: number of newest checkpoints to keep."""
+        self.folder = folder
+        self.damaged: dict[Path, str] = {}
+        """Reason why each checkpoint that its readers found unusable is unusable."""
+        self._keep = keep
+
+    def begin(self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0) -> Commit:
+        """Begin to write the checkpoint of `step`, the last completed one.
+
+        Args:
+            num_bytes: approximate size of the trainer's files.
+
+        Returns:
+            A function that waits for the trainer's files and completes the checkpoint; an error
+            leaves no file of it.
+
+        Raises:
+            CheckpointError: it exists, or the disk has no room for it.
+            MegadapoError: the trainer could not begin.
+        """
+        final = self.folder / f"step-{step}"
+        if final.exists():
+            raise CheckpointError(f"{final} exists already and is not overwritten")
+        temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            try:
+                (temporary / TRAINER).mkdir(parents=True)
+                self._check_room(num_bytes)
+                wait = write_trainer(temporary / TRAINER)
+            except (OSError, CheckpointError) as error:
+                raise not_written(step, self.folder, error) from error
+            stack.pop_all()
+        return partial(_commit, step, temporary, final, wait)
+
+    def _check_room(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes * HEADROOM:
+            raise CheckpointError(
+                f"it needs {num_bytes * HEADROOM / GIB:.2f} GiB and {free / GIB:.2f} GiB are "
+                f"free: make room, or lower checkpoint.keep{self._removable()}"
+            )
+
+    def low_space(self, num_bytes: int) -> str | None:
+        """Return a warning if the disk has no room for one more checkpoint of this size."""
+        free = shutil.disk_usage(self.folder).free
+        if free >= num_bytes * HEADROOM:
+            return None
+        return (
+            f"{free / GIB:.2f} GiB are free in {self.folder}, less than the next checkpoint of "
+            f"{num_bytes / GIB:.2f} GiB{self._removable()}"
+        )
+
+    def _removable(self) -> str:
+        """Describe what the run does not need to continue, the largest first."""
+        found = Counter[str]()
+        for pattern in REMOVABLE:
+            for path in self.folder.parent.glob(pattern):
+                files = [path, *path.rglob("*")]
+                found[pattern] += sum(file.lstat().st_size for file in files if file.is_file())
+        parts = [f"{pattern} ({size / GIB:.2f} GiB)" for pattern, size in found.most_common()]
+        return f"; the run continues without {', '.join(parts)}" if parts else ""
+
+    def prune(self, in_use: Collection[int] = ()) -> None:
+        """Delete all but the newest checkpoints and those of the steps `in_use`.
+
+        A damaged one stays until as many newer ones as a run keeps are committed.
+        """
+        committed = step_folders(self.folder)
+        for step in list(committed)[: -self._keep]:
+            if step not in in_use:
+                _delete(committed[step])
+        for path in self.folder.glob(f"{_DAMAGED}step-*"):
+            # other names are the user's
+            name = _DAMAGED_NAME.fullmatch(path.name)
+            if name and sum(newer > int(name[1]) for newer in committed) >= self._keep:
+                _delete(path)
+
+    def remove_unfinished(self) -> None:
+        """Delete checkpoints that were never completed; no save may be pending."""
+        for path in self._unfinished():
+            # a rank of a killed run may still write into it until it notices
+            with suppress(OSError):
+                remove_folder(path)
+
+    def newest(self, *, hashes: bool = True) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint that verifies, and one line for each newer one skipped.
+
+        `hashes`: whether to hash the trainer's files; otherwise their reader must do it.
+
+        Raises:
+            CheckpointError: there are checkpoints, but no usable one, so a start from step 0 would
+                lose the run; or a newer one may be sound and is not loaded.
+        """
+        found, skipped = self._newest_sound(hashes=hashes)
+        if found is not None:
+            return found, skipped
+        if skipped:
+            raise CheckpointError(
+                "no checkpoint of this run can be used:\n  "
+                + "\n  ".join(skipped)
+                + "\nrestore one from a backup, or start over in another run.folder"
+            )
+        return None, [f"{path.name} was never completed" for path in self._unfinished()]
+
+    def newest_after(self, step: int) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest usable checkpoint after `step`, and one line for each unusable one.
+
+        The trainer's files are not hashed.
+        """
+        return self._newest_sound(after=step, hashes=False)
+
+    def _newest_sound(
+        self, *, after: int = -1, hashes: bool
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint that verifies, and one line for each newer damaged one.
+
+        Raises:
+            CheckpointError: a newer one may be sound, and would be set aside as damaged.
+        """
+        skipped: list[str] = []
+        for path in self._newer_than(after):
+            if path in self.damaged:
+                skipped.append(self.damaged[path])
+                continue
+            try:
+                return load(path, hashes=hashes), skipped
+            except CorruptCheckpointError as error:
+                skipped.append(str(error))
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}\nto resume from an earlier checkpoint, move {path} out of this folder"
+                ) from error
+        return None, skipped
+
+    def steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, damaged ones included, oldest first."""
+        return list(step_folders(self.folder))
+
+    def set_aside_after(self, step: int, *, damaged: bool = False) -> list[Path]:
+        """Rename checkpoints after `step`, which the resumed run will write again.
+
+        `damaged`: whether later commits may delete them.
+        """
+        moved = []
+        for path in self._newer_than(step):
+            prefix = _DAMAGED if damaged else "aside-"
+            aside = path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}")
+            moved.append(path.rename(aside))
+        return moved
+
+    def _newer_than(self, step: int) -> list[Path]:
+        """Return the committed checkpoints after `step`, newest first."""
+        committed = step_folders(self.folder)
+        return [committed[saved] for saved in reversed(committed) if saved > step]
+
+    def _unfinished(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
+
+
+def _delete(path: Path) -> None:
+    try:
+        # the manifest first: after a kill in mid-deletion the folder cannot verify
+        if not path.is_symlink():
+            (path / MANIFEST).unlink(missing_ok=True)
+        remove_folder(path)
+    except OSError as error:
+        _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Return the entries of `folder` named step-N by their N, lowest first; none without it.
+
+    Raises:
+        InfraError: the folder cannot be read.
+    """
+    try:
+        found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return dict(sorted((int(path.name.removeprefix("step-")), path) for path in found))
+
+
+def checkpoints_of(run_folder: Path) -> dict[int, Path]:
+    """Return the folders of a run's complete checkpoints by step, lowest first."""
+    return step_folders(run_folder / CHECKPOINTS)
+
+
+def _commit(
+    step: int,
+    folder: Path,
+    final: Path,
+    wait: Callable[[], Files],
+    state: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> Checkpoint:
+    """Wait for the trainer's files, add state and manifest, and rename `folder` to `final`.
+
+    Raises:
+        CheckpointError: it could not be written, or its files differ from the reported ones.
+        InfraError: a rank is gone.
+    """
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            trainer = wait()
+            # an end of the run, not a surprise at its next start
+            check_permissions(folder)
+            text = json.dumps(state, default=methodcaller("to_json"))
+            files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
+            files[STATE] = _write(folder / STATE, text)
+            _check_present(folder, files)
+            listed = {name: asdict(entry) for name, entry in sorted(files.items())}
+            manifest = {"format": FORMAT, "step": step, **about, "files": listed}
+            manifest[DIGEST] = _digest(manifest)
+            _write(folder / MANIFEST, json.dumps(manifest, indent=1))
+            os.rename(folder, final)
+            sync_path(final.parent)
+        except (OSError, CheckpointError) as error:
+            raise not_written(step, final.parent, error) from error
+        stack.pop_all()
+    return Checkpoint(
+        final,
+        step,
+        json.loads(text),
+        trainer,
+        json.loads(json.dumps(about.get(CONFIG, {}))),
+        about.get(SAMPLES),
+        about.get(MODELS, {}),
+    )
 
 
 def not_written(step: int, folder: Path, error: Exception) -> CheckpointError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from megadapo.config import to_dict
 from megadapo.lab.ablation.rows import Ablation, RowRun
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.run.state.checkpoint_store import CHECKPOINTS
+from megadapo.run.state.checkpoint import CHECKPOINTS
 from tests.support import REPOSITORY
 from tests.support.runs.recorded_runs import evaluation_record
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megadapo.run.state.checkpoint import Checkpoint, WriteTrainer
-from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.run.state.checkpoint import Checkpoint, CheckpointStore, WriteTrainer
 from megadapo.weights.disk.files import Files, entry_of
 
 
@@ -17,7 +16,7 @@ def save_checkpoint(
     in_use: Collection[int] = (),
 ) -> Checkpoint:
     """Write and commit the checkpoint of a step, then prune old ones, as a run does."""
-    checkpoint = store.begin(step, write_trainer).commit(state, {})
+    checkpoint = store.begin(step, write_trainer)(state, {})
     store.prune(in_use)
     return checkpoint
 

@@ -16,7 +16,7 @@ from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import METRICS_FILE, MetricsLog, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
-from megadapo.run.state.checkpoint_store import CHECKPOINTS, CheckpointStore
+from megadapo.run.state.checkpoint import CHECKPOINTS, CheckpointStore
 from tests.support.rollout.saved_groups import saved_group, saved_response
 from tests.support.runs.checkpoints import save_checkpoint
 from tests.support.runs.exported_runs import saved

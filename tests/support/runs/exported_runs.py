@@ -11,8 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.run.state.checkpoint import WriteTrainer
-from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.run.state.checkpoint import CheckpointStore, WriteTrainer
 from megadapo.weights.disk.sources import SafetensorsFolder, fill_shard, open_layout
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.runs.checkpoints import save_checkpoint, written_by

@@ -13,8 +13,7 @@ from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.inputs import SamplingInputs
-from megadapo.run.state.checkpoint import EVALUATING, load
-from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,

@@ -18,7 +18,7 @@ from megadapo.cli import main
 from megadapo.errors import CheckpointError, ConfigError, DataError, InfraError, WeightError
 from megadapo.models.folder import resolve_model_folder
 from megadapo.run.export.export import export_checkpoint, find_source, set_padding
-from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk import export
 from megadapo.weights.disk.torch_checkpoint import read_metadata
 from tests.support.models.tiny_models import TEXT, write_tokenizer

@@ -18,10 +18,8 @@ import pytest
 
 from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError, WeightError
 from megadapo.run.state import checkpoint as checkpoint_module
-from megadapo.run.state import checkpoint_store
-from megadapo.run.state.checkpoint import MANIFEST, load
+from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
-from megadapo.run.state.checkpoint_store import CheckpointStore
 from megadapo.weights.disk import files as files_module
 from megadapo.weights.disk.export import copy_config_and_tokenizer, new_folder
 from megadapo.weights.disk.files import Files, check_files, files_within
@@ -276,7 +274,7 @@ def test_sigkill_at_each_point_of_a_save(tmp_path, point):
     pid = os.fork()
     if pid == 0:
         name, file = POINTS[point]
-        owners = (CheckpointStore, checkpoint_module, checkpoint_store)
+        owners = (CheckpointStore, checkpoint_module)
         owner = next(owner for owner in owners if hasattr(owner, name))
         original = getattr(owner, name)
 

@@ -22,8 +22,7 @@ from megadapo.observe.metrics.records import read_metrics
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.run.run import Run
 from megadapo.run.state import run_checkpoints
-from megadapo.run.state.checkpoint import EVALUATING
-from megadapo.run.state.checkpoint_store import CheckpointStore
+from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import write_shard, written_by
 from tests.support.runs.runs_alone import (

@@ -9,7 +9,7 @@ import pytest
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import ConfigError
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.state.config_diff import (
+from megadapo.run.state.resume import (
     LEARNING_KEYS,
     RESERVE_KEYS,
     SUPERVISED_KEYS,
