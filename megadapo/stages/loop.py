@@ -11,7 +11,6 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
@@ -125,7 +124,7 @@ def start_stage(config: RunConfig, run: Run, stage: Stage) -> Iterator[TrainerSt
         settings = replace(stage.settings(), reads_weights=checkpoint is None)
         trainer = start_trainer(config, settings, run, cluster, stack, watch)
         watch.add(lambda: run.log.status.report_progress(trainer.num_micro_batches, 0))
-        state = TrainerState(trainer, GpuSharing(trainer))
+        state = TrainerState(trainer, GpuSharing(trainer), {ROWS_STATE: stage.fingerprint})
         if checkpoint is not None:
             with run.phase("load checkpoint"):
                 state.load(checkpoint)
@@ -136,7 +135,7 @@ def stage_steps(
     config: RunConfig, run: Run, stage: Stage, trainer: TrainerState
 ) -> Generator[MetricRecord, None, None]:
     """Yield the record of each remaining step; a step runs when its record is requested."""
-    writer = _StageWriter(config, run, trainer, stage.fingerprint)
+    writer = RecordWriter(config, run, trainer)
     rows = RowOrder(config, stage.num_rows, stage.shares)
     with writer.saving_last_step():
         if run.step == 0 and run.evaluates(0):
@@ -174,16 +173,3 @@ class RowOrder:
         stop = step * self._size
         stop = stop if self._end is None else min(stop, self._end)
         return [self._order.at(index) for index in range((step - 1) * self._size, stop)]
-
-
-class _StageWriter(RecordWriter):
-    """Writes the records and checkpoints of a stage."""
-
-    def __init__(
-        self, config: RunConfig, run: Run, trainer: TrainerState, fingerprint: str
-    ) -> None:
-        super().__init__(config, run, trainer)
-        self._fingerprint = fingerprint
-
-    def _state_dict(self) -> dict[str, Any]:
-        return {ROWS_STATE: self._fingerprint, **super()._state_dict()}

@@ -124,12 +124,17 @@ class TrainerWorker:
         from megadapo.trainer.fit import FitRank
         from megadapo.trainer.rank import TrainerRank
 
-        kinds = {"policy": TrainerRank, "likelihood": FitRank, "reward_model": RewardModelRank}
-        self._trainer = kinds[settings.trains](settings, rendezvous, self._listener)
+        kinds: dict[str, type[TrainerRank | RewardModelRank]] = {
+            "policy": TrainerRank,
+            "likelihood": FitRank,
+            "reward_model": RewardModelRank,
+        }
+        trainer = kinds[settings.trains](settings, rendezvous, self._listener)
+        self._trainer = trainer
         if self.log is not None:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
         self._release_cached_memory()
-        return self._trainer.checkpoint_bytes
+        return trainer.checkpoint_bytes
 
     @_named_failures
     def update(self, request: UpdateRequest) -> UpdateResult:

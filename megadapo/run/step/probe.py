@@ -52,7 +52,7 @@ def probed_sequences(batch: PackedBatch, config: RunConfig, *, policy_version: i
     is_stale = (versions != NO_VERSION) & (versions != policy_version)
     if not is_stale.any():
         return {}
-    is_scored = is_stale & (batch.loss_weights != 0.0) & np.isfinite(batch.logprobs_rollout)
+    is_scored = is_stale & batch.is_trained
     found: dict[int, ScoreRequest] = {}
     for first, end in pairwise(np.cumsum([0, *batch.group_sizes]).tolist()):
         requests = {
@@ -105,48 +105,39 @@ class ParityProbe:
 
     def __init__(self, config: RunConfig, engines: Engines) -> None:
         self._config, self._engines = config, engines
+        self._chosen: Probed = {}
+        self._pending: PendingScores | None = None
+        """Calls of the engines, which work beside the update."""
+        self._scores: list[list[np.ndarray]] = []
 
-    def begin(self, batch: PackedBatch, *, policy_version: int) -> PendingProbe | None:
-        """Let the engines score stale tokens of the batch; None without stale tokens.
+    def begin(self, batch: PackedBatch, *, policy_version: int) -> None:
+        """Let the engines score stale tokens of the batch, if it has any.
 
         Engines that share the trainer's memory have answered when it returns.
         """
-        chosen = probed_sequences(batch, self._config, policy_version=policy_version)
-        if not chosen:
-            return None
-        scores = self._engines.score([*chosen.values()])
-        pending = PendingProbe(batch, chosen, scores, self._engines)
-        if self._engines.shares_gpus:
-            pending.wait()
-        return pending
+        self._chosen = probed_sequences(batch, self._config, policy_version=policy_version)
+        if self._chosen:
+            self._pending = self._engines.score([*self._chosen.values()])
+            if self._engines.shares_gpus:
+                self._wait()
 
+    def metrics(self, batch: PackedBatch, recorded: RecordedTokens | None) -> Metrics:
+        """Return the probe's metrics, given the tokens of the batch's recorded sequences.
 
-class PendingProbe:
-    """A probe whose engines still work beside the update."""
-
-    def __init__(
-        self,
-        batch: PackedBatch,
-        chosen: Probed,
-        scores: PendingScores,
-        engines: Engines,
-    ) -> None:
-        self._batch, self._chosen, self._pending = batch, chosen, scores
-        self._engines = engines
-        self._scores: list[list[np.ndarray]] | None = None
-
-    def wait(self) -> list[list[np.ndarray]]:
-        """Wait for the engines, so that they may take weights, and return their log-probs."""
-        if self._scores is None:
-            self._scores = self._pending.result()
-            self._engines.warn(*self._pending.warnings)
-        return self._scores
-
-    def metrics(self, recorded: RecordedTokens | None) -> Metrics:
-        """Return the probe's metrics, given the tokens of the batch's recorded sequences."""
+        They are empty for a batch without stale tokens.
+        """
+        if not self._chosen:
+            return {}
         assert recorded is not None, "the update records the probed sequences"
-        known = trainer_logprobs(self._batch, self._chosen, recorded)
-        return compare(known, self.wait())
+        self._wait()
+        return compare(trainer_logprobs(batch, self._chosen, recorded), self._scores)
+
+    def _wait(self) -> None:
+        """Wait for the engines, so that they may take weights."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._scores = pending.result()
+            self._engines.warn(*pending.warnings)
 
 
 def trainer_logprobs(

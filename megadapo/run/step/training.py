@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megadapo.errors import CheckpointError
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.step.probe import ParityProbe, PendingProbe, probed_sequences
+from megadapo.run.step.probe import ParityProbe, probed_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
@@ -72,11 +72,15 @@ def make_batch(
 class TrainerState:
     """The trainer's ranks, and the step whose weights they have."""
 
-    def __init__(self, trainer: Trainer, gpus: GpuSharing) -> None:
+    def __init__(
+        self, trainer: Trainer, gpus: GpuSharing, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """`state`: part of the run's state that the ranks do not save, if it never changes."""
         self.ranks = trainer
         self.step: int | None = 0
         """Step that produced the trainer's weights; None in the middle of an update."""
         self.gpus = gpus
+        self._state = state or {}
 
     def apply(self, request: UpdateRequest) -> UpdateResult:
         """Apply the updates of a step. Engines on shared GPUs sleep until the next publish."""
@@ -95,7 +99,7 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the run's state that the ranks do not save."""
-        return {}
+        return dict(self._state)
 
     def begin_save(self, folder: Path) -> Callable[[], Files]:
         """Begin to write the trainer's part of a checkpoint, also beside engines on its GPUs.
@@ -126,7 +130,6 @@ class StepTrainer(TrainerState):
         """`probe`: compares the engines' weights with the trainer's; None without engines."""
         super().__init__(trainer, gpus)
         self._probe = probe
-        self._pending_probe: PendingProbe | None = None
         self._kl_controller = KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef)
         self._passes, self._pretraining = algorithm.passes, algorithm.pretraining
         self._pretraining_data = pretraining_data
@@ -147,22 +150,22 @@ class StepTrainer(TrainerState):
             pretraining=self._next_pretraining_batch(self._passes * len(batch.mini_batches)),
         )
         if self._probe is not None:
-            self._pending_probe = self._probe.begin(batch, policy_version=step - 1)
+            self._probe.begin(batch, policy_version=step - 1)
         result = self.apply(request)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.metrics["policy/lr"]:
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         return result
 
-    def with_probe(self, result: UpdateResult) -> UpdateResult:
+    def with_probe(self, batch: PackedBatch, result: UpdateResult) -> UpdateResult:
         """Return the update's result with the metrics of the engines' scores; wait for them.
 
         Engines may fail here, so the step must already count as complete.
         """
-        pending, self._pending_probe = self._pending_probe, None
-        if pending is None:
+        if self._probe is None:
             return result
-        return replace(result, metrics=result.metrics | pending.metrics(result.recorded))
+        metrics = self._probe.metrics(batch, result.recorded)
+        return replace(result, metrics=result.metrics | metrics)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore the ranks, and what `state_dict` returned."""

@@ -244,9 +244,10 @@ def predicted_tokens(
     batch: PackedBatch, policy_version: int, importance: ImportanceConfig
 ) -> np.ndarray:
     """Return [T] bool: the tokens that the policy head predicts in an update."""
+    predicted = batch.is_trained
     if importance.stale_logprobs == "none":
-        return batch.is_trained & (batch.version_gaps(policy_version) == 0)
-    return batch.is_trained
+        predicted &= batch.version_gaps(policy_version) == 0
+    return predicted
 
 
 def old_policy(
