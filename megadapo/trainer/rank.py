@@ -28,13 +28,13 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
 )
 from megadapo.trainer.checkpoint.pieces import OwnedRun
-from megadapo.trainer.critic.critic import Critic
+from megadapo.trainer.critic import Critic
 from megadapo.trainer.model.experts import ExpertBalance, check_choices
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups
 from megadapo.trainer.offload import BETWEEN_UPDATES, Offload
-from megadapo.trainer.reference import ReferencePolicy, Teacher
+from megadapo.trainer.reference import ReferencePolicy
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,
@@ -70,8 +70,8 @@ class TrainerRank(TrainedModel):
             settings.model.path, with_weights=settings.model.init == "pretrained"
         )
         algorithm, reference = settings.algorithm, settings.algorithm.reference
-        uses_first = reference.path is None and reference.refresh_every is None
-        keeps_first = algorithm.objective.kl_coef != 0.0 and uses_first
+        has_kl = algorithm.objective.kl_coef != 0.0
+        keeps_first = has_kl and reference.path is None and reference.refresh_every is None
         model = describe_model(read_hf_config(folder))
         # every rank raises before it joins: none waits for another
         validate_model_layout(model, settings.trainer)
@@ -86,7 +86,6 @@ class TrainerRank(TrainedModel):
             needs_weights=settings.reads_weights or keeps_first,
         )
         self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)
-        self.reference = self._reference_policy()
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
@@ -99,6 +98,7 @@ class TrainerRank(TrainedModel):
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
             tp_invariant=settings.trainer.deterministic or not cuda,
         )
+        self.reference = ReferencePolicy(self, self.head, self.device) if has_kl else None
         self.checkpoint_bytes = sum(num_bytes_written(runs) for runs, _ in self._saved.values())
         """Size of this rank's part of a checkpoint."""
         models = [self] if self.critic is None else [self, self.critic]
@@ -109,20 +109,6 @@ class TrainerRank(TrainedModel):
             WeightSender(*shards, present=self.offload.values_of) for _ in range(3)
         )
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
-
-    def _reference_policy(self) -> ReferencePolicy | None:
-        """Return the policy of the KL divergence, if the run has one."""
-        algorithm = self.settings.algorithm
-        teacher: Teacher | None = None
-        if algorithm.objective.kl_coef == 0.0:
-            return None
-        if algorithm.reference.path is not None:
-            teacher = Teacher(self.settings, policy=self.model, device=self.device)
-        # the reference's routers choose their own experts
-        score = partial(self.logprobs_of, replays=False)
-        return ReferencePolicy(
-            self.settings, self.chunks, self.parameters, score=score, teacher=teacher
-        )
 
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Train on all mini-batches of one rollout step; return the same metrics on every rank.
@@ -306,10 +292,8 @@ class TrainerRank(TrainedModel):
         """Index among the ranks with the same weights, context-parallel ranks included."""
         return int(mpu.get_data_parallel_rank(with_context_parallel=True))
 
-    def logprobs_of(
-        self, micro_batches: Sequence[MicroBatch], *, replays: bool = True
-    ) -> list[Tensor]:
-        return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
+    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return compute_logprobs(self.chunks, self.head, micro_batches)
 
     def check_experts(self, batch: PackedBatch) -> None:
         """Check with `trainer.router_replay` that the batch has the engines' experts."""

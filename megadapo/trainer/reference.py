@@ -6,7 +6,7 @@ and no second model is on the device. A teacher is another model, with its own m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megadapo.algorithm.advantages import advantages_with_kl
@@ -25,7 +24,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.micro_batch import MicroBatch, without_experts
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.batch.packing import with_rotary
 from megadapo.trainer.checkpoint.checkpoint import read_state
@@ -35,7 +34,7 @@ from megadapo.trainer.model.model import rotary_of_own_layers
 from megadapo.trainer.model.model_layout import validate_teacher
 from megadapo.trainer.model.parallel import context_part, has_results
 from megadapo.trainer.offload import OffloadedStorages, storages_of
-from megadapo.trainer.trained_model import RankModel
+from megadapo.trainer.trained_model import RankModel, TrainedModel
 from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.trainer.update.step import compute_logprobs
@@ -99,33 +98,20 @@ class Teacher(RankModel):
                 )
                 for micro_batch in micro_batches
             ]
-        return compute_logprobs(self.chunks, self._head, micro_batches, replays=False)
+        return compute_logprobs(self.chunks, self._head, without_experts(micro_batches))
 
 
 class ReferencePolicy:
     """This rank's part of the reference; created while the policy has the run's first weights."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        chunks: list[DistributedDataParallel],
-        parameters: Mapping[str, Tensor],
-        *,
-        score: Callable[[Sequence[MicroBatch]], list[Tensor]],
-        teacher: Teacher | None = None,
-    ) -> None:
-        """
-        Args:
-            parameters: the policy's by global name.
-            score: computes log-probs [T] of micro-batches with the weights in `parameters`.
-            teacher: the model of algorithm.reference.path, which computes them instead.
-        """
-        self.settings, self._config = settings, settings.algorithm.reference
-        self._chunks = chunks
-        self._parameters = parameters
-        self._teacher = teacher
-        self._score = score if teacher is None else teacher.logprobs_of
-        kept = parameters if teacher is None else {}
+    def __init__(self, policy: TrainedModel, head: PolicyHead, device: torch.device) -> None:
+        """`head`: the policy's."""
+        self._config = policy.settings.algorithm.reference
+        self._chunks, self._parameters, self._head = policy.chunks, policy.parameters, head
+        self._teacher: Teacher | None = None
+        if self._config.path is not None:
+            self._teacher = Teacher(policy.settings, policy=policy.model, device=device)
+        kept = self._parameters if self._teacher is None else {}
         # pinned, if the parameters are on a GPU
         self._weights = {
             name: torch.empty_like(
@@ -135,7 +121,7 @@ class ReferencePolicy:
         }
         copies = {} if self._config.refresh_every is None else self._weights
         self.runs = runs_of_copies(
-            chunks, {parameters[name]: value for name, value in copies.items()}
+            self._chunks, {self._parameters[name]: value for name, value in copies.items()}
         )
         """The reference's weights as a checkpoint has them; empty if they never change."""
 
@@ -190,7 +176,13 @@ class ReferencePolicy:
         Lists are empty except on the last pipeline stage.
         """
         with self.swapped_in():
-            return [self._score(mini_batch) for mini_batch in split]
+            return [self._logprobs_of(mini_batch) for mini_batch in split]
+
+    def _logprobs_of(self, mini_batch: MiniBatch) -> list[Tensor]:
+        if self._teacher is not None:
+            return self._teacher.logprobs_of(mini_batch)
+        # the reference's routers choose their own experts
+        return compute_logprobs(self._chunks, self._head, without_experts(mini_batch))
 
     @torch.no_grad()
     def follow(self, step: int) -> None:

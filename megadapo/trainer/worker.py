@@ -31,8 +31,8 @@ from megadapo.errors import InfraError, MegadapoError
 from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:
-    from megadapo.trainer.critic.reward_model import RewardModelRank
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.stage_ranks import RewardModelRank
     from megadapo.trainer.types import RankReport
     from megadapo.weights.disk.files import FileEntry
 
@@ -120,9 +120,8 @@ class TrainerWorker:
                 use_onednn_products()
             install_cpu_platform()
         # they import megatron-core, which needs the platform
-        from megadapo.trainer.critic.reward_model import RewardModelRank
-        from megadapo.trainer.fit import FitRank
         from megadapo.trainer.rank import TrainerRank
+        from megadapo.trainer.stage_ranks import FitRank, RewardModelRank
 
         kinds: dict[str, type[TrainerRank | RewardModelRank]] = {
             "policy": TrainerRank,
@@ -152,7 +151,7 @@ class TrainerWorker:
     @_named_failures
     def scores(self, batch: PackedBatch) -> np.ndarray:
         """Return [S] scores by the reward model that this trainer trains."""
-        from megadapo.trainer.critic.reward_model import RewardModelRank
+        from megadapo.trainer.stage_ranks import RewardModelRank
 
         assert isinstance(self._trainer, RewardModelRank), "a policy gives no scores"
         return self._trainer.scores(batch)

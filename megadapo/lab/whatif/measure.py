@@ -29,7 +29,7 @@ from megadapo.trainer.batch.micro_batch import (
     response_tokens,
 )
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.critic.critic import add_token_advantages, values_of_tokens
+from megadapo.trainer.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs

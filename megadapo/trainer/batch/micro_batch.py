@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class MicroBatch:
     - [R]: the tokens that this rank predicts. `rows` maps them to T, `batch_index` to the batch.
     - [N]: the predicted tokens of all context-parallel ranks. `own_of_all_ranks` maps R to N.
 
-    Fields from `proximal` on are set before the step's first update, on the last pipeline stage
+    Fields from `has_computed_advantages` on are computed in the step, on the last pipeline stage
     only.
     """
 
@@ -113,20 +114,8 @@ class MicroBatch:
         return replace(self, packed=self.packed.to(device), **tensors_on(self, device))
 
 
-POLICY_FIELDS = (
-    "advantages",
-    "has_computed_advantages",
-    "proximal",
-    "logprobs_old",
-    "importance_weights",
-    "num_weighted",
-    "num_outside",
-    "logprobs_ref",
-    "kl",
-    "values_old",
-    "returns",
-    "logprobs_update",
-)
+_NAMES = [field.name for field in fields(MicroBatch)]
+POLICY_FIELDS = ("advantages", *_NAMES[_NAMES.index("has_computed_advantages") :])
 """Fields of a micro-batch that the trainer computes for the step; their tensors stay on the device
 while the others wait in main memory."""
 
@@ -228,6 +217,11 @@ def _lay_out(
     firsts = np.cumsum(padded) - padded
     pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
     return padded, _concatenate(pieces)
+
+
+def without_experts(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches without the engines' experts: routers choose their own."""
+    return [replace(micro_batch, experts=None) for micro_batch in micro_batches]
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:

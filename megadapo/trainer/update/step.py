@@ -55,15 +55,8 @@ def compute_logprobs(
     chunks: list[DistributedDataParallel],
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
-    *,
-    replays: bool = True,
 ) -> list[Tensor]:
-    """Return log-probs [T] of each micro-batch on the last pipeline stage, else an empty list.
-
-    `replays`: whether routers use the experts in the micro-batches, if there are any.
-    """
-    if not replays:
-        micro_batches = [replace(micro_batch, experts=None) for micro_batch in micro_batches]
+    """Return log-probs [T] of each micro-batch on the last pipeline stage, else an empty list."""
     work = [(micro_batch, head.logprobs) for micro_batch in micro_batches]
     return run_schedule(chunks, work, forward_only=True)
 

@@ -45,7 +45,7 @@ ORIGIN = {"tensor": 2, "sequence": True}
 
 
 def build(rendezvous, settings):
-    from megadapo.trainer.critic.reward_model import RewardModelRank
+    from megadapo.trainer.stage_ranks import RewardModelRank
 
     return RewardModelRank(settings, rendezvous)
 

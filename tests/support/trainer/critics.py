@@ -16,7 +16,7 @@ from tests.support.trainer import probes
 from tests.support.trainer.ranks import DISCOUNT, GAE_LAMBDA, VALUE_CLIP
 
 if TYPE_CHECKING:
-    from megadapo.trainer.critic.critic import Critic
+    from megadapo.trainer.critic import Critic
 
 
 def head_weight(hidden_size: int) -> np.ndarray:

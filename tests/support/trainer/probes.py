@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from megadapo.trainer.batch.micro_batch import MicroBatch
     from megadapo.trainer.batch.mini_batch import MiniBatch
-    from megadapo.trainer.critic.critic import Critic
+    from megadapo.trainer.critic import Critic
     from megadapo.trainer.model.head import PolicyHead
     from megadapo.trainer.rank import TrainerRank
     from megadapo.weights.disk.files import Files
@@ -51,8 +51,8 @@ class Gradients:
 def build(
     rendezvous: Rendezvous, settings: TrainerSettings, load: Path | None = None
 ) -> TrainerRank:
-    from megadapo.trainer.fit import FitRank
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.stage_ranks import FitRank
 
     kind = FitRank if settings.trains == "likelihood" else TrainerRank
     rank = kind(settings, rendezvous)

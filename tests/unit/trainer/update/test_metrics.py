@@ -13,7 +13,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch, build_micro_batch
-from megadapo.trainer.critic.critic import CriticSums, summarize_critic
+from megadapo.trainer.critic import CriticSums, summarize_critic
 from megadapo.trainer.update.metrics import MiniBatchSums, gradient_sizes, summarize
 from megadapo.trainer.update.step import sums_of
 from tests.support.runs.step_results import UPDATE, area

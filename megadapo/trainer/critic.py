@@ -29,7 +29,7 @@ from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_critic, describe_stored
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.rows import VALUE_HEAD
-from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.micro_batch import MicroBatch, without_experts
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint
 from megadapo.trainer.model.model_layout import validate_critic
@@ -178,7 +178,8 @@ class Critic(TrainedModel):
 
         The list is empty except on the last pipeline stage.
         """
-        work = [(_without_experts(micro_batch), self.head.values) for micro_batch in micro_batches]
+        # the engines' experts are the policy's
+        work = [(one, self.head.values) for one in without_experts(micro_batches)]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 
@@ -215,7 +216,7 @@ class Critic(TrainedModel):
     @record_function("megadapo::value_gradients")
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> CriticSums:
         """Leave the mini-batch's summed gradients in the buffers; return the sums of all ranks."""
-        work = [(_without_experts(micro_batch), self.head) for micro_batch in micro_batches]
+        work = [(one, self.head) for one in without_experts(micro_batches)]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, work, forward_only=False)
@@ -240,11 +241,6 @@ class Critic(TrainedModel):
                 "with, or start a run from its export"
             )
         load_checkpoint(self.runs, self.chunks, self.optimizer, folder / CRITIC_FOLDER)
-
-
-def _without_experts(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch without the engines' experts, which are the policy's."""
-    return replace(micro_batch, experts=None)
 
 
 @dataclass(kw_only=True)

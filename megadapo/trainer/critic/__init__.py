@@ -1,1 +1,0 @@
-"""The critic: its model, its loss, and one step of its training."""
