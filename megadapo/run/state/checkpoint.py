@@ -259,12 +259,12 @@ class CheckpointStore:
             MegadapoError: the trainer could not begin.
         """
         final = self.folder / f"step-{step}"
-        if final.exists():
-            raise CheckpointError(f"{final} exists already and is not overwritten")
         temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             try:
+                if final.exists():
+                    raise CheckpointError(f"{final} exists already and is not overwritten")
                 (temporary / TRAINER).mkdir(parents=True)
                 self._check_room(num_bytes)
                 wait = write_trainer(temporary / TRAINER)

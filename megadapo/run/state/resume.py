@@ -1,4 +1,4 @@
-"""Where a run resumes: its checkpoint, what must be as in the run that wrote it, and its models."""
+"""The point where a run resumes: its checkpoint, and what must be as in the run that wrote it."""
 
 from __future__ import annotations
 

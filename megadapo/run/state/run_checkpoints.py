@@ -7,7 +7,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +27,6 @@ from megadapo.run.state.checkpoint import (
     Checkpoint,
     Commit,
     WriteTrainer,
-    not_written,
 )
 from megadapo.run.state.resume import (
     ModelFiles,
@@ -170,17 +169,12 @@ class RunCheckpoints:
         with self._phase("checkpoint"):
             self._saved_step, self._began_at = step, time.monotonic()
             try:
-                in_use = pinned_steps(self._folder) | {state.get(EVALUATING, step)}
                 complete = self._store.begin(step, write_trainer, num_bytes=num_bytes)
-            except OSError as error:
-                failure: MegadapoError = not_written(step, self._store.folder, error)
             except MegadapoError as error:
-                failure = error
+                self._pending = Future()
+                self._pending.set_exception(error)
             else:
-                self._pending = self._executor.submit(self._commit, complete, step, state, in_use)
-                return
-            self._pending = Future()
-            self._pending.set_exception(failure)
+                self._pending = self._executor.submit(self._commit, complete, step, state)
 
     def settle(self, *, wait: bool = True, last: bool = False) -> None:
         """Show and count the pending save if it has ended.
@@ -223,9 +217,7 @@ class RunCheckpoints:
         if self._pending is not None:
             wait_for([self._pending])
 
-    def _commit(
-        self, complete: Commit, step: int, state: Mapping[str, Any], in_use: Collection[int]
-    ) -> Checkpoint:
+    def _commit(self, complete: Commit, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Complete a checkpoint and delete old ones; runs in the executor's thread."""
         if self.models.keys() != self._config.model_paths.keys():
             # a model of the Hub is known only after its download
@@ -234,7 +226,7 @@ class RunCheckpoints:
         checkpoint = complete(state, {**about, MODELS: self.models})
         self._slowest_s = max(self._slowest_s, time.monotonic() - self._began_at)
         try:
-            self._store.prune(in_use)
+            self._store.prune(pinned_steps(self._folder) | {state.get(EVALUATING, step)})
         except (OSError, InfraError) as error:
             _LOGGER.warning("old checkpoints stay until the next save: %s", error)
         return checkpoint
