@@ -171,15 +171,17 @@ def _load(path: Path, *, hashes: bool) -> Checkpoint:
         state = json.loads((path / STATE).read_text())
     except (CheckpointError, ValueError) as error:
         raise CorruptCheckpointError(f"checkpoint {path}: {error}") from error
-    return Checkpoint(
-        path,
-        step,
-        state,
-        {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer},
-        manifest.get(CONFIG, {}),
-        manifest.get(SAMPLES),
-        manifest.get(MODELS, {}),
-    )
+    return _checkpoint(path, step, state, files, manifest)
+
+
+def _checkpoint(
+    path: Path, step: int, state: dict[str, Any], files: Files, about: Mapping[str, Any]
+) -> Checkpoint:
+    """Return a checkpoint, given all of its files and its manifest."""
+    prefix = f"{TRAINER}/"
+    trainer = {n.removeprefix(prefix): files[n] for n in files if n.startswith(prefix)}
+    models = about.get(MODELS, {})
+    return Checkpoint(path, step, state, trainer, about.get(CONFIG, {}), about.get(SAMPLES), models)
 
 
 def _check_present(folder: Path, files: Files) -> None:
@@ -445,11 +447,10 @@ def _commit(
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
-            trainer = wait()
+            files = {f"{TRAINER}/{name}": entry for name, entry in wait().items()}
             # an end of the run, not a surprise at its next start
             check_permissions(folder)
             text = json.dumps(state, default=methodcaller("to_json"))
-            files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
             files[STATE] = _write(folder / STATE, text)
             _check_present(folder, files)
             listed = {name: asdict(entry) for name, entry in sorted(files.items())}
@@ -461,15 +462,7 @@ def _commit(
         except (OSError, CheckpointError) as error:
             raise not_written(step, final.parent, error) from error
         stack.pop_all()
-    return Checkpoint(
-        final,
-        step,
-        json.loads(text),
-        trainer,
-        json.loads(json.dumps(about.get(CONFIG, {}))),
-        about.get(SAMPLES),
-        about.get(MODELS, {}),
-    )
+    return _checkpoint(final, step, json.loads(text), files, json.loads(json.dumps(about)))
 
 
 def not_written(step: int, folder: Path, error: Exception) -> CheckpointError:
