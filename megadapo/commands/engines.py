@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.commands.common import Commands, add_command, seconds
-from megadapo.observe.tables import printable
+from megadapo.observe.tables import formatted, printable
 
 if TYPE_CHECKING:
     from megadapo.rollout.pool.request import EngineRequest
@@ -86,16 +86,16 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
         ConfigError: the engines share the trainer's GPUs.
     """
     from megadapo.errors import ConfigError, DataError
-    from megadapo.observe.run_records import RESOLVED_FILE
+    from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
     from megadapo.rollout.pool.request import EngineRequest, read_request
 
-    path = folder / RESOLVED_FILE
+    config = RunRecords(folder).config
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
         placement = config["cluster"]["placement"]
         num_engines = int(config["rollout"]["num_engines"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        path = folder / RESOLVED_FILE
+        raise DataError(f"{path} is missing or no run's configuration: {error!r}") from error
     if placement != "separate":
         raise ConfigError(
             f'cluster.placement = "{placement}": the engines of this run share the slots of its '
@@ -186,7 +186,7 @@ def _list(status: Status, state: str, request: EngineRequest, *, as_json: bool) 
         return
     print("engine  node             state                  load    tokens  tokens/s")
     for engine in report["engines"]:
-        speed = "-" if engine["tokens_per_s"] is None else f"{engine['tokens_per_s']:.1f}"
+        speed = formatted(engine["tokens_per_s"], ".1f")
         print(
             f"{engine['number']:<8}{printable(str(engine['node'])):17}{printable(str(engine['state'])):21}"
             f"{engine['load']:>6}{engine['tokens']:>10}{speed:>10}"

@@ -31,15 +31,12 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.observe.metrics.records import read_evaluations, read_metrics
-    from megadapo.observe.run_warnings import run_warnings
+    from megadapo.observe.run_records import RunRecords
 
     folder: Path = arguments.run_folder
     status = observed_status(folder)
     try:
-        warnings = run_warnings(
-            read_metrics(folder, last_bytes=TAIL_BYTES), read_evaluations(folder)
-        )
+        warnings = RunRecords(folder, last_bytes=TAIL_BYTES).warnings
     except (DataError, OSError) as error:
         # the state does not depend on them
         warnings = [str(error)]

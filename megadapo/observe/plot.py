@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import DataError
 from megadapo.observe.files import replaced
-from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.panels import HELD_OUT, Panel, sections_with_values
 from megadapo.observe.run_records import RunRecords
+from megadapo.observe.tables import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,11 +41,6 @@ STYLE: dict[RcKeyType, Any] = {
 }
 
 
-def plot_run(folder: Path) -> Path:
-    """Draw one run into `plot.png` of its folder and return that path."""
-    return plot_runs([folder], folder / PLOT_FILE)
-
-
 def plot_runs(folders: Sequence[Path], output: Path) -> Path:
     """Draw runs over each other into one PNG, each in its own colour.
 
@@ -56,11 +50,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
 
     runs = [RunRecords(folder) for folder in folders]
     for run in runs:
-        if not run.steps:
-            raise DataError(
-                f"{run.folder}: no steps are recorded in {METRICS_FILE}, so there is nothing to "
-                "plot"
-            )
+        run.need_steps()
     with matplotlib.rc_context(STYLE):
         save(draw_runs(runs), output)
     return output
@@ -87,8 +77,8 @@ def draw_runs(runs: Sequence[RunRecords]) -> Figure:
         finish(axes)
     for axes in places[len(panels) :]:
         axes.remove()
-    last = runs[0].steps[-1]["step"]
-    title = f"{runs[0].folder.resolve().name}: {last} step{'s' if last != 1 else ''}"
+    last = int(runs[0].steps[-1]["step"] or 0)
+    title = f"{runs[0].folder.resolve().name}: {count(last, 'step')}"
     if len(runs) > 1:
         title = f"{len(runs)} runs"
         colours = itertools.cycle(COLOURS)

@@ -23,9 +23,8 @@ from rich.text import Text
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts, mean_of
-from megadapo.observe.tables import discard_output, printable
-
-LOG_FILE = "log.txt"
+from megadapo.observe.run_records import LOG_FILE
+from megadapo.observe.tables import discard_output, formatted, printable
 
 LINE_FIELDS = (
     ("accuracy", "accuracy/mean", ".4f"),
@@ -61,17 +60,17 @@ OF_ROWS = (
 """A further field of steps that train on rows of data; they leave out missing values."""
 
 _CURVES = (
-    ("accuracy", "accuracy/mean", "{:.3f}"),
-    ("length", "response_length/mean", "{:.1f}"),
-    ("longest", "response_length/max", "{:.0f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("reward", "reward/mean", "{:+.3f}"),
-    ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
+    ("accuracy", "accuracy/mean", ".3f"),
+    ("length", "response_length/mean", ".1f"),
+    ("longest", "response_length/max", ".0f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("reward", "reward/mean", "+.3f"),
+    ("engines busy", "rollout/engine_busy_share", ".0%"),
 )
 _CURVES_WITHOUT_ROLLOUTS = (
-    ("loss", "policy/loss", "{:.4f}"),
-    ("held-out loss", "eval/loss", "{:.4f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
+    ("loss", "policy/loss", ".4f"),
+    ("held-out loss", "eval/loss", ".4f"),
+    ("entropy", "policy/entropy", ".3f"),
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
@@ -86,8 +85,7 @@ def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> s
     if not has_rollouts(record):
         fields = [one for one in (*LINE_FIELDS, *OF_ROWS) if record.get(one[1]) is not None]
     for label, name, form in fields:
-        value = record.get(name)
-        parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")
+        parts.append(f"{label}={formatted(record.get(name), form)}")
     parts.append(f"eta={clock(eta_s)}")
     return " ".join(parts)
 
@@ -109,7 +107,7 @@ def evaluation_line(evaluation: EvaluationRecord) -> str:
 _LOGGER = logging.getLogger("megadapo")
 
 
-class RunDisplay:
+class RunDisplay(logging.Handler):
     """A run's display on the console and in `log.txt`. Use as a context manager.
 
     While it is open, the package's log records go to `log.txt`, warnings also to the console.
@@ -123,6 +121,7 @@ class RunDisplay:
         title: str = "megadapo",
         console: Console | None = None,
     ) -> None:
+        super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
         self._num_steps = num_steps
@@ -134,10 +133,9 @@ class RunDisplay:
         self._under_way = False
         self._phase_since = time.monotonic()
         self._live: Live | None = None
-        self._handler = _DisplayHandler(self)
 
     def __enter__(self) -> Self:
-        _LOGGER.addHandler(self._handler)
+        _LOGGER.addHandler(self)
         _LOGGER.setLevel(logging.INFO)
         if self._console.is_terminal:
             self._live = Live(
@@ -153,7 +151,7 @@ class RunDisplay:
             except (OSError, SystemExit) as lost:
                 self._lose_console(lost)
             self._live = None
-        _LOGGER.removeHandler(self._handler)
+        _LOGGER.removeHandler(self)
 
     def restore(
         self, records: Iterable[MetricRecord], evaluations: Iterable[EvaluationRecord]
@@ -187,6 +185,11 @@ class RunDisplay:
         """Show a message that must not be missed: a resume, a shortfall, a warning."""
         for line in text.splitlines():
             self.write(line, console=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a log record of the package."""
+        for line in f"{record.levelname.lower()}: {record.getMessage()}".splitlines():
+            self.write(line, console=record.levelno >= logging.WARNING)
 
     def write(self, line: str, *, console: bool) -> None:
         """Write a line to `log.txt` and, if requested, to the console.
@@ -226,8 +229,8 @@ class RunDisplay:
 
     def _render(self) -> Panel:
         newest = self._records[-1] if self._records else {"step": 0, "tokens_per_s": None}
-        done, speed = newest["step"] or 0, newest["tokens_per_s"]
-        tokens = f"{'-' if speed is None else format(speed, ',.0f')} tokens/s"
+        done = newest["step"] or 0
+        tokens = f"{formatted(newest['tokens_per_s'], ',.0f')} tokens/s"
         bar = Table.grid(expand=True, padding=(0, 2))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -240,18 +243,6 @@ class RunDisplay:
         )
         curves = curve_table(self._records, self._evaluations)
         return Panel(Group(bar, curves), title=self._title, border_style="cyan")
-
-
-class _DisplayHandler(logging.Handler):
-    """A handler that sends the package's log records to the display."""
-
-    def __init__(self, display: RunDisplay) -> None:
-        super().__init__()
-        self._display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for line in f"{record.levelname.lower()}: {record.getMessage()}".splitlines():
-            self._display.write(line, console=record.levelno >= logging.WARNING)
 
 
 def expected_s(records: Sequence[MetricRecord], num_steps: int) -> float | None:
@@ -272,7 +263,7 @@ def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[Evaluatio
         table.add_row(*_curve_cells(label, values, form))
     if is_supervised:
         return table
-    label, curve, now, change = _curve_cells("held-out", [e.mean for e in evaluations], "{:.3f}")
+    label, curve, now, change = _curve_cells("held-out", [e.mean for e in evaluations], ".3f")
     if evaluations:
         now = f"{now} ± {evaluations[-1].standard_error:.3f}"
     table.add_row(label, curve, now, change)
@@ -296,8 +287,8 @@ def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
 def _curve_cells(label: str, values: list[int | float], form: str) -> tuple[str, str, str, str]:
     if not values:
         return label, "", "-", ""
-    change = f"from {form.format(values[0])}" if len(values) > 1 else ""
-    return label, sparkline(values), form.format(values[-1]), change
+    change = f"from {values[0]:{form}}" if len(values) > 1 else ""
+    return label, sparkline(values), format(values[-1], form), change
 
 
 def clock(seconds: float | None) -> str:

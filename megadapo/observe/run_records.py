@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megadapo.errors import DataError
+from megadapo.models.folder import read_json
+from megadapo.observe.files import complete_lines
 from megadapo.observe.metrics.records import (
     METRICS_FILE,
     EvaluationRecord,
@@ -20,7 +21,9 @@ from megadapo.observe.metrics.records import (
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_warnings import run_warnings
+from megadapo.observe.tables import ranges
 
+LOG_FILE = "log.txt"
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
 
@@ -44,27 +47,19 @@ class RunRecords:
     """
 
     folder: Path
+    last_bytes: int | None = field(default=None, kw_only=True)
+    """Size of the end of metrics.jsonl and log.txt to read; None reads all of them."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration; empty if the file is missing."""
         path = self.folder / RESOLVED_FILE
-        try:
-            config = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise DataError(f"{path}: not an object")
-        return config
+        return read_json(path) if path.exists() else {}
 
     @cached_property
     def steps(self) -> list[MetricRecord]:
         """The metrics of the finished steps, oldest first."""
-        return read_metrics(self.folder)
+        return read_metrics(self.folder, last_bytes=self.last_bytes)
 
     def need_steps(self) -> list[MetricRecord]:
         """Return the metrics of the finished steps; raise DataError without any."""
@@ -97,6 +92,24 @@ class RunRecords:
         """The steps with saved groups, ascending."""
         return saved_steps(self.folder)
 
+    def step_with_groups(self, step: int | None = None) -> int:
+        """Return a step if its groups are saved, by default the last one with saved groups.
+
+        Raises DataError if none are saved.
+        """
+        steps = self.saved_steps
+        if not steps:
+            raise DataError(
+                f"{self.folder} has no saved groups (rollouts/step-N.jsonl.zst); "
+                "observe.saved_groups is the number of groups that a run saves per step, or "
+                '"all" for whole batches'
+            )
+        if step is not None and step not in steps:
+            raise DataError(
+                f"{self.folder} has no saved groups of step {step}, only of steps {ranges(steps)}"
+            )
+        return steps[-1] if step is None else step
+
     def groups(self, step: int) -> Iterator[SavedGroup]:
         """Yield the saved groups of a step, by prompt index."""
         return read_rollouts(rollouts_path(self.folder, step))
@@ -105,3 +118,9 @@ class RunRecords:
         """Yield the saved groups of all steps, one at a time: they may not fit into memory."""
         for step in self.saved_steps:
             yield from self.groups(step)
+
+    @cached_property
+    def log_lines(self) -> list[str]:
+        """The complete lines of log.txt, oldest first."""
+        lines = complete_lines(self.folder / LOG_FILE, last_bytes=self.last_bytes)
+        return [line.decode(errors="replace") for line in lines]

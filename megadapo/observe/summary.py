@@ -20,26 +20,25 @@ from megadapo.observe.metrics.records import (
     mean_of,
 )
 from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
-from megadapo.observe.progress import LOG_FILE
-from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
-from megadapo.observe.tables import printable
+from megadapo.observe.run_records import LOG_FILE, RESOLVED_FILE, RunRecords
+from megadapo.observe.tables import formatted, printable
 
 _ROWS = (
-    ("training accuracy", "accuracy/mean", "{:.3f}"),
-    ("reward", "reward/mean", "{:+.3f}"),
-    ("response length (tokens)", "response_length/mean", "{:.1f}"),
-    ("half are within", "response_length/p50", "{:.0f}"),
-    ("95 % are within", "response_length/p95", "{:.0f}"),
-    ("longest response", "response_length/max", "{:.0f}"),
-    ("truncated responses", "response_length/truncated_fraction", "{:.1%}"),
-    ("entropy (nats)", "policy/entropy", "{:.3f}"),
-    ("token probability", "policy/token_probability_mean", "{:.3f}"),
-    ("slowest group (s)", "time/group_max_s", "{:.1f}"),
-    ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
+    ("training accuracy", "accuracy/mean", ".3f"),
+    ("reward", "reward/mean", "+.3f"),
+    ("response length (tokens)", "response_length/mean", ".1f"),
+    ("half are within", "response_length/p50", ".0f"),
+    ("95 % are within", "response_length/p95", ".0f"),
+    ("longest response", "response_length/max", ".0f"),
+    ("truncated responses", "response_length/truncated_fraction", ".1%"),
+    ("entropy (nats)", "policy/entropy", ".3f"),
+    ("token probability", "policy/token_probability_mean", ".3f"),
+    ("slowest group (s)", "time/group_max_s", ".1f"),
+    ("engines busy", "rollout/engine_busy_share", ".0%"),
 )
 _ROWS_WITHOUT_ROLLOUTS = (
-    ("loss (nats per token)", "policy/loss", "{:.4f}"),
-    ("held-out loss", "eval/loss", "{:.4f}"),
+    ("loss (nats per token)", "policy/loss", ".4f"),
+    ("held-out loss", "eval/loss", ".4f"),
 )
 _ARTEFACTS = (
     (RESOLVED_FILE, "resolved configuration"),
@@ -97,7 +96,7 @@ def before_after(
     for label, name, form in (*more, *_ROWS):
         first, last = records[0].get(name), records[-1].get(name)
         if first is not None or last is not None:
-            rows.append((label, _cell(first, form), _cell(last, form)))
+            rows.append((label, formatted(first, form), formatted(last, form)))
     return rows
 
 
@@ -136,8 +135,8 @@ def costs(records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
     gap = worst("parity/logprob_abs_max", "parity/probe_abs_max")
     return [
         *rows,
-        ("first ratio off by", _cell(ratio, "{:.1e} at most")),
-        ("trainer/engine gap", _cell(gap, "{:.1e} nats at most")),
+        ("first ratio off by", "-" if ratio is None else f"{ratio:.1e} at most"),
+        ("trainer/engine gap", "-" if gap is None else f"{gap:.1e} nats at most"),
     ]
 
 
@@ -178,7 +177,3 @@ def _of_set(evaluation: EvaluationRecord, name: str) -> str:
 
 def _held_out(evaluation: EvaluationRecord) -> str:
     return f"{evaluation.mean:.3f} ± {evaluation.standard_error:.3f} (step {evaluation.step})"
-
-
-def _cell(value: int | float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

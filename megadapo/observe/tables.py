@@ -23,6 +23,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def formatted(value: float | None, form: str) -> str:
+    """Return a number in a format such as ".3f", "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 step" or "2 steps" for the noun "step"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, "1-3, 7" for 1, 2, 3, 7."""
     found: list[list[int]] = []

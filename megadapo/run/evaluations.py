@@ -12,7 +12,8 @@ from pathlib import Path
 from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
-from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
+from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.journal.journal import EvaluationJournal, evaluation_journal_path
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import (
@@ -61,7 +62,7 @@ def find_unfinished(
     step = None if checkpoint is None else checkpoint.state.get(EVALUATING)
     if checkpoint is None or step is None or step == checkpoint.step:
         return None, []
-    if any(record.step == step for record in read_evaluations(config.run.folder)):
+    if any(record.step == step for record in RunRecords(config.run.folder).evaluations):
         return None, []
     lost = f"the interrupted evaluation of step {step} is skipped: "
     if config.evaluation.num_engines == 0:

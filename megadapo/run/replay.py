@@ -24,7 +24,6 @@ from megadapo.data.group import MIN_RESPONSES, Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.observe.metrics.records import read_metrics
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
@@ -177,8 +176,7 @@ def _check_whole(config: RunConfig, folder: Path) -> None:
         return
     step = steps_in(folder)[0]
     saved = sum(one.disposition == "trained" for one in read_rollouts(step_file(folder, step)))
-    kept = {one["step"]: one.get("groups/kept") for one in read_metrics(folder.parent)}.get(step)
-    trained = int(config.sampling.prompts_per_step if kept is None else kept)
+    trained = int(run.series("groups/kept").get(step, config.sampling.prompts_per_step))
     if saved < trained:
         raise ConfigError(
             f"--replay {folder}: step {step} has {saved} of the {trained} groups that it trained "

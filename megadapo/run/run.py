@@ -15,7 +15,7 @@ from megadapo.cluster.process_log import driver_log, stacks_on_quit
 from megadapo.config import RunConfig, to_dict
 from megadapo.errors import CheckpointError, ConfigError, CorruptCheckpointError, InfraError
 from megadapo.observe.files import replace_text
-from megadapo.observe.plot import plot_run
+from megadapo.observe.plot import PLOT_FILE, plot_runs
 from megadapo.observe.run_records import RESOLVED_FILE
 from megadapo.observe.summary import print_report
 from megadapo.run.run_log import RunLog
@@ -211,7 +211,7 @@ class Run:
     def finish(self) -> None:
         """Plot a run that has done all its steps, and print its table."""
         try:
-            plot_run(self.folder)
+            plot_runs([self.folder], self.folder / PLOT_FILE)
         except ModuleNotFoundError as error:
             # all steps are done, and saved: only the picture is missing
             _LOGGER.warning("no plot is drawn: %s", error)

@@ -26,12 +26,11 @@ from megadapo.observe.metrics.records import (
     MetricsLog,
     mean_of,
     measure_of,
-    read_evaluations,
-    read_metrics,
 )
 from megadapo.observe.progress import RunDisplay
 from megadapo.observe.rollouts.files import RolloutLog
 from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.state.events import Event, EventHook, is_supervised
 from megadapo.run.state.status import Status, StatusFile
@@ -168,10 +167,10 @@ class RunLog:
         """Set aside records and saved rollouts of steps after `step`, which the run will repeat."""
         self.metrics.rewind(step)
         self._rollouts.rewind(step)
-        self.records = read_metrics(self._folder)
-        evaluations = read_evaluations(self._folder)
-        self.evaluated_steps = {evaluation.step for evaluation in evaluations}
-        self._display.restore(self.records, evaluations)
+        run = RunRecords(self._folder)
+        self.records = run.steps
+        self.evaluated_steps = {evaluation.step for evaluation in run.evaluations}
+        self._display.restore(run.steps, run.evaluations)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -252,7 +251,7 @@ class RunLog:
         first step is in no record.
         """
         self._evaluated = None
-        evaluations = read_evaluations(self._folder)
+        evaluations = RunRecords(self._folder).evaluations
         if not evaluations or evaluations[-1].step == 0:
             return
         reported = {record.get("eval/policy_version") for record in self.records}

@@ -18,8 +18,7 @@ from megadapo.config.preflight import check_run
 from megadapo.config.recipe import merge_tables, parse_override, read_toml, toml_value
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
-from megadapo.observe.metrics.records import read_metrics
-from megadapo.observe.run_records import RESOLVED_FILE, leaves
+from megadapo.observe.run_records import RESOLVED_FILE, RunRecords, leaves
 from megadapo.run.state.checkpoint import checkpoints_of
 from megadapo.section import Section
 
@@ -161,7 +160,7 @@ class RowRun:
             return "new"
         wanted = self.config.run.num_steps
         is_saved = max(checkpoints_of(self.folder), default=-1) >= wanted
-        done = is_saved and len(read_metrics(self.folder)) >= wanted
+        done = is_saved and len(RunRecords(self.folder).steps) >= wanted
         return "finished" if done else "started"
 
 

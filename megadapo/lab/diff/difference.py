@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megadapo.observe.tables import count
+
 Phase = Literal[
     "rollout",
     "score",
@@ -91,10 +93,6 @@ def text_of(value: object) -> str:
     text = str(value) if isinstance(value, str | np.generic) else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def share(number: int, total: int, noun: str, place: str) -> str:

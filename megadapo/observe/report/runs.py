@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
 from megadapo.observe.panels import NOT_CURVES, PHASES
-from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.summary import before_after, costs
+from megadapo.observe.tables import formatted
 
 Flat: TypeAlias = dict[str, str | int | float | bool | None]
 
@@ -73,7 +73,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunView]:
 
 def _read_run(folder: Path, name: str) -> RunView:
     run = RunRecords(folder)
-    records, evaluations, config = run.need_steps(), run.evaluations, _flatten(run.config)
+    records, evaluations = run.need_steps(), run.evaluations
+    config: Flat = {
+        key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in leaves(run.config)
+    }
     bounds = {
         key.removeprefix("oracles."): value
         for key, value in config.items()
@@ -84,7 +88,7 @@ def _read_run(folder: Path, name: str) -> RunView:
     return RunView(
         name=name,
         folder=str(folder),
-        title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(folder)]),
+        title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(run)]),
         facts=_facts(config),
         warnings=run.warnings,
         first_step=int(records[0]["step"] or 0),
@@ -108,20 +112,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
 
 
-def _flatten(config: dict[str, object]) -> Flat:
-    return {
-        key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-        for key, value in leaves(config)
-    }
-
-
-def _dates(folder: Path) -> list[str]:
+def _dates(run: RunRecords) -> list[str]:
     """Return when the log begins and ends; [] without a log."""
-    try:
-        lines = (folder / LOG_FILE).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    stamps = [stamp for line in lines if (stamp := _stamp(line)) is not None]
+    stamps = [stamp for line in run.log_lines if (stamp := _stamp(line)) is not None]
     if not stamps:
         return []
     first, last = stamps[0], stamps[-1]
@@ -129,9 +122,9 @@ def _dates(folder: Path) -> list[str]:
     return [f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}}"]
 
 
-def _stamp(line: bytes) -> datetime | None:
+def _stamp(line: str) -> datetime | None:
     try:
-        return datetime.fromisoformat(line.split(b" ", 1)[0].decode("ascii"))
+        return datetime.fromisoformat(line.partition(" ")[0])
     except ValueError:
         return None
 
@@ -198,7 +191,7 @@ def _judge_metric(
         key=key,
         metric=metric,
         bound=bound,
-        worst="-" if worst is None else f"{worst[metric]:.3g}".replace("e-0", "e-"),
+        worst=formatted(None if worst is None else worst[metric], ".3g").replace("e-0", "e-"),
         worst_step=int(worst["step"] or 0) if worst is not None and worst[metric] else None,
         status=_status(bound, states),
         cells=_cells(states),

@@ -16,7 +16,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megadapo.data.group import CUT_MESSAGES, Score, encode_versions
-from megadapo.errors import DataError
 from megadapo.observe.rollouts.saved_group import (
     Disposition,
     Part,
@@ -26,7 +25,7 @@ from megadapo.observe.rollouts.saved_group import (
     environment_of,
 )
 from megadapo.observe.run_records import RunRecords
-from megadapo.observe.tables import printable, ranges
+from megadapo.observe.tables import count, printable
 
 INDENT = 4
 
@@ -69,7 +68,7 @@ def show_step(
         limit: largest number of groups printed.
     """
     run = RunRecords(run_folder)
-    step = _find_step(run, step)
+    step = run.step_with_groups(step)
     lines = _render_step(step, run.groups(step), wanted, limit)
     if not console.is_terminal:
         for line in lines:
@@ -78,20 +77,6 @@ def show_step(
     with console.pager(styles=True):
         for line in lines:
             console.print(line)
-
-
-def _find_step(run: RunRecords, step: int | None) -> int:
-    steps = run.saved_steps
-    if not steps:
-        raise DataError(
-            f"{run.folder} has no saved responses (rollouts/step-N.jsonl.zst); "
-            "observe.saved_groups is the number of groups that a run saves per step"
-        )
-    if step is not None and step not in steps:
-        raise DataError(
-            f"{run.folder} has no saved responses of step {step}, only of steps {ranges(steps)}"
-        )
-    return steps[-1] if step is None else step
 
 
 def _render_step(
@@ -148,7 +133,7 @@ def _conversation(
     environment, number = environment_of(saved), 0
     for part in conversation(saved.response):
         number += part.turn is None
-        size = f"{part.end - part.start} token{'s' * (part.end - part.start != 1)}"
+        size = count(part.end - part.start, "token")
         if part.turn is None:
             head = Text(f"  turn {number}: {size}", "bold")
         elif environment is None:

@@ -18,8 +18,7 @@ from megadapo import __version__
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import read_json, resolve_model_folder
-from megadapo.observe.metrics.records import read_evaluations
-from megadapo.observe.run_records import RESOLVED_FILE
+from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
 from megadapo.run.state.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
@@ -95,7 +94,7 @@ class ExportSource:
 
     def run_config(self) -> dict[str, Any]:
         """Return the run's resolved configuration as plain values; empty without a run."""
-        return {} if self.run_folder is None else read_json(self.run_folder / RESOLVED_FILE)
+        return {} if self.run_folder is None else RunRecords(self.run_folder).config
 
 
 def find_source(path: Path, step: int | None = None) -> ExportSource:
@@ -320,7 +319,7 @@ def _what_it_is(
 def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:
     """Return a table of the held-out accuracy at this step and before training."""
     step = source.checkpoint.step
-    evaluations = [] if source.run_folder is None else read_evaluations(source.run_folder)
+    evaluations = [] if source.run_folder is None else RunRecords(source.run_folder).evaluations
     by_step = {record.step: record for record in evaluations}
     if step not in by_step:
         return "Not evaluated on held-out problems at this step."

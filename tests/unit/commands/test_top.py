@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import deque
 
 import pytest
 
@@ -121,14 +122,14 @@ def test_dead_driver_is_gone(tmp_path, capsys):
     assert "gone: the driver is dead" in shown and "update" not in shown
 
 
-def test_current_speed_is_that_between_frames(tmp_path, monkeypatch):
+def test_current_speed_is_that_between_frames(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("megadapo.commands.top.time.monotonic", lambda: now[0])
-    view = top._View(tmp_path)
+    growths = deque(maxlen=4)
 
     def speed(tokens, phase="rollout"):
         now[0] += 10
-        return view._speed({"tokens": tokens, "phase": phase})
+        return top.current_speed({"tokens": tokens, "phase": phase}, growths)
 
     assert [speed(0), speed(5000), speed(5000)] == ["", "; now 500", "; now 500"]
     # training generates nothing; another driver counts from 0; tokens that stop have no speed

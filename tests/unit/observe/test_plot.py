@@ -13,7 +13,7 @@ from megadapo.errors import DataError, InfraError
 from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.panels import HELD_OUT, SECTIONS, sections_with_values
-from megadapo.observe.plot import COLOURS, draw_runs, plot_run, plot_runs, save
+from megadapo.observe.plot import COLOURS, PLOT_FILE, draw_runs, plot_runs, save
 from megadapo.observe.report.page import render
 from megadapo.observe.run_records import RunRecords
 from tests.support.runs.recorded_runs import evaluation_record, record_run
@@ -65,12 +65,12 @@ def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_pa
                 {"step": step, "policy/entropy": value, "parity/logprob_abs_max": 0.0}
                 | {"accuracy/mean": value, "parity/logprob_abs_mean": value}
             )
-    assert plot_run(tmp_path).stat().st_size > 0
+    assert plot_runs([tmp_path], tmp_path / PLOT_FILE).stat().st_size > 0
 
 
 def test_run_without_steps_is_a_clear_error(tmp_path, capsys):
-    with pytest.raises(DataError, match="nothing to plot"):
-        plot_run(tmp_path)
+    with pytest.raises(DataError, match="no steps are recorded"):
+        plot_runs([tmp_path], tmp_path / PLOT_FILE)
     (tmp_path / "metrics.jsonl").write_text("")
     assert main(["plot", str(tmp_path)]) == 3
     assert str(tmp_path) in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_last_saved_step_is_the_default(tmp_path):
 
 
 def test_missing_step_error_lists_saved_steps(tmp_path):
-    with pytest.raises(DataError, match=r"no saved responses \(.*observe\.saved_groups"):
+    with pytest.raises(DataError, match=r"no saved groups \(.*observe\.saved_groups"):
         shown(tmp_path)
     for step in (1, 2, 3, 6, 8, 9):
         save(tmp_path, step, saved_group())
