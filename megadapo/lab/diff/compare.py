@@ -5,6 +5,7 @@ Causes come before effects.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,12 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megadapo.errors import ConfigError, DataError
-from megadapo.lab.diff.difference import Difference, Phase, Row, count, differing_rows, row
+from megadapo.errors import DataError
+from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row
 from megadapo.lab.diff.groups import StepGroups
 from megadapo.observe.metrics.names import is_repeated
 from megadapo.observe.metrics.records import (
-    METRICS_FILE,
     EvaluationRecord,
     MetricRecord,
     has_rollouts,
@@ -25,7 +25,7 @@ from megadapo.observe.metrics.records import (
 from megadapo.observe.oracles import FIRST_RATIO
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords, leaves
-from megadapo.observe.tables import TextTable, printable, ranges
+from megadapo.observe.tables import TextTable, count, printable, ranges
 from megadapo.rollout.journal.record_log import read_records
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, decode_record, describe_difference
 from megadapo.run.state.checkpoint import checkpoints_of
@@ -86,7 +86,6 @@ _NEWS = (
 )
 """Metrics of an evaluation that became known in the step, which depends on its speed: the
 evaluations themselves are compared."""
-_HELD_OUT = ("held_out/", "/accuracy")
 _SAMPLED = "tokens/generated"
 SHOWN = 6
 """Most metrics in a table."""
@@ -97,7 +96,11 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
 
     The key "causes" has the metrics of the update that explain its others.
     """
-    names = [name for name in {**a, **b} if is_repeated(name) and not _is_news(name)]
+    names = [
+        name
+        for name in {**a, **b}
+        if is_repeated(name) and name not in _NEWS and not re.match("held_out/.+/accuracy$", name)
+    ]
     if is_replay(a) != is_replay(b):
         names.remove(_SAMPLED)
     if a.get(FIRST_RATIO) is None or b.get(FIRST_RATIO) is None:
@@ -122,28 +125,9 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
     return differences
 
 
-def compare_evaluations(
-    step: int, a: EvaluationRecord | None, b: EvaluationRecord | None
-) -> Iterator[Difference]:
-    """Yield the difference between the evaluations of a step."""
-    if a is None or b is None:
-        return
-    one, two = (dict(leaves(asdict(record), "/")) for record in (a, b))
-    if rows := differing_rows((name, one.get(name), two.get(name)) for name in {**one, **two}):
-        text = "Answers of an evaluation are not saved, so the problem is not known."
-        yield Difference(
-            step=step, phase="evaluation", field=rows[0][0], rows=rows[:SHOWN], evidence=(text,)
-        )
-
-
 def is_replay(record: MetricRecord) -> bool:
     """Return whether the step trained on saved rollouts."""
     return record.get(_SAMPLED) is None and record.get("groups/kept") is not None
-
-
-def _is_news(name: str) -> bool:
-    start, end = _HELD_OUT
-    return name in _NEWS or (name.startswith(start) and name.endswith(end))
 
 
 def _phase(name: str) -> Phase:
@@ -168,45 +152,6 @@ _DEPENDS_ON_WEIGHTS = {
     "old log-prob": "the trainer's batch, or its computation",
 }
 """Values that depend on the weights of the step before, and what else could be the cause."""
-
-
-@dataclass
-class RunComparison:
-    """The result of comparing two runs."""
-
-    a: Path
-    b: Path
-    learning_keys: list[Row] = field(default_factory=list)
-    """Differing keys that decide what is learned."""
-    other_keys: list[Row] = field(default_factory=list)
-    first: Difference | None = None
-    also: list[Difference] = field(default_factory=list)
-    """First differences of the later phases of the same step."""
-    equal_steps: list[int] = field(default_factory=list)
-    """Steps without a difference, before the first one."""
-    gaps: dict[str, list[int]] = field(default_factory=dict)
-    """Reasons why something was not compared, with their steps."""
-    notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        keys = {"learning": self.learning_keys, "other": self.other_keys}
-        return {
-            "a": str(self.a),
-            "b": str(self.b),
-            "equal": self.first is None,
-            "config": {
-                name: [{"key": key, "a": a, "b": b} for key, a, b in rows]
-                for name, rows in keys.items()
-            },
-            "first": None if self.first is None else self.first.to_json(),
-            "also": [one.to_json() for one in self.also],
-            "equal_steps": self.equal_steps,
-            "not_compared": [
-                {"reason": reason, "steps": steps} for reason, steps in self.gaps.items()
-            ],
-            "notes": self.notes,
-        }
 
 
 @dataclass(frozen=True)
@@ -256,35 +201,60 @@ class ComparedRun(RunRecords):
 
 
 def compare_runs(folder_a: Path, folder_b: Path) -> RunComparison:
-    """Compare two runs up to the first step in which they differ."""
-    return _Comparer(ComparedRun(folder_a, "A"), ComparedRun(folder_b, "B")).compare()
+    """Compare two runs up to the first step in which they differ.
+
+    Raises:
+        DataError: a run has no finished step, or a file is damaged.
+    """
+    comparison = RunComparison(ComparedRun(folder_a, "A"), ComparedRun(folder_b, "B"))
+    comparison.compare()
+    return comparison
 
 
-def _about_update(also: Sequence[Difference]) -> tuple[str, ...]:
-    """Return what the weights say about an update that differs."""
-    weights = next((one for one in also if one.phase == "weights"), None)
-    return () if weights is None else weights.evidence[1:]
+@dataclass
+class RunComparison:
+    """The comparison of two runs, and its result."""
 
+    a: ComparedRun
+    b: ComparedRun
+    learning_keys: list[Row] = field(default_factory=list)
+    """Differing keys that decide what is learned."""
+    other_keys: list[Row] = field(default_factory=list)
+    first: Difference | None = None
+    also: list[Difference] = field(default_factory=list)
+    """First differences of the later phases of the same step."""
+    equal_steps: list[int] = field(default_factory=list)
+    """Steps without a difference, before the first one."""
+    gaps: dict[str, list[int]] = field(default_factory=dict)
+    """Reasons why something was not compared, with their steps."""
+    notes: list[str] = field(default_factory=list)
 
-class _Comparer:
-    """The comparison in progress."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        keys = {"learning": self.learning_keys, "other": self.other_keys}
+        return {
+            "a": str(self.a.folder),
+            "b": str(self.b.folder),
+            "equal": self.first is None,
+            "config": {
+                name: [{"key": key, "a": a, "b": b} for key, a, b in rows]
+                for name, rows in keys.items()
+            },
+            "first": None if self.first is None else self.first.to_json(),
+            "also": [one.to_json() for one in self.also],
+            "equal_steps": self.equal_steps,
+            "not_compared": [
+                {"reason": reason, "steps": steps} for reason, steps in self.gaps.items()
+            ],
+            "notes": self.notes,
+        }
 
-    def __init__(self, a: ComparedRun, b: ComparedRun) -> None:
-        self._a, self._b = a, b
-        self._result = RunComparison(a.folder, b.folder)
-
-    def compare(self) -> RunComparison:
+    def compare(self) -> None:
         """Compare step by step; stop at the first difference."""
-        result = self._result
-        for run in (self._a, self._b):
-            if not run.steps:
-                raise ConfigError(
-                    f"{run.folder} is not the folder of a run with a finished step: {METRICS_FILE} "
-                    "is missing or empty"
-                )
-        changed = changed_keys(self._a.config, self._b.config)
-        for key, values in changed.items():
-            keys = result.learning_keys if decides_learning(key) else result.other_keys
+        for run in (self.a, self.b):
+            run.need_steps()
+        for key, values in changed_keys(self.a.config, self.b.config).items():
+            keys = self.learning_keys if decides_learning(key) else self.other_keys
             keys.append(row(key, *values))
         for step in self._steps():
             # a phase that is reported in two ways counts once, by its first
@@ -292,32 +262,33 @@ class _Comparer:
             for one in self._step(step):
                 found.setdefault(one.phase, one)
             if found:
-                first, *result.also = found.values()
-                more = _about_update(result.also) if first.phase == "update" else ()
-                schedules = about_schedules(self._a.folder, self._b.folder)
-                about = (*self._about_weights(first), *more, *filter(None, [schedules]))
-                result.first = first.with_evidence(*about)
+                first, *self.also = found.values()
+                about = [*self._about_weights(first)]
+                if first.phase == "update":
+                    of_weights = (one.evidence for one in self.also if one.phase == "weights")
+                    about += next(of_weights, ())[1:]
+                about.append(about_schedules(self.a.folder, self.b.folder))
+                self.first = first.with_evidence(*about)
                 break
             if step:
-                result.equal_steps.append(step)
-        return result
+                self.equal_steps.append(step)
 
     def _steps(self) -> list[int]:
         """Return the steps to compare: 0 for an evaluation before training, then all records."""
-        steps = sorted(self._a.metrics.keys() | self._b.metrics.keys())
-        first = max(min(run.metrics, default=0) for run in (self._a, self._b))
+        steps = sorted(self.a.metrics.keys() | self.b.metrics.keys())
+        first = max(min(run.metrics, default=0) for run in (self.a, self.b))
         skipped = [step for step in steps if step < first]
         if skipped:
             # a run that resumed from another run's checkpoint
             text = f"steps {ranges(skipped)}: only one run has them"
-            self._result.notes.append(text)
+            self.notes.append(text)
         return [*([] if skipped else [0]), *(step for step in steps if step >= first)]
 
     def _step(self, step: int) -> Iterator[Difference]:
         """Yield the first difference of each phase of a step."""
         metrics: dict[str, Difference] = {}
         if step:
-            a, b = (run.metrics.get(step) for run in (self._a, self._b))
+            a, b = (run.metrics.get(step) for run in (self.a, self.b))
             if a is None or b is None:
                 yield self._missing(step)
                 return
@@ -331,7 +302,7 @@ class _Comparer:
         yield from self._evaluation(step)
 
     def _missing(self, step: int) -> Difference:
-        runs = (self._a, self._b)
+        runs = (self.a, self.b)
         rows = (row("last step", *(max(run.metrics, default=0) for run in runs)),)
         name = next(run.name for run in runs if step not in run.metrics)
         text = f"{name} has no record of the step: it ended before, or has not come so far."
@@ -360,7 +331,7 @@ class _Comparer:
 
     def _groups(self, step: int) -> StepGroups | None:
         """Return the saved groups of both runs, and note the ones that are missing."""
-        pairs = [(run, run.groups_of(step)) for run in (self._a, self._b)]
+        pairs = [(run, run.groups_of(step)) for run in (self.a, self.b)]
         for run, groups in pairs:
             if not has_rollouts(run.metrics[step]):
                 return None
@@ -379,7 +350,7 @@ class _Comparer:
 
     def _about_groups(self, step: int, groups: StepGroups | None) -> str:
         if groups is None:
-            samples = has_rollouts(self._a.metrics[step])
+            samples = has_rollouts(self.a.metrics[step])
             return "No groups of both runs are saved." if samples else ""
         common = len(groups.a.keys() & groups.b.keys())
         if groups.is_complete:
@@ -387,9 +358,9 @@ class _Comparer:
         return f"Only the {common} groups that both runs saved were compared one by one."
 
     def _weights(self, step: int) -> Iterator[Difference]:
-        a, b = (run.checkpoints.get(step) for run in (self._a, self._b))
+        a, b = (run.checkpoints.get(step) for run in (self.a, self.b))
         if a is None or b is None:
-            lacking = [run.name for run, path in ((self._a, a), (self._b, b)) if path is None]
+            lacking = [run.name for run, path in ((self.a, a), (self.b, b)) if path is None]
             if step:
                 keys = "checkpoint.every = 1, and checkpoint.keep = run.num_steps keeps all"
                 names = " and ".join(lacking)
@@ -398,14 +369,21 @@ class _Comparer:
         # torch is needed only here
         from megadapo.lab.diff.weights import compare_checkpoints
 
-        before = [run.checkpoints.get(step - 1) for run in (self._a, self._b)]
+        before = [run.checkpoints.get(step - 1) for run in (self.a, self.b)]
         yield from compare_checkpoints(step, (a, b), (before[0], before[1]))
 
     def _evaluation(self, step: int) -> Iterator[Difference]:
-        one, two = (run.evaluation_of.get(step) for run in (self._a, self._b))
-        if (one is None) != (two is None):
-            self._gap(f"the evaluation: only {'A' if two is None else 'B'} has one", step)
-        return compare_evaluations(step, one, two)
+        a, b = (run.evaluation_of.get(step) for run in (self.a, self.b))
+        if (a is None) != (b is None):
+            self._gap(f"the evaluation: only {'A' if b is None else 'B'} has one", step)
+        if a is None or b is None:
+            return
+        one, two = (dict(leaves(asdict(record), "/")) for record in (a, b))
+        if rows := differing_rows((name, one.get(name), two.get(name)) for name in {**one, **two}):
+            text = "Answers of an evaluation are not saved, so the problem is not known."
+            yield Difference(
+                step=step, phase="evaluation", field=rows[0][0], rows=rows[:SHOWN], evidence=(text,)
+            )
 
     def _about_weights(self, first: Difference) -> Iterator[str]:
         """Yield whether the weights were equal that the differing value depends on."""
@@ -415,13 +393,13 @@ class _Comparer:
         before = first.step - 1
         if before == 0:
             yield f"No step came before: suspect the initial weights, or {suspect}."
-        elif all(before in run.checkpoints for run in (self._a, self._b)):
+        elif all(before in run.checkpoints for run in (self.a, self.b)):
             yield f"The checkpoints of step {before} are equal: suspect {suspect}."
         else:
             yield f"The weights of step {before} were not compared: suspect them, or {suspect}."
 
     def _gap(self, reason: str, step: int) -> None:
-        self._result.gaps.setdefault(reason, []).append(step)
+        self.gaps.setdefault(reason, []).append(step)
 
 
 WIDTH = 100
@@ -429,7 +407,7 @@ WIDTH = 100
 
 def text_of_comparison(result: RunComparison) -> str:
     """Return the whole result: settings, the first difference, and what was not compared."""
-    parts = [f"A  {result.a}\nB  {result.b}", *_settings(result)]
+    parts = [f"A  {result.a.folder}\nB  {result.b.folder}", *_settings(result)]
     if result.first is not None:
         parts += _first(result)
     else:

@@ -14,8 +14,9 @@ import numpy as np
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.data.batch import in_training_order
 from megadapo.data.group import Response
-from megadapo.lab.diff.difference import Difference, Phase, Row, count, differing_rows, row, share
+from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row, share
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
+from megadapo.observe.tables import count
 
 
 def first_difference(one: np.ndarray | None, two: np.ndarray | None) -> int | None:
@@ -163,12 +164,8 @@ def swapped_responses(index: int, one: SavedGroup, two: SavedGroup) -> str:
     return ""
 
 
-def tokens_of(saved: SavedResponse) -> tuple[int, ...]:
-    return tuple(saved.response.token_ids.tolist())
-
-
 def tokens_of_group(group: SavedGroup) -> tuple[tuple[int, ...], ...]:
-    return tuple(tokens_of(saved) for saved in group.responses)
+    return tuple(tuple(saved.response.token_ids.tolist()) for saved in group.responses)
 
 
 def values_of_score(saved: SavedResponse) -> list[tuple[str, Any]]:

@@ -7,12 +7,13 @@ no rank is needed. One layer's tensor of each run is in memory at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megadapo.lab.diff.difference import Difference, Phase, row, share
 from megadapo.models.families import FAMILIES
@@ -35,6 +36,7 @@ _SAME_LENGTH = 1e-3
 class _CheckpointTensor:
     """A tensor of a checkpoint: a stored one, or one layer of it."""
 
+    checkpoint: StoredTensors
     stored: str
     layer: int | None
 
@@ -46,37 +48,28 @@ class _CheckpointTensor:
             else self.stored.replace(_LAYERS, f"{_LAYERS}{self.layer}.", 1)
         )
 
+    @property
+    def metadata(self) -> TensorStorageMetadata:
+        return self.checkpoint.tensors[self.stored]
 
-class _CheckpointWeights:
-    """The tensors of one folder of a checkpoint."""
+    def read(self) -> Tensor:
+        sizes = list(self.metadata.size)
+        start = [0] * len(sizes)
+        if self.layer is not None:
+            start[0], sizes[0] = self.layer, 1
+        target = torch.empty(sizes, dtype=self.metadata.properties.dtype)
+        self.checkpoint.read([Window(self.stored, tuple(start), target)])
+        return target if self.layer is None else target[0]
 
-    def __init__(self, folder: Path) -> None:
-        self._stored = StoredTensors(folder)
 
-    def places(self, *, optimizer: bool) -> list[_CheckpointTensor]:
-        """Return the tensors in the order of the model: weights, or the optimizer's."""
-        places = []
-        for name, stored in self._stored.tensors.items():
-            if name.startswith(_OPTIMIZER) != optimizer:
-                continue
+def _tensors(checkpoint: StoredTensors, *, optimizer: bool) -> dict[str, _CheckpointTensor]:
+    """Return the tensors by name in the order of the model: weights, or the optimizer's."""
+    found = []
+    for name, stored in checkpoint.tensors.items():
+        if name.startswith(_OPTIMIZER) == optimizer:
             layers = range(stored.size[0]) if _LAYERS in name else [None]
-            places += [_CheckpointTensor(name, layer) for layer in layers]
-        return sorted(places, key=_order)
-
-    def shape(self, place: _CheckpointTensor) -> tuple[int, ...]:
-        return tuple(self._stored.tensors[place.stored].size)
-
-    def dtype(self, place: _CheckpointTensor) -> torch.dtype:
-        return self._stored.tensors[place.stored].properties.dtype
-
-    def read(self, place: _CheckpointTensor) -> Tensor:
-        stored = self._stored.tensors[place.stored]
-        start, sizes = [0] * len(stored.size), list(stored.size)
-        if place.layer is not None:
-            start[0], sizes[0] = place.layer, 1
-        target = torch.empty(sizes, dtype=stored.properties.dtype)
-        self._stored.read([Window(place.stored, tuple(start), target)])
-        return target if place.layer is None else target[0]
+            found += [_CheckpointTensor(checkpoint, name, layer) for layer in layers]
+    return {tensor.name: tensor for tensor in sorted(found, key=_order)}
 
 
 def compare_checkpoints(
@@ -93,69 +86,62 @@ def compare_checkpoints(
         return  # the same bytes, by their SHA-256
     one, two = (load(path) for path in paths)
     for critic in (False, True):
-        folders = [_folder(checkpoint, critic=critic) for checkpoint in (one, two)]
-        if folders[0] is None or folders[1] is None:
+        a, b = (_stored(checkpoint, critic=critic) for checkpoint in (one, two))
+        if a is None or b is None:
             continue
-        pair = _CheckpointWeights(folders[0]), _CheckpointWeights(folders[1])
-        before = [None if path is None else _weights_before(path, critic) for path in previous]
+        before = [None if path is None else _stored(load(path), critic=critic) for path in previous]
         for phase in ("weights", "optimizer"):
-            found = _compare(step, phase, pair, (before[0], before[1]))
+            found = _compare(step, phase, a, b, before)
             if found is not None:
                 yield found.with_evidence("The tensor is the critic's." if critic else "")
 
 
-def _folder(checkpoint: Checkpoint, *, critic: bool) -> Path | None:
+def _stored(checkpoint: Checkpoint, *, critic: bool) -> StoredTensors | None:
     folder = checkpoint.trainer_folder
     folder = folder / CRITIC_FOLDER if critic else folder
-    return folder if (folder / METADATA_FILE).is_file() else None
-
-
-def _weights_before(path: Path, critic: bool) -> _CheckpointWeights | None:
-    folder = _folder(load(path), critic=critic)
-    return None if folder is None else _CheckpointWeights(folder)
+    return StoredTensors(folder) if (folder / METADATA_FILE).is_file() else None
 
 
 def _compare(
     step: int,
     phase: Phase,
-    pair: tuple[_CheckpointWeights, _CheckpointWeights],
-    before: tuple[_CheckpointWeights | None, _CheckpointWeights | None],
+    a: StoredTensors,
+    b: StoredTensors,
+    before: Sequence[StoredTensors | None],
 ) -> Difference | None:
-    a, b = pair
-    of_a, of_b = (one.places(optimizer=phase == "optimizer") for one in pair)
-    unknown = sorted({place.name for place in of_a} ^ {place.name for place in of_b})
+    of_a, of_b = (_tensors(one, optimizer=phase == "optimizer") for one in (a, b))
+    unknown = sorted(of_a.keys() ^ of_b.keys())
     if unknown:
-        rows = [row("tensors", len(of_a), len(of_b))]
+        rows = (row("tensors", len(of_a), len(of_b)),)
         text = f"Only one run has {', '.join(unknown[:5])}."
         return Difference(
-            step=step, phase=phase, field="names of tensors", rows=tuple(rows), evidence=(text,)
+            step=step, phase=phase, field="names of tensors", rows=rows, evidence=(text,)
         )
-    first, num_differing = None, 0
-    for place in of_a:
-        found = _compare_tensor(step, phase, place, a, b)
-        if found is not None:
-            num_differing += 1
-            first = first or (place, found)
-    if first is None:
+    found = [
+        (name, one)
+        for name, tensor in of_a.items()
+        if (one := _compare_tensor(step, phase, tensor, of_b[name])) is not None
+    ]
+    if not found:
         return None
-    place, difference = first
-    evidence = [share(num_differing, len(of_a), "tensor", "in all")]
-    if phase == "weights" and before[0] is not None and before[1] is not None:
-        evidence += _about_change(place, pair, (before[0], before[1]))
+    name, difference = found[0]
+    evidence = [share(len(found), len(of_a), "tensor", "in all")]
+    if phase == "weights":
+        evidence += _about_change((of_a[name], of_b[name]), before)
     return difference.with_evidence(*evidence)
 
 
 def _compare_tensor(
-    step: int, phase: Phase, place: _CheckpointTensor, a: _CheckpointWeights, b: _CheckpointWeights
+    step: int, phase: Phase, a: _CheckpointTensor, b: _CheckpointTensor
 ) -> Difference | None:
     for field, values in (
-        ("shape", (list(a.shape(place)), list(b.shape(place)))),
-        ("type", (str(a.dtype(place)), str(b.dtype(place)))),
+        ("shape", [list(one.metadata.size) for one in (a, b)]),
+        ("type", [str(one.metadata.properties.dtype) for one in (a, b)]),
     ):
         if values[0] != values[1]:
             rows = (row(field, *values),)
-            return Difference(step=step, phase=phase, field=field, tensor=place.name, rows=rows)
-    one, two = a.read(place), b.read(place)
+            return Difference(step=step, phase=phase, field=field, tensor=a.name, rows=rows)
+    one, two = a.read(), b.read()
     differs = _bits(one).ne(_bits(two)).any(1)
     if not differs.any():
         return None
@@ -173,12 +159,7 @@ def _compare_tensor(
     )
     rows = (row(f"element {index}", *shown),)
     return Difference(
-        step=step,
-        phase=phase,
-        field="elements",
-        tensor=place.name,
-        rows=rows,
-        evidence=(text,),
+        step=step, phase=phase, field="elements", tensor=a.name, rows=rows, evidence=(text,)
     )
 
 
@@ -188,15 +169,16 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _about_change(
-    place: _CheckpointTensor,
-    pair: tuple[_CheckpointWeights, _CheckpointWeights],
-    before: tuple[_CheckpointWeights, _CheckpointWeights],
+    pair: tuple[_CheckpointTensor, _CheckpointTensor], before: Sequence[StoredTensors | None]
 ) -> Iterator[str]:
-    """Yield how the tensor moved in this step in each run."""
+    """Yield how the tensor moved in this step in each run, if both kept the step before."""
     changes = [
-        (now.read(place).double() - old.read(place).double()).flatten()
+        (now.read().double() - replace(now, checkpoint=old).read().double()).flatten()
         for now, old in zip(pair, before, strict=True)
+        if old is not None
     ]
+    if len(changes) < len(pair):
+        return
     a, b = (float(change.norm()) for change in changes)
     for name, size, other in (("A", a, b), ("B", b, a)):
         if size == 0 < other:
@@ -210,15 +192,15 @@ def _about_change(
         yield f"B moved it {b / a:.4g} times as far as A, in the same direction."
 
 
-def _order(place: _CheckpointTensor) -> tuple[int, int, int, str]:
+def _order(tensor: _CheckpointTensor) -> tuple[int, int, int, str]:
     """Return the place in the model: embedding, layers, final norm, head."""
-    state = _STATE.fullmatch(place.stored)
-    name = place.stored if state is None else state[2]
-    if place.layer is None:
+    state = _STATE.fullmatch(tensor.stored)
+    name = tensor.stored if state is None else state[2]
+    if tensor.layer is None:
         is_first = name == _FAMILY.embedding.megatron
-        return (0 if is_first else 2, 0, 0, place.stored)
+        return (0 if is_first else 2, 0, 0, tensor.stored)
     row_name = name.removeprefix(_LAYERS)
-    return 1, place.layer, _ROWS.get(row_name, len(_ROWS)), place.stored
+    return 1, tensor.layer, _ROWS.get(row_name, len(_ROWS)), tensor.stored
 
 
 def _rows() -> dict[str, int]:

@@ -319,9 +319,9 @@ def test_command_prints_json_and_says_that_runs_differ(run, tmp_path, capsys):
     assert [one["phase"] for one in found["also"]] == ["advantages", "update"]
 
 
-def test_folder_without_run_is_a_usage_error(run, tmp_path, capsys):
-    assert main(["diff", str(run), str(tmp_path)]) == 2
-    assert "metrics.jsonl is missing or empty" in capsys.readouterr().err
+def test_folder_without_run_is_refused(run, tmp_path, capsys):
+    assert main(["diff", str(run), str(tmp_path)]) == DataError.exit_code
+    assert "no steps are recorded in metrics.jsonl" in capsys.readouterr().err
 
 
 def test_settings_are_a_note(run, tmp_path):
