@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(folder, [*arguments.overrides, f"run.folder={folder}"])
     chosen = alternatives(config, arguments.alternatives)
 
-    from megadapo.lab.whatif.compare import compare, comparison_table, write_json
+    from megadapo.lab.record import write_record
+    from megadapo.lab.whatif.compare import compare
 
     console, found = Console(), []
     remaining = compare(config, arguments.step, chosen)
@@ -56,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         if comparison is None:
             break
         found.append(comparison)
-        print(comparison_table(comparison, chosen), end="\n\n")
+        print(comparison.text(), end="\n\n")
     if arguments.json is not None:
-        write_json(arguments.json, folder, arguments.step, chosen, found)
+        comparisons = [comparison.to_json() for comparison in found]
+        results = {"run": str(folder), "step": arguments.step, "comparisons": comparisons}
+        write_record(arguments.json, results)
     return 0

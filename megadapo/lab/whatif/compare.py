@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
-from megadapo.errors import DataError
 from megadapo.lab.profiling.profiles import trainer_alone
-from megadapo.lab.record import write_record
 from megadapo.lab.whatif.alternatives import Alternative
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
 from megadapo.observe.metrics.records import MetricRecord, plain_numbers
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER
 from megadapo.observe.run_records import RunRecords
-from megadapo.observe.tables import TextTable
+from megadapo.observe.tables import TextTable, formatted
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
@@ -59,13 +57,7 @@ def read_step(config: RunConfig, step: int) -> SavedStep:
         DataError: none are saved, or the file is damaged.
     """
     folder, recorded = config.run.folder, RunRecords(config.run.folder)
-    steps = recorded.saved_steps
-    if step not in steps:
-        saved = f"it has those of {len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else ""
-        raise DataError(
-            f"{folder} has no saved groups of step {step}; "
-            + (saved or 'a run saves whole batches with observe.saved_groups = "all"')
-        )
+    recorded.step_with_groups(step)
     # the copied run ends here, because later steps may not be saved
     run = config.run.model_copy(update={"num_steps": step})
     until = config.model_copy(update={"run": run})
@@ -106,17 +98,28 @@ def saved_logprobs(config: RunConfig, saved: SavedStep, batch: PackedBatch) -> n
     return found
 
 
-def weights_before(folder: Path, step: int) -> Checkpoint | None:
-    """Return the newest checkpoint from before a step; None: those in model.path start the run."""
-    earlier = [path for saved, path in checkpoints_of(folder).items() if saved < step]
-    # the ranks that read its files hash them
-    return load(earlier[-1], hashes=False) if earlier else None
+def _checkpoints(folder: Path, step: int) -> list[Checkpoint | None]:
+    """Return the newest checkpoint from before a step, and the step's own; None if not kept.
+
+    Without the first, the run started from the weights in model.path.
+    """
+    kept = checkpoints_of(folder)
+    before = max((saved for saved in kept if saved < step), default=-1)
+    # the ranks that read their files hash them
+    return [load(kept[one], hashes=False) if one in kept else None for one in (before, step)]
 
 
-def weights_after(folder: Path, step: int) -> Checkpoint | None:
-    """Return the checkpoint of a step if the run has kept it."""
-    path = checkpoints_of(folder).get(step)
-    return None if path is None else load(path, hashes=False)
+_COLUMNS = (
+    ("loss", "loss", ".6g"),
+    ("|gradient|", "grad_norm", ".6g"),
+    ("cosine", "cosine", ".6f"),
+    ("clipped low", "clip_low", ".3%"),
+    ("clipped high", "clip_high", ".3%"),
+    ("eff. samples", "effective_samples", ".2%"),
+    ("tokens", "num_tokens", "d"),
+    ("moved", "num_moved", "d"),
+)
+"""Head, field of `Measured` and format of each column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +127,32 @@ class WhatIfComparison:
     """All objectives at the same weights."""
 
     title: str
-    measured: Sequence[Measured]
-    """Numbers of each objective, the run's own first."""
+    objectives: Sequence[tuple[str, Measured]]
+    """Name and numbers of each objective, the run's own first."""
     notes: Sequence[str]
+
+    def text(self) -> str:
+        """Return one row per objective, and the notes."""
+        rows = [
+            [name, *(formatted(getattr(measured, field), form) for _, field, form in _COLUMNS)]
+            for name, measured in self.objectives
+        ]
+        head = ["objective", *(label for label, _, _ in _COLUMNS)]
+        table = TextTable(title=self.title, head=head, rows=rows)
+        entropy = self.objectives[0][1].entropy
+        notes = [] if entropy is None else [f"Entropy: {entropy:.4f} nats per token."]
+        return "\n".join([table.text(), "", *self.notes, *notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all numbers as JSON values."""
+        return {
+            "title": self.title,
+            "notes": list(self.notes),
+            "objectives": [
+                plain_numbers({"name": name, **asdict(measured)})
+                for name, measured in self.objectives
+            ],
+        }
 
 
 def compare(
@@ -138,10 +164,9 @@ def compare(
         alternatives: the run's own objective first.
     """
     saved = read_step(config, step)
-    before = weights_before(config.run.folder, step)
-    after = weights_after(config.run.folder, step)
+    before, after = _checkpoints(config.run.folder, step)
     obstacle = None if after is not None else _cannot_repeat(config, saved, before)
-    variants = _variants(saved, alternatives)
+    variants, names = _variants(saved, alternatives), [one.name for one in alternatives]
     with trainer_alone(config, _settings(config, before)) as trainer:
         if before is not None:
             trainer.load(before.trainer_folder, before.files)
@@ -154,7 +179,8 @@ def compare(
                 f"checkpoint, and its updates cannot be repeated, because {obstacle}."
             )
         title = f"before the updates of step {step}, where the ratio of every fresh token is 1"
-        yield WhatIfComparison(title=title, measured=measured, notes=notes)
+        objectives = list(zip(names, measured, strict=True))
+        yield WhatIfComparison(title=title, objectives=objectives, notes=notes)
         if obstacle is not None:
             return
         if after is not None:
@@ -174,9 +200,9 @@ def compare(
         old = np.where(np.isfinite(known), known, current.logprobs)
         measured, _ = _measure(trainer, variants, step, replace(current, logprobs=old))
         title = f"after the updates of step {step}, with the old log-probs from before them"
-        yield WhatIfComparison(
-            title=title, measured=measured, notes=[f"These weights are from {source}."]
-        )
+        objectives = list(zip(names, measured, strict=True))
+        notes = [f"These weights are from {source}."]
+        yield WhatIfComparison(title=title, objectives=objectives, notes=notes)
 
 
 def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:
@@ -300,64 +326,3 @@ def _notes(
             f"The run recorded policy/loss {loss:.6g} and policy/grad_norm {norm:.6g}"
             + (f", means over its {updates} updates." if updates > 1 else ".")
         )
-
-
-HEAD = (
-    *("objective", "loss", "|gradient|", "cosine", "clipped low", "clipped high"),
-    *("eff. samples", "tokens", "moved"),
-)
-
-
-def comparison_table(comparison: WhatIfComparison, alternatives: Sequence[Alternative]) -> str:
-    """Return one row per objective, and the notes."""
-    pairs = zip(alternatives, comparison.measured, strict=True)
-    rows = [[one.name, *_cells(measured)] for one, measured in pairs]
-    table = TextTable(title=comparison.title, head=HEAD, rows=rows)
-    entropy = comparison.measured[0].entropy
-    notes = [] if entropy is None else [f"Entropy: {entropy:.4f} nats per token."]
-    return "\n".join([table.text(), "", *comparison.notes, *notes])
-
-
-def write_json(
-    path: Path,
-    run_folder: Path,
-    step: int,
-    alternatives: Sequence[Alternative],
-    comparisons: Sequence[WhatIfComparison],
-) -> None:
-    """Write all numbers."""
-    write_record(
-        path,
-        {
-            "run": str(run_folder),
-            "step": step,
-            "comparisons": [
-                {
-                    "title": comparison.title,
-                    "notes": list(comparison.notes),
-                    "objectives": [
-                        plain_numbers({"name": one.name, **asdict(measured)})
-                        for one, measured in zip(alternatives, comparison.measured, strict=True)
-                    ],
-                }
-                for comparison in comparisons
-            ],
-        },
-    )
-
-
-def _cells(measured: Measured) -> list[str]:
-    return [
-        f"{measured.loss:.6g}",
-        f"{measured.grad_norm:.6g}",
-        _text(measured.cosine, ".6f"),
-        _text(measured.clip_low, ".3%"),
-        _text(measured.clip_high, ".3%"),
-        _text(measured.effective_samples, ".2%"),
-        str(measured.num_tokens),
-        str(measured.num_moved),
-    ]
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
