@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 EVALUATED_ALONE = ('evaluation.placement="alone"',)
 """Overrides with which evaluations do not overlap steps."""
 COLUMNS = {
-    "seconds_to_accuracy": ("seconds to accuracy", "{:.1f}"),
-    "steps_to_accuracy": ("steps to accuracy", "{:.1f}"),
-    "held_out_before": ("held-out before", "{:.3f}"),
-    "held_out_after": ("held-out after", "{:.3f}"),
-    "seconds_per_step": ("s a step", "{:.2f}"),
-    "rollout_seconds": ("rollout", "{:.2f}"),
-    "answers_per_s": ("answers/s", "{:.2f}"),
-    "tokens_per_s": ("tokens/s", "{:.1f}"),
-    "tokens_per_answer": ("length", "{:.1f}"),
-    "sampled_per_answer": ("sampled per trained", "{:.2f}"),
+    "seconds_to_accuracy": ("seconds to accuracy", ".1f"),
+    "steps_to_accuracy": ("steps to accuracy", ".1f"),
+    "held_out_before": ("held-out before", ".3f"),
+    "held_out_after": ("held-out after", ".3f"),
+    "seconds_per_step": ("s a step", ".2f"),
+    "rollout_seconds": ("rollout", ".2f"),
+    "answers_per_s": ("answers/s", ".2f"),
+    "tokens_per_s": ("tokens/s", ".1f"),
+    "tokens_per_answer": ("length", ".1f"),
+    "sampled_per_answer": ("sampled per trained", ".2f"),
 }
 """Labels and formats of a run's measures, in the order of the table's columns."""
 IS_LESS_BETTER = {
@@ -186,7 +186,7 @@ def table(runs: Mapping[int, Comparison], accuracy: float, warmup: int) -> TextT
         spreads = {key: Spread.of([one[key] for one in found]) for key in COLUMNS}
         rows.append([name, *(cell(spreads[key], form, num) for key, (_, form) in COLUMNS.items())])
     ratios = {name: ratio(runs, name, accuracy, warmup) for name in IS_LESS_BETTER}
-    rows.append(["times better", *(cell(ratios.get(name), "{:.2f}") for name in COLUMNS)])
+    rows.append(["times better", *(cell(ratios.get(name), ".2f") for name in COLUMNS)])
     num_steps = max(len(side.steps) for run in runs.values() for side in run.sides)
     note = (
         f"Mean {PLUS_MINUS} standard error over {num} seed{'s' if num != 1 else ''} "

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from megadapo.observe.metrics.records import MetricRecord
@@ -32,7 +31,7 @@ class Measure(NamedTuple):
     name: str
     label: str
     form: str
-    """Format string of a value."""
+    """Format of a value, such as ".3f"."""
     of: Callable[[RunRecords, float], float | None]
     """Function of the records and the accuracy that ends the count of steps; None if missing."""
 
@@ -101,40 +100,38 @@ def trained_not_mixed_share(record: MetricRecord) -> float | None:
 _TOKENS = ("tokens/generated", "tokens/stopped")
 
 MEASURES = (
-    Measure("held_out_before", "held-out before", "{:.3f}", _held_out(0)),
-    Measure("held_out_after", "held-out after", "{:.3f}", _held_out(-1)),
-    Measure("steps_to_accuracy", "steps to accuracy", "{:.1f}", _steps_to_accuracy),
+    Measure("held_out_before", "held-out before", ".3f", _held_out(0)),
+    Measure("held_out_after", "held-out after", ".3f", _held_out(-1)),
+    Measure("steps_to_accuracy", "steps to accuracy", ".1f", _steps_to_accuracy),
     Measure(
         "tokens_to_accuracy",
         "tokens to accuracy",
-        "{:,.0f}",
+        ",.0f",
         _total_to_accuracy(*_TOKENS),
     ),
-    Measure(
-        "seconds_to_accuracy", "seconds to accuracy", "{:.1f}", _total_to_accuracy("time/step_s")
-    ),
-    Measure("entropy", "entropy", "{:.4f}", _at_end("policy/entropy")),
-    Measure("response_length", "length", "{:.1f}", _at_end("response_length/mean")),
-    Measure("truncated", "truncated", "{:.3%}", _over_run("response_length/truncated_fraction")),
-    Measure("no_signal", "no signal", "{:.1%}", _mean_share(not_mixed_share)),
+    Measure("seconds_to_accuracy", "seconds to accuracy", ".1f", _total_to_accuracy("time/step_s")),
+    Measure("entropy", "entropy", ".4f", _at_end("policy/entropy")),
+    Measure("response_length", "length", ".1f", _at_end("response_length/mean")),
+    Measure("truncated", "truncated", ".3%", _over_run("response_length/truncated_fraction")),
+    Measure("no_signal", "no signal", ".1%", _mean_share(not_mixed_share)),
     Measure(
         "no_signal_trained",
         "no signal, trained",
-        "{:.1%}",
+        ".1%",
         _mean_share(trained_not_mixed_share),
     ),
-    Measure("clip_low", "clipped low", "{:.3%}", _over_run("policy/clip_low_fraction")),
-    Measure("clip_high", "clipped high", "{:.3%}", _over_run("policy/clip_high_fraction")),
+    Measure("clip_low", "clipped low", ".3%", _over_run("policy/clip_low_fraction")),
+    Measure("clip_high", "clipped high", ".3%", _over_run("policy/clip_high_fraction")),
     Measure(
         "clip_high_probability",
         "their probability",
-        "{:.3f}",
+        ".3f",
         _over_run("policy/clip_high_probability"),
     ),
-    Measure("bapo_low", "BAPO's low", "{:.3f}", _over_run("bapo/clip_low")),
-    Measure("bapo_high", "BAPO's high", "{:.3f}", _over_run("bapo/clip_high")),
-    Measure("tokens", "tokens generated", "{:,.0f}", _total(*_TOKENS)),
-    Measure("seconds", "seconds", "{:.1f}", _total("time/step_s")),
+    Measure("bapo_low", "BAPO's low", ".3f", _over_run("bapo/clip_low")),
+    Measure("bapo_high", "BAPO's high", ".3f", _over_run("bapo/clip_high")),
+    Measure("tokens", "tokens generated", ",.0f", _total(*_TOKENS)),
+    Measure("seconds", "seconds", ".1f", _total("time/step_s")),
 )
 """Measures of every run, in the order of the table's columns."""
 
@@ -142,9 +139,8 @@ Measured = Mapping[str, float | None]
 """Measures of one run by name."""
 
 
-def measure(folder: Path, accuracy: float) -> dict[str, float | None]:
+def measure(run: RunRecords, accuracy: float) -> dict[str, float | None]:
     """Return every measure of a run; None if missing."""
-    run = RunRecords(folder)
     return {measure.name: measure.of(run, accuracy) for measure in MEASURES}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,31 +22,17 @@ from megadapo.lab.ablation.measures import (
     not_mixed_share,
     trained_not_mixed_share,
 )
-from megadapo.lab.ablation.rows import Ablation, AblationRow, Expectation
+from megadapo.lab.ablation.rows import Ablation, Expectation
 from megadapo.lab.ablation.runner import RunFailure
 from megadapo.lab.record import write_record, write_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.report import REPORT_FILE, write_report
 from megadapo.observe.run_records import RunRecords, leaves
-from megadapo.observe.tables import TextTable
+from megadapo.observe.tables import TextTable, count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowResult:
-    """One row over its seeds."""
-
-    row: AblationRow
-    runs: dict[int, Measured]
-    """Measures of each finished run, by seed."""
-    folders: tuple[Path, ...]
-    """Folders of the finished runs."""
-
-    def spread(self, name: str) -> Spread | None:
-        return Spread.of([run[name] for run in self.runs.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,56 +71,58 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class AblationResult:
-    """The rows in the order of their file, and the failed runs."""
+    """The finished runs of an ablation, by the row's name and the seed, and the failed runs."""
 
     ablation: Ablation
-    rows: tuple[RowResult, ...]
-    failures: tuple[RunFailure, ...]
+    runs: dict[str, dict[int, RunRecords]]
+    """Records of the finished runs."""
+    measured: dict[str, dict[int, Measured]]
+    """Measures of the finished runs."""
+    failures: Sequence[RunFailure]
 
     @property
     def folders(self) -> list[Path]:
-        return [folder for row in self.rows for folder in row.folders]
+        return [run.folder for runs in self.runs.values() for run in runs.values()]
 
-    def difference(self, row: str, other: str, one: Measure) -> Spread | None:
+    def spread(self, row: str, name: str) -> Spread | None:
+        """Return a measure of a row over its seeds."""
+        return Spread.of([measured[name] for measured in self.measured[row].values()])
+
+    def difference(self, row: str, other: str, name: str) -> Spread | None:
         """Return a measure of one row minus another's, over their common seeds."""
-        runs = {result.row.name: result.runs for result in self.rows}
-        return difference(runs[row], runs[other], one.name)
+        return difference(self.measured[row], self.measured[other], name)
 
     @property
     def unchanged(self) -> list[str]:
         """Rows with the same results as the row they are compared with, except for the seconds."""
-        runs = {result.row.name: result.runs for result in self.rows}
-        return [
-            row
-            for row, other in self.ablation.rows.comparisons
-            if any(seed in runs[other] for seed in runs[row])
-            and all(
-                _without_seconds(runs[row][seed]) == _without_seconds(runs[other][seed])
-                for seed in runs[row]
-                if seed in runs[other]
-            )
-        ]
+        found = []
+        for row, other in self.ablation.rows.comparisons:
+            one, two = self.measured[row], self.measured[other]
+            common = one.keys() & two.keys()
+            if common and all(
+                _without_seconds(one[seed]) == _without_seconds(two[seed]) for seed in common
+            ):
+                found.append(row)
+        return found
 
     @property
     def effects(self) -> list[Effect]:
         """The expectations of all rows with the measured differences."""
-        comparisons = self.ablation.rows.comparisons
-        differences = {
-            measure.name: {pair: self.difference(*pair, measure) for pair in comparisons}
-            for measure in MEASURES
-        }
-        expected = {result.row.name: result.row.expects for result in self.rows}
-        return [
-            Effect(
-                row=row,
-                other=other,
-                expectation=expectation,
-                difference=differences[expectation.measure][row, other],
-                noise=Noise.of(list(differences[expectation.measure].values())),
-            )
-            for row, other in comparisons
-            for expectation in expected[row]
-        ]
+        rows, found = self.ablation.rows, []
+        expected = {row.name: row.expects for row in rows.row}
+        for row, other in rows.comparisons:
+            for expectation in expected[row]:
+                name = expectation.measure
+                all_rows = [self.difference(*pair, name) for pair in rows.comparisons]
+                effect = Effect(
+                    row=row,
+                    other=other,
+                    expectation=expectation,
+                    difference=self.difference(row, other, name),
+                    noise=Noise.of(all_rows),
+                )
+                found.append(effect)
+        return found
 
 
 def _without_seconds(measured: Measured) -> dict[str, float | None]:
@@ -142,17 +131,15 @@ def _without_seconds(measured: Measured) -> dict[str, float | None]:
 
 def collect(ablation: Ablation, failures: Sequence[RunFailure] = ()) -> AblationResult:
     """Read the results of the finished runs."""
-    rows = []
-    for row in ablation.rows.row:
-        finished = [run for run in ablation.runs if run.row == row and run.state() == "finished"]
-        rows.append(
-            RowResult(
-                row=row,
-                runs={run.seed: measure(run.folder, ablation.rows.accuracy) for run in finished},
-                folders=tuple(run.folder for run in finished),
-            )
-        )
-    return AblationResult(ablation=ablation, rows=tuple(rows), failures=tuple(failures))
+    runs: dict[str, dict[int, RunRecords]] = {row.name: {} for row in ablation.rows.row}
+    for run in ablation.runs:
+        if run.state() == "finished":
+            runs[run.row.name][run.seed] = RunRecords(run.folder)
+    measured: dict[str, dict[int, Measured]] = {
+        row: {seed: measure(run, ablation.rows.accuracy) for seed, run in by_seed.items()}
+        for row, by_seed in runs.items()
+    }
+    return AblationResult(ablation=ablation, runs=runs, measured=measured, failures=failures)
 
 
 def to_json(result: AblationResult) -> dict[str, Any]:
@@ -165,15 +152,22 @@ def to_json(result: AblationResult) -> dict[str, Any]:
         "accuracy": ablation.rows.accuracy,
         "num_steps": ablation.runs[0].config.run.num_steps,
         "seeds": list(ablation.seeds),
-        "rows": [_row_json(result, index) for index in range(len(result.rows))],
+        "rows": [
+            {
+                "name": row.name,
+                "source": row.source,
+                "config": row.config,
+                "overrides": dict(leaves(ablation.rows.overrides_of(index))),
+                "runs": {str(seed): dict(one) for seed, one in result.measured[row.name].items()},
+                "measures": _spreads(partial(result.spread, row.name)),
+            }
+            for index, row in enumerate(ablation.rows.row)
+        ],
         "differences": [
             {
                 "row": row,
                 "from": other,
-                "measures": {
-                    measure.name: _spread_json(result.difference(row, other, measure))
-                    for measure in MEASURES
-                },
+                "measures": _spreads(partial(result.difference, row, other)),
             }
             for row, other in ablation.rows.comparisons
         ],
@@ -183,7 +177,7 @@ def to_json(result: AblationResult) -> dict[str, Any]:
                 "row": effect.row,
                 "from": effect.other,
                 "expected": effect.expectation.model_dump(),
-                "difference": _spread_json(effect.difference),
+                "difference": effect.difference and asdict(effect.difference),
                 "interval": effect.interval,
                 "verdict": effect.verdict,
             }
@@ -197,20 +191,10 @@ def to_json(result: AblationResult) -> dict[str, Any]:
     }
 
 
-def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
-    row = result.rows[index]
-    return {
-        "name": row.row.name,
-        "source": row.row.source,
-        "config": row.row.config,
-        "overrides": dict(leaves(result.ablation.rows.overrides_of(index))),
-        "runs": {str(seed): dict(measured) for seed, measured in row.runs.items()},
-        "measures": {measure.name: _spread_json(row.spread(measure.name)) for measure in MEASURES},
-    }
-
-
-def _spread_json(spread: Spread | None) -> dict[str, Any] | None:
-    return None if spread is None else asdict(spread)
+def _spreads(spread_of: Callable[[str], Spread | None]) -> dict[str, dict[str, Any] | None]:
+    """Return the value of every measure as JSON values."""
+    found = {measure.name: spread_of(measure.name) for measure in MEASURES}
+    return {name: None if one is None else asdict(one) for name, one in found.items()}
 
 
 JSON_FILE = "ablation.json"
@@ -223,7 +207,7 @@ PLUS_MINUS = "\u00b1"
 Dash = Literal["-", "--", ":", "-."]
 _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 
-Points = Iterator[tuple[int, float | None]]
+Points = Iterable[tuple[int, float | None]]
 """Steps and values of a run."""
 
 
@@ -232,8 +216,8 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
 
     Without a finished run these are only JSON and Markdown.
     """
-    ablation, num_seeds = result.ablation, len(result.ablation.seeds)
-    seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
+    ablation = result.ablation
+    seeds = count(len(ablation.seeds), "seed")
     title = f"Ablation {ablation.rows_file.stem}: {len(ablation.rows.row)} rows, {seeds}"
     paths = [ablation.folder / JSON_FILE, ablation.folder / MARKDOWN_FILE]
     is_drawn = bool(result.folders)
@@ -242,7 +226,7 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
     write_text(paths[1], markdown(title, tables) + picture)
     if is_drawn:
         paths.append(ablation.folder / PICTURE_FILE)
-        draw_rows([(row.row.name, row.folders) for row in result.rows], title, paths[-1])
+        draw_rows(result, title, paths[-1])
         page = ablation.folder / REPORT_FILE
         paths.append(write_report(result.folders, page, tables=tables, max_bytes=MAX_BYTES))
     return paths
@@ -266,9 +250,9 @@ def ablation_tables(result: AblationResult) -> list[TextTable]:
 
 def _measures(result: AblationResult) -> TextTable:
     ablation, num = result.ablation, len(result.ablation.seeds)
-    has_source = any(row.row.source for row in result.rows)
+    has_source = any(row.source for row in ablation.rows.row)
     note = (
-        f"Mean {PLUS_MINUS} standard error over {num} seed{'s' if num != 1 else ''} "
+        f"Mean {PLUS_MINUS} standard error over {count(num, 'seed')} "
         f"({', '.join(map(str, ablation.seeds))}), {ablation.runs[0].config.run.num_steps} steps "
         f"each, on {ablation.config}. Entropy (nats) and length (tokens) are means of the last "
         f"{END_STEPS} steps, shares and bounds of all steps, seconds without start and evaluation. "
@@ -277,17 +261,20 @@ def _measures(result: AblationResult) -> TextTable:
         "groups. No signal: groups all correct or all incorrect, of those sampled and of those "
         "trained on."
     )
-    short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
+    short = [f"{row}: {len(runs)}" for row, runs in result.runs.items() if len(runs) < num]
     if short:
         note += f" Finished seeds of incomplete rows: {'; '.join(short)}."
     measures = _measured(result)
     rows = [
         [
-            row.row.name,
-            *(cell(row.spread(measure.name), measure.form, len(row.runs)) for measure in measures),
+            row.name,
+            *(
+                cell(result.spread(row.name, one.name), one.form, len(result.runs[row.name]))
+                for one in measures
+            ),
         ]
-        + [row.row.source] * has_source
-        for row in result.rows
+        + [row.source] * has_source
+        for row in ablation.rows.row
     ]
     head = ["row", *(measure.label for measure in measures), *["source"] * has_source]
     return TextTable(title="Rows", note=note, head=head, rows=rows)
@@ -310,8 +297,8 @@ def _differences(result: AblationResult) -> TextTable:
         [
             row,
             *(
-                cell(result.difference(row, other, measure), measure.form, sign=True)
-                for measure in measures
+                cell(result.difference(row, other, one.name), one.form, sign=True)
+                for one in measures
             ),
         ]
         for row, other in result.ablation.rows.comparisons
@@ -326,7 +313,7 @@ def _differences(result: AblationResult) -> TextTable:
 
 def _measured(result: AblationResult) -> list[Measure]:
     """Return the measures that some row has, such as BAPO's bounds."""
-    return [measure for measure in MEASURES if any(row.spread(measure.name) for row in result.rows)]
+    return [one for one in MEASURES if any(result.spread(row, one.name) for row in result.runs)]
 
 
 def _effects(result: AblationResult) -> TextTable:
@@ -341,8 +328,7 @@ def _effects(result: AblationResult) -> TextTable:
         one = measures[effect.expectation.measure]
         interval = "-"
         if effect.interval is not None:
-            form = one.form.replace("{:", "{:+")
-            interval = " to ".join(form.format(bound) for bound in effect.interval)
+            interval = " to ".join(format(bound, f"+{one.form}") for bound in effect.interval)
         rows.append(
             [
                 effect.row,
@@ -363,15 +349,15 @@ def cell(
     """Return a mean with its standard error, and the number of runs if some have no value.
 
     Args:
-        form: format string of a value.
+        form: format of a value, such as ".3f".
         num_runs: number of runs; None: not compared with the number of values.
         sign: show a plus sign.
     """
     if spread is None:
         return "-"
-    parts = [(form.replace("{:", "{:+") if sign else form).format(spread.mean)]
+    parts = [format(spread.mean, f"+{form}" if sign else form)]
     if spread.standard_error is not None:
-        parts += [PLUS_MINUS, form.format(spread.standard_error)]
+        parts += [PLUS_MINUS, format(spread.standard_error, form)]
     if num_runs is not None and spread.num < num_runs:
         parts.append(f"({spread.num}/{num_runs})")
     return " ".join(parts)
@@ -387,7 +373,7 @@ def _of(value: Callable[[MetricRecord], float | None]) -> Callable[[RunRecords],
 
 
 def _metric(name: str) -> Callable[[RunRecords], Points]:
-    return _of(lambda record: record.get(name))
+    return lambda run: run.series(name).items()
 
 
 PANELS: tuple[tuple[str, Callable[[RunRecords], Points]], ...] = (
@@ -405,21 +391,20 @@ PANELS: tuple[tuple[str, Callable[[RunRecords], Points]], ...] = (
 )
 
 
-def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Path) -> None:
+def draw_rows(result: AblationResult, title: str, output: Path) -> None:
     """Draw each row's mean over its seeds, in a band of its standard error, into a PNG.
 
-    Args:
-        rows: names, and folders of the runs; a row without runs is left out.
+    A row without finished runs is left out.
     """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    read = [(name, [RunRecords(folder) for folder in runs]) for name, runs in rows if runs]
+    drawn = [(name, runs.values()) for name, runs in result.runs.items() if runs]
     styled = [
         # rows that share a colour differ in their dashes
         (name, runs, COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)])
-        for place, (name, runs) in enumerate(read)
+        for place, (name, runs) in enumerate(drawn)
     ]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(17.5, 7.5), layout="constrained")
@@ -433,8 +418,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Pa
             Line2D([], [], color=colour, linestyle=dash, label=name)
             for name, _, colour, dash in styled
         ]
-        if handles:
-            figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
         save(figure, output)
 
 

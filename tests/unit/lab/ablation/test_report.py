@@ -30,6 +30,7 @@ from megadapo.lab.ablation.report import (
 from megadapo.lab.ablation.rows import Ablation, Expectation
 from megadapo.lab.ablation.runner import RunFailure
 from megadapo.observe.metrics.records import MetricsLog
+from megadapo.observe.run_records import RunRecords
 from megadapo.observe.tables import TextTable
 from tests.support import REPOSITORY
 from tests.support.runs.ablations import ROWS, ablation_of, finish
@@ -203,13 +204,13 @@ def test_wide_tables_are_split_without_loss(result):
 def test_measures_follow_from_the_records(tmp_path):
     run = ablation_of(tmp_path).runs[0]
     finish(run, accuracy=0.9, entropy=0.25)
-    found = measure(run.folder, 0.6)
+    found = measure(RunRecords(run.folder), 0.6)
     assert found.keys() == {one.name for one in MEASURES}
     assert (found["held_out_before"], found["held_out_after"]) == (0.0, 0.9)
     assert found["steps_to_accuracy"] == 4.0
     # four steps of 2 s, of 100 tokens and 20 of stopped groups, not all six
     assert (found["tokens_to_accuracy"], found["seconds_to_accuracy"]) == (480.0, 8.0)
-    at_start, never = measure(run.folder, 0.0), measure(run.folder, 0.95)
+    at_start, never = (measure(RunRecords(run.folder), accuracy) for accuracy in (0.0, 0.95))
     for name, start in (("steps", 0.0), ("tokens", 0.0), ("seconds", 0.0)):
         assert at_start[f"{name}_to_accuracy"] == start and never[f"{name}_to_accuracy"] is None
     assert found["entropy"] == 0.25
