@@ -21,7 +21,7 @@ from megadapo import __version__
 from megadapo.observe.files import replaced
 from megadapo.observe.metrics.names import METRICS
 from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
-from megadapo.observe.report.responses import MAX_BYTES, read_responses
+from megadapo.observe.report.responses import MAX_BYTES, GroupEntry, SavedRun, read_responses
 from megadapo.observe.report.runs import read_runs
 from megadapo.observe.tables import TextTable
 
@@ -81,6 +81,7 @@ def render(
     """Return the report of run folders as HTML; the arguments are those of `write_report`."""
     runs = read_runs(folders)
     saved = read_responses(folders, max_bytes=max_bytes)
+    entries, chunks = saved.contents()
     names = dict.fromkeys(name for run in runs for name in run.series)
     if any(run.evaluations for run in runs):
         names[HELD_OUT] = None
@@ -93,8 +94,8 @@ def render(
         "sections": [(head, [asdict(panel) for panel in panels]) for head, panels in sections],
         "meanings": {name: METRICS[name] for name in names if name in METRICS},
         "phases": PHASES,
-        "saved": [asdict(run) for run in saved.runs],
-        "groups": [asdict(entry) for entry in saved.entries],
+        "saved": [_saved_run(number, run, entries) for number, run in enumerate(saved.runs)],
+        "groups": [asdict(entry) for entry in entries],
     }
     library = _asset(_LIBRARY_SCRIPT)
     script = "\n".join(_asset(name) for name in _SCRIPTS)
@@ -103,11 +104,22 @@ def render(
         "policy": _policy([library, script], style),
         "style": style,
         "data": script_json(data),
-        "chunks": script_json(saved.chunks),
+        "chunks": script_json(chunks),
         "library": library,
         "script": script,
     }
     return _SLOT.sub(lambda match: slots[match[1]], _asset("page.html"))
+
+
+def _saved_run(number: int, run: SavedRun, entries: Sequence[GroupEntry]) -> dict[str, object]:
+    length, accuracy = run.length(), run.accuracy()
+    return {
+        "num_groups": run.num_groups,
+        "num_responses": run.num_responses,
+        "num_shown": sum(entry.run == number for entry in entries),
+        "length": length and asdict(length),
+        "accuracy": accuracy and asdict(accuracy),
+    }
 
 
 def script_json(value: object) -> str:

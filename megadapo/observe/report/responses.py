@@ -52,26 +52,27 @@ class HeatMap:
     """Counts by column, then row."""
 
 
-class Distributions:
-    """Counts of lengths and accuracies of one run's saved groups; the groups are not kept."""
+class SavedRun:
+    """Counts and distributions of one run's saved groups, shown or not; the groups are not kept."""
 
     def __init__(self) -> None:
+        self.num_groups = 0
+        self.num_responses = 0
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._groups: defaultdict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
 
     def add(self, step: int, lengths: Sequence[int], correct: Sequence[bool] | None) -> None:
         """Count one group's responses: their lengths in tokens, and which are correct."""
+        self.num_groups += 1
+        self.num_responses += len(lengths)
         self._lengths[step].update(lengths)
         if correct:
             self._groups[step][sum(correct), len(correct)] += 1
 
-    @property
-    def has_accuracy(self) -> bool:
-        """Whether it is known of a group what is correct."""
-        return bool(self._groups)
-
-    def length(self) -> HeatMap:
-        """Return responses by length in tokens."""
+    def length(self) -> HeatMap | None:
+        """Return responses by length in tokens; None without any."""
+        if not self.num_responses:
+            return None
         longest = max((max(counter, default=0) for counter in self._lengths.values()), default=0)
         needed = math.ceil((longest + 1) / MAX_LENGTH_ROWS)
         # the next of 1, 2, 5, 10, 20, 50 ...
@@ -81,8 +82,10 @@ class Distributions:
         rows = {step: _rows(counter, width) for step, counter in self._lengths.items()}
         return _heat(rows, [float(width * row) for row in range(num_rows + 1)])
 
-    def accuracy(self) -> HeatMap:
-        """Return groups by the share of their responses that is right."""
+    def accuracy(self) -> HeatMap | None:
+        """Return groups by the share of their responses that is right; None if that is unknown."""
+        if not self._groups:
+            return None
         sizes = [size for counter in self._groups.values() for _, size in counter]
         top = min(max(sizes, default=1), MAX_ACCURACY_ROWS - 1)
         rows: dict[int, Counter[int]] = {}
@@ -133,69 +136,12 @@ class GroupEntry:
     """Whether rule and symbolic comparison differ, per response."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
-    """Counts and distributions of one run's saved groups, shown or not."""
-
-    num_groups: int
-    num_responses: int
-    num_shown: int
-    length: HeatMap | None
-    accuracy: HeatMap | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class SavedResponses:
-    """The groups that a page shows, by run, step and order; chunks[i] is group entries[i]."""
-
-    runs: list[SavedRun]
-    entries: list[GroupEntry]
-    chunks: list[str]
-    """base64 of gzip of JSON."""
-
-
-def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> SavedResponses:
-    """Read the saved responses of run folders, of which at most `max_bytes` are kept.
-
-    Raises DataError for a damaged file.
-    """
-    kept = _GroupsWithinBytes(max_bytes)
-    totals = []
-    for run, folder in enumerate(folders):
-        counts, num_groups, num_responses = Distributions(), 0, 0
-        for group in RunRecords(folder).all_groups():
-            entry = _entry(run, group)
-            lengths = [len(saved.response.token_ids) for saved in group.responses]
-            counts.add(entry.step, lengths, group.group.correct)
-            shown: dict[str, object] = {
-                "prompt": group.prompt.to_json(),
-                "responses": [_shown_response(response) for response in group.responses],
-                "control_tokens": group.control_tokens,
-            }
-            plain = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode("ascii")
-            packed = gzip.compress(plain, compresslevel=6, mtime=0)
-            kept.add(entry, base64.b64encode(packed).decode("ascii"))
-            num_groups += 1
-            num_responses += len(lengths)
-        totals.append((counts, num_groups, num_responses))
-    entries, chunks = kept.contents()
-    runs = [
-        SavedRun(
-            num_groups=num_groups,
-            num_responses=num_responses,
-            num_shown=sum(entry.run == run for entry in entries),
-            length=counts.length() if num_responses else None,
-            accuracy=counts.accuracy() if counts.has_accuracy else None,
-        )
-        for run, (counts, num_groups, num_responses) in enumerate(totals)
-    ]
-    return SavedResponses(runs=runs, entries=entries, chunks=chunks)
-
-
-class _GroupsWithinBytes:
-    """Groups up to a number of bytes, spread evenly over the steps."""
+    """The saved groups that a page shows: up to a number of bytes, spread evenly over the steps."""
 
     def __init__(self, max_bytes: int) -> None:
+        self.runs: list[SavedRun] = []
+        """Counts of all groups, by run."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._steps: defaultdict[tuple[int, int], list[tuple[GroupEntry, str]]] = defaultdict(list)
@@ -223,8 +169,32 @@ class _GroupsWithinBytes:
             self._num_bytes -= sum(len(chunk) for _, chunk in self._steps.pop(step))
 
     def contents(self) -> tuple[list[GroupEntry], list[str]]:
+        """Return the shown groups by run, step and order: entries, and base64 of gzip of JSON."""
         kept = [pair for step in sorted(self._steps) for pair in self._steps[step]]
         return [entry for entry, _ in kept], [chunk for _, chunk in kept]
+
+
+def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> SavedResponses:
+    """Read the saved responses of run folders, of which at most `max_bytes` are kept.
+
+    Raises DataError for a damaged file.
+    """
+    saved = SavedResponses(max_bytes)
+    for run, folder in enumerate(folders):
+        counts = SavedRun()
+        saved.runs.append(counts)
+        for group in RunRecords(folder).all_groups():
+            entry = _entry(run, group)
+            counts.add(entry.step, group.group.lengths, group.group.correct)
+            shown: dict[str, object] = {
+                "prompt": group.prompt.to_json(),
+                "responses": [_shown_response(response) for response in group.responses],
+                "control_tokens": group.control_tokens,
+            }
+            plain = json.dumps(shown, separators=(",", ":"), allow_nan=False).encode("ascii")
+            packed = gzip.compress(plain, compresslevel=6, mtime=0)
+            saved.add(entry, base64.b64encode(packed).decode("ascii"))
+    return saved
 
 
 def _entry(run: int, group: SavedGroup) -> GroupEntry:

@@ -15,7 +15,7 @@ from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.report.page import render, script_json
-from megadapo.observe.report.responses import MAX_COLUMNS, Distributions, read_responses
+from megadapo.observe.report.responses import MAX_COLUMNS, SavedRun, read_responses
 from megadapo.observe.report.runs import MAX_CELLS, Verdict, judge, read_runs, read_series
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
@@ -182,7 +182,7 @@ def test_skipped_updates_break_their_bound_only_in_a_row():
 
 
 def test_distributions_count_every_response_once():
-    counts = Distributions()
+    counts = SavedRun()
     counts.add(1, [0, 7, 999], [True, False, False])
     counts.add(1, [50, 50, 51], [True, True, True])
     counts.add(9, [1000, 1, 2], [False, False, False])
@@ -197,7 +197,7 @@ def test_distributions_count_every_response_once():
 
 
 def test_distributions_of_many_steps_share_columns():
-    counts = Distributions()
+    counts = SavedRun()
     for step in range(1, 3 * MAX_COLUMNS):
         counts.add(step, [1], [True])
     heat = counts.length()
@@ -209,15 +209,15 @@ def test_saved_groups_come_through_and_are_listed(tmp_path):
     cut = untrained("x" * 40, finish_reason="length", correct=False, symbolic_correct=True)
     save(tmp_path, saved_group(saved_response(), cut, step=2, prompt_index=5), awkward_group(6))
     saved = read_responses([tmp_path])
-    entry = saved.entries[0]
+    (entry, *_), chunks = saved.contents()
     found = (entry.step, entry.prompt_index, entry.prompt_id, entry.excerpt)
     assert found == (2, 5, "id-5", "1+1=?")
     assert (entry.correct, entry.truncated) == ([True, False], [False, True])
     assert entry.disagreed == [False, True]
-    first, second = unpacked(saved.chunks[0])["responses"]
+    first, second = unpacked(chunks[0])["responses"]
     assert first["tokens"] == list("1 + 1 = 2") and len(first["logprobs_update"]) == 9
     assert second["logprobs_old"] is None and second["text"] == "x" * 40
-    awkward = unpacked(saved.chunks[1])["responses"]
+    awkward = unpacked(chunks[1])["responses"]
     assert awkward[0]["tokens"] == [] and awkward[1]["logprobs_rollout"][0] is None
     assert (saved.runs[0].num_groups, saved.runs[0].num_responses) == (2, 5)
 
@@ -230,27 +230,28 @@ def test_too_many_groups_leave_some_of_every_step(tmp_path):
     ]
     save(tmp_path, *groups)
     whole = read_responses([tmp_path])
-    limit = sum(map(len, whole.chunks)) // 2
+    limit = sum(map(len, whole.contents()[1])) // 2
     part = read_responses([tmp_path], max_bytes=limit)
-    assert sum(map(len, part.chunks)) <= limit
-    assert min(Counter(entry.step for entry in part.entries).values()) >= 3
-    assert part.runs[0].num_shown == len(part.entries) < part.runs[0].num_groups == 24
-    assert part.runs[0].length == whole.runs[0].length
+    entries, chunks = part.contents()
+    assert sum(map(len, chunks)) <= limit
+    assert min(Counter(entry.step for entry in entries).values()) >= 3
+    assert len(entries) < part.runs[0].num_groups == 24
+    assert part.runs[0].length() == whole.runs[0].length()
 
 
 def test_too_many_steps_leave_some_of_the_whole_run(tmp_path):
     """The oldest steps were left out, so the page showed only the end of a long run."""
     for step in range(1, 33):
         save(tmp_path, saved_group(step=step, prompt_index=step))
-    size = max(len(chunk) for chunk in read_responses([tmp_path]).chunks)
-    kept = [one.step for one in read_responses([tmp_path], max_bytes=10 * size).entries]
-    assert kept == list(range(1, 33, 4))
+    size = max(map(len, read_responses([tmp_path]).contents()[1]))
+    entries, _ = read_responses([tmp_path], max_bytes=10 * size).contents()
+    assert [one.step for one in entries] == list(range(1, 33, 4))
 
 
 def test_damaged_file_is_named(tmp_path):
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"config\.json cannot be read as JSON"):
         render([folder])
     with pytest.raises(DataError, match="no steps are recorded"):
         render([tmp_path / "nowhere"])
