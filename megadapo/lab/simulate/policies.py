@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from megadapo.config import RunConfig
+from megadapo.data.group import Group
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import ConfigError
 from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
@@ -26,15 +25,6 @@ from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 STALENESS = 2
 """Least `sampling.max_staleness` of async, and of the second row of partial."""
-
-
-@dataclass(frozen=True)
-class TrainedGroup:
-    """The policy versions of a group in a batch."""
-
-    prompt_index: int
-    policy_versions: tuple[np.ndarray, ...]
-    """Version of each token, one array per response."""
 
 
 class OurSampler:
@@ -55,13 +45,10 @@ class OurSampler:
             new_executor=ImmediateExecutor,
         )
 
-    def next_batch(self) -> list[TrainedGroup]:
+    def next_batch(self) -> Sequence[Group]:
         batch = self._sampler.next_batch()
         self.num_dropped = len(batch.counters.dropped)
-        return [
-            TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
-            for group in batch.groups
-        ]
+        return batch.groups
 
     def generate(self, until: float) -> None:
         """Use the engines until a time on the clock, and until they may stop for weights."""
@@ -98,16 +85,22 @@ class FirstFinished:
         self._tokenizer = task_tokenizer(task.settings)
         self._prompt_indices = count()
 
-    def next_batch(self) -> list[TrainedGroup]:
+    def next_batch(self) -> Sequence[Group]:
         needed = self._config.prompts_per_step
-        kept: list[TrainedGroup] = []
+        kept: list[Group] = []
         while len(kept) < needed:
             if len(kept) + self._engines.num_in_flight < needed:
                 self._engines.submit([self._request() for _ in range(2 * needed)])
-            for response in self._engines.finished():
-                if self._engines.requested[response.key].is_mixed:
-                    versions = tuple(one.policy_versions for one in response.responses)
-                    kept.append(TrainedGroup(response.key, versions))
+            for done in self._engines.finished():
+                if self._engines.requested[done.key].is_mixed:
+                    group = Group(
+                        prompt_index=done.key,
+                        prompt=self._prompts.at(done.key),
+                        prompt_ids=done.prompt_ids,
+                        responses=done.responses,
+                        scores=(),
+                    )
+                    kept.append(group)
         self._engines.stop(keep=False)
         return kept[:needed]
 

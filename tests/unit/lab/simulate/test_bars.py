@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from megadapo.lab.simulate.engines import EngineSettings
-from megadapo.lab.simulate.measures import NUM_WARM_UP, StepMeasures
 from megadapo.lab.simulate.policies import Policy, policies_on_engines
-from megadapo.lab.simulate.simulation import pooled, simulate
+from megadapo.lab.simulate.simulation import NUM_WARM_UP, StepMeasures, pooled, simulate
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.config import SamplingConfig
 

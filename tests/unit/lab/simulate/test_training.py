@@ -15,9 +15,8 @@ import pytest
 
 from megadapo.config import load_config
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.measures import SimulatedStep
 from megadapo.lab.simulate.policies import Absence, Policy, policies_on_gpus
-from megadapo.lab.simulate.simulation import compare, steps_of
+from megadapo.lab.simulate.simulation import SimulatedStep, compare, steps_of
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import CARDS, H100
 from megadapo.plan.engine import (
@@ -58,8 +57,8 @@ def ages(step: SimulatedStep) -> set[int]:
     return {
         step.version - int(version)
         for group in step.groups
-        for versions in group.policy_versions
-        for version in versions[[0, -1]]
+        for response in group.responses
+        for version in response.policy_versions[[0, -1]]
     }
 
 
