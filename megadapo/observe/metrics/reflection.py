@@ -6,8 +6,7 @@ Such phrases appear late in training, and their rise is worth watching.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
 
 AREA = "reflection/"
 ANY_PHRASE = f"{AREA}response_share"
@@ -24,12 +23,12 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
 
     A share is None without texts or phrases.
     """
-    searches = [_PhraseSearch.of(phrase) for phrase in phrases]
+    searches = [_finder(phrase) for phrase in phrases]
     found = [0] * len(phrases)
     num_any = 0
     for text in texts:
         lowered = text.lower()
-        hits = [search.finds(lowered) for search in searches]
+        hits = [finds(lowered) for finds in searches]
         found = [count + hit for count, hit in zip(found, hits, strict=True)]
         num_any += any(hits)
     total = len(texts)
@@ -40,33 +39,25 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
     }
 
 
-class _PhraseSearch(NamedTuple):
-    """A search for a phrase as whole words, for texts of megabytes.
+def _finder(phrase: str) -> Callable[[str], bool]:
+    """Return a search for a phrase as whole words in lower case, for texts of megabytes."""
+    words = phrase.lower().split()
+    # scripts without spaces between words have no bounds
+    start = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", words[0]) else ""
+    end = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", words[-1]) else ""
+    pattern = re.compile(start + r"\s+".join(map(re.escape, words)) + end)
+    # most texts lack the longest word
+    rarest, first = max(words, key=len), words[0]
 
-    Plain searches for single words come first, which are ten times as fast as the pattern's.
-    """
-
-    rarest: str
-    """The longest word, which most texts lack."""
-    first: str
-    pattern: re.Pattern[str]
-
-    @classmethod
-    def of(cls, phrase: str) -> Self:
-        words = phrase.lower().split()
-        # scripts without spaces between words have no bounds
-        start = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", words[0]) else ""
-        end = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", words[-1]) else ""
-        pattern = re.compile(start + r"\s+".join(map(re.escape, words)) + end)
-        return cls(max(words, key=len), words[0], pattern)
-
-    def finds(self, lowered: str) -> bool:
-        """Return whether a text in lower case has the phrase."""
-        if self.rarest not in lowered:
+    def finds(lowered: str) -> bool:
+        # plain searches for single words are ten times as fast as the pattern's
+        if rarest not in lowered:
             return False
-        at = lowered.find(self.first)
+        at = lowered.find(first)
         while at >= 0:
-            if self.pattern.match(lowered, at):
+            if pattern.match(lowered, at):
                 return True
-            at = lowered.find(self.first, at + 1)
+            at = lowered.find(first, at + 1)
         return False
+
+    return finds

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from megadapo.errors import ConfigError
 from megadapo.observe.config import WriterName
@@ -26,16 +26,6 @@ CLOSE_S = 300.0
 """Seconds that a writer may take to send its last metrics."""
 
 Record = Mapping[str, int | float | None]
-
-
-class MetricWriter(Protocol):
-    """A destination of metrics."""
-
-    def write(self, record: Record, step: int) -> None:
-        """Send one step's metrics without missing values."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 def missing_packages(names: Sequence[WriterName]) -> list[str]:
@@ -145,6 +135,10 @@ class WandbWriter:
             self._run.finish()
         except self._errors as error:
             logger.warning("wandb did not take the end of the run: %s", error)
+
+
+MetricWriter: TypeAlias = TensorboardWriter | WandbWriter
+"""A destination of metrics: `write` sends one step's, `close` flushes them."""
 
 
 def _measured(record: Record) -> dict[str, int | float]:
