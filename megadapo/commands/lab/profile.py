@@ -95,11 +95,12 @@ def _profile_step(arguments: argparse.Namespace) -> None:
     from megadapo.lab.profiling.profiles import Updates, profile_training_step, trainer_alone
 
     trace: Path | None = arguments.trace
-    overrides = (
-        arguments.overrides
-        if trace is None
-        else [*_traced_run_overrides(trace), *arguments.overrides]
-    )
+    overrides = arguments.overrides
+    if trace is not None:
+        # all nodes that share the trace's folder share this one
+        folder = trace.absolute().with_name(f"{trace.name}.parts")
+        own = (f"run.folder={folder}", 'run.resume="never"')
+        overrides = [*own, "evaluation.every=0", "checkpoint.every=1000000", *overrides]
     config = load_config(arguments.step, overrides)
     if (arguments.memory or arguments.nvtx) and not config.cluster.uses_cuda:
         option = "--memory" if arguments.memory else "--nvtx"
@@ -114,17 +115,6 @@ def _profile_step(arguments: argparse.Namespace) -> None:
     running = trainer_alone(config) if trace is None else _after_traced_step(config, trace)
     with running as trainer:
         print(profile_training_step(trainer, updates))
-
-
-def _traced_run_overrides(trace: Path) -> list[str]:
-    # all nodes that share the trace's folder share this one
-    folder = trace.absolute().with_name(f"{trace.name}.parts")
-    return [
-        f"run.folder={folder}",
-        'run.resume="never"',
-        "evaluation.every=0",
-        "checkpoint.every=1000000",
-    ]
 
 
 @contextmanager

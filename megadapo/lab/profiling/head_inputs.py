@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,11 +124,6 @@ def ours(inputs: HeadInputs) -> Tensor:
 def loss_step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:
     """Compute the gradients of a forward and backward pass, and store none."""
     return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
-
-
-def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
-    """Return a forward and backward pass of our head."""
-    return partial(loss_step, ours, inputs)
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler import emit_nvtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +26,7 @@ from megadapo.data.batch import PackedBatch, pack_responses
 from megadapo.data.group import Response, expert_dtype
 from megadapo.kernels.launch import counting_bytes
 from megadapo.lab.profiling.measure import time_once
-from megadapo.observe.tables import TextTable
+from megadapo.observe.tables import TextTable, formatted
 from megadapo.plan.cards import card_of
 from megadapo.plan.step_time import update_flops
 
@@ -175,7 +177,7 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
             (row.gb_per_s, ".1f"),
             (row.roofline_share, ".0%"),
         )
-        cells = ["-" if value is None else format(value, form) for value, form in rates]
+        cells = [formatted(*rate) for rate in rates]
         lines.append([row.name[:43], str(row.calls), f"{row.total_ms:.2f}", *cells])
     if left := sum(row.total_ms for row in rows[limit:] if row.share is not None):
         lines.append(["everything else", "", f"{left:.2f}", *[""] * 4])
@@ -188,12 +190,6 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
 
 def _with_sheet(measured: str, sheet: float | None) -> str:
     return measured if sheet is None else f"{measured} of the data sheet's {sheet:.0f}"
-
-
-def write_trace(profile: torch.profiler.profile, path: Path) -> None:
-    """Write the profile for a trace viewer."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profile.export_chrome_trace(str(path))
 
 
 @contextmanager
@@ -359,7 +355,8 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> str:
         with memory_history(updates.memory / f"rank-{torch.distributed.get_rank()}.pickle"):
             update()
     if updates.nvtx:
-        with layer_ranges(rank.chunks), nsight_ranges():
+        # nsys profile --capture-range=cudaProfilerApi records this block
+        with layer_ranges(rank.chunks), torch.cuda.profiler.profile(), emit_nvtx():
             for _ in range(num_steps):
                 update()
         return ""
@@ -429,13 +426,6 @@ def memory_history(file: Path) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-@contextmanager
-def nsight_ranges() -> Iterator[None]:
-    """Let `nsys profile --capture-range=cudaProfilerApi` record the block, with NVTX ranges."""
-    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
-        yield
-
-
 def profile_head(
     shape_text: str, *, device_name: str | None, num_steps: int, trace: Path | None
 ) -> None:
@@ -448,16 +438,18 @@ def profile_head(
     """
     from megadapo.lab.profiling.head_inputs import (
         choose_device,
+        loss_step,
         make_inputs,
+        ours,
         parse_shape,
-        step_of_ours,
     )
 
     device = choose_device(device_name)
     shape = parse_shape(shape_text, temperature=1.0)
-    step = step_of_ours(make_inputs(shape, device))
+    step = partial(loss_step, ours, make_inputs(shape, device))
     step()
     profile, kernels = _profile_calls(step, num_steps, device=device, dtype=shape.dtype)
     print(f"{num_steps} steps of {shape}\n{kernels}")
     if trace:
-        write_trace(profile, trace)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(trace))
