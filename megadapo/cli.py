@@ -23,7 +23,6 @@ from megadapo.commands import (
     show,
     stages,
     status,
-    top,
     train,
 )
 from megadapo.commands.lab import ablate, bench, diff, profile, simulate, weights, whatif
@@ -35,7 +34,7 @@ EXIT_LOST_OUTPUT = 141
 
 COMMANDS = (
     *(train, stages, rollout, eval, export, convert, plan, weights, bench, simulate),
-    *(profile, ablate, whatif, status, engines, top, show, report, diff, config, doctor),
+    *(profile, ablate, whatif, status, engines, show, report, diff, config, doctor),
 )
 """Modules of the commands, in the order of --help."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.cluster.watch.heartbeat import Heartbeat
-from megadapo.commands import top
+from megadapo.commands import status as commands
 from megadapo.errors import DataError
 from megadapo.run.run import Run
 from tests.support.runs.recorded_runs import record_run
@@ -124,12 +124,12 @@ def test_dead_driver_is_gone(tmp_path, capsys):
 
 def test_current_speed_is_that_between_frames(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("megadapo.commands.top.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megadapo.commands.status.time.monotonic", lambda: now[0])
     growths = deque(maxlen=4)
 
     def speed(tokens, phase="rollout"):
         now[0] += 10
-        return top.current_speed({"tokens": tokens, "phase": phase}, growths)
+        return commands.current_speed({"tokens": tokens, "phase": phase}, growths)
 
     assert [speed(0), speed(5000), speed(5000)] == ["", "; now 500", "; now 500"]
     # training generates nothing; another driver counts from 0; tokens that stop have no speed
@@ -145,5 +145,5 @@ def test_long_run_is_read_from_the_end_only(folder, frame, monkeypatch):
         steps = file.read()
         file.seek(0)
         file.write("not json\n" * 300 + steps)
-    monkeypatch.setattr(top, "TAIL_BYTES", len(steps) + 4)
+    monkeypatch.setattr(commands, "TAIL_BYTES", len(steps) + 4)
     assert "2 of 5" in frame()
