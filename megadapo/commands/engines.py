@@ -55,18 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
     """List or change a run's engines."""
     from megadapo.commands.status import observed_status
     from megadapo.rollout.pool.request import write_request
-    from megadapo.run.state.status import read_status
 
     folder: Path = arguments.run_folder
-    status = read_status(folder)
-    state: str = observed_status(folder)["state"]
-    request = _wanted(folder, status, state == "running")
-    changed = _changed(request, status, state == "running", arguments)
+    status = observed_status(folder)
+    request = _wanted(folder, status)
+    changed = _changed(request, status, arguments)
     if changed is None:
-        _list(status, state, request, as_json=arguments.json)
+        _list(status, request, as_json=arguments.json)
         return 0
     write_request(folder, changed)
-    when = "the run follows" if state == "running" else "the run follows when it resumes"
+    when = "the run follows" + " when it resumes" * (status.state != "running")
     print(f"engines wanted: {changed.num_engines}, before: {request.num_engines}; {when}")
     return 0
 
@@ -78,7 +76,7 @@ def _count(text: str) -> int:
     return count
 
 
-def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
+def _wanted(folder: Path, status: Status) -> EngineRequest:
     """Return the present request, or the number of engines that the run wants without one.
 
     Raises:
@@ -101,7 +99,7 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
             f'cluster.placement = "{placement}": the engines of this run share the slots of its '
             'trainer, so none can join or leave; only with "separate" they can'
         )
-    if is_running and status.engines is not None:
+    if status.state == "running" and status.engines is not None:
         # fewer than the recipe's after a start with --allow-fewer
         num_engines = status.engines["wanted"]
     found = read_request(folder) or EngineRequest(num_engines=num_engines)
@@ -109,7 +107,7 @@ def _wanted(folder: Path, status: Status, is_running: bool) -> EngineRequest:
 
 
 def _changed(
-    request: EngineRequest, status: Status, is_running: bool, arguments: argparse.Namespace
+    request: EngineRequest, status: Status, arguments: argparse.Namespace
 ) -> EngineRequest | None:
     """Return the request with the change that the arguments ask for; None: they ask for none.
 
@@ -128,7 +126,7 @@ def _changed(
             raise ConfigError("--within is for --remove, --remove-engine and --leave-node")
         return None
     if numbers or nodes:
-        _check_named(status, is_running, numbers, nodes)
+        _check_named(status, numbers, nodes)
     num_engines = request.num_engines + change
     if num_engines < 1:
         raise ConfigError(
@@ -147,9 +145,7 @@ def _changed(
     return type(request)(**{**request.model_dump(), **update})
 
 
-def _check_named(
-    status: Status, is_running: bool, numbers: Collection[int], nodes: Collection[str]
-) -> None:
+def _check_named(status: Status, numbers: Collection[int], nodes: Collection[str]) -> None:
     """Check that the run has the engines and nodes that are named.
 
     Raises:
@@ -157,7 +153,7 @@ def _check_named(
     """
     from megadapo.errors import ConfigError
 
-    if not is_running or status.engines is None:
+    if status.state != "running" or status.engines is None:
         raise ConfigError("only a run that is running knows its engines and nodes by name")
     engines = status.engines["engines"]
     known = {engine["number"] for engine in engines}
@@ -175,14 +171,14 @@ def _check_named(
             raise ConfigError(f"no engine is on node {node}, only on {sorted(addresses)}")
 
 
-def _list(status: Status, state: str, request: EngineRequest, *, as_json: bool) -> None:
+def _list(status: Status, request: EngineRequest, *, as_json: bool) -> None:
     """Print the engines as the driver reported them."""
-    report = status.engines if state == "running" else None
+    report = status.engines if status.state == "running" else None
     if as_json:
-        print(json.dumps({"wanted": request.num_engines, "state": state, "report": report}))
+        print(json.dumps({"wanted": request.num_engines, "state": status.state, "report": report}))
         return
     if report is None:
-        print(f"the run is {state}; engines wanted: {request.num_engines}")
+        print(f"the run is {status.state}; engines wanted: {request.num_engines}")
         return
     print("engine  node             state                  load    tokens  tokens/s")
     for engine in report["engines"]:

@@ -7,9 +7,9 @@ import json
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from megadapo.observe.metrics.records import MetricRecord
     from megadapo.observe.run_records import RunRecords
+    from megadapo.run.state.status import Status
 
 TAIL_BYTES = 1 << 20
 """Size of the end of metrics.jsonl and log.txt that is read: some 200 steps."""
@@ -61,7 +62,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     from megadapo.observe.run_records import RunRecords
 
     folder: Path = arguments.run_folder
-    status = observed_status(folder)
+    status = asdict(observed_status(folder))
     try:
         warnings = RunRecords(folder, last_bytes=TAIL_BYTES).warnings
     except (DataError, OSError) as error:
@@ -81,13 +82,13 @@ def run_status(arguments: argparse.Namespace) -> int:
     return 0 if status["state"] in ("running", "finished") else 1
 
 
-def observed_status(folder: Path) -> dict[str, Any]:
+def observed_status(folder: Path) -> Status:
     """Return a run's status, corrected for processes that died without writing it."""
     from megadapo.run.state.lease import STALE_S, age_s, holder_of
     from megadapo.run.state.status import STATUS_FILE, read_status
 
     status = read_status(folder)
-    changes: dict[str, str] = {}
+    changes: dict[str, Any] = {}
     # the file is written at each progress
     still_s = age_s(folder / STATUS_FILE)
     if status.state == "running" and holder_of(folder) is None:
@@ -102,7 +103,7 @@ def observed_status(folder: Path) -> dict[str, Any]:
         if late_s > STALE_S and holder_of(folder) is None:
             reason = f"the supervisor is dead, perhaps killed. Last driver: {status.reason}"
             changes = {"state": "gone", "reason": reason}
-    return asdict(status) | changes
+    return replace(status, **changes)
 
 
 def run_top(arguments: argparse.Namespace) -> int:
@@ -157,13 +158,13 @@ def _rows(run: RunRecords, growths: Growths) -> Iterator[tuple[str, str]]:
     from megadapo.observe.progress import clock, expected_s
 
     status, newest = observed_status(run.folder), run.steps[-1] if run.steps else {}
-    reason = "" if status["reason"] is None else f": {status['reason']}"
-    yield "run", f"{run.folder} (process {status['pid']} on {status['host']})"
-    yield "state", f"{status['state']}{reason}"
-    left = clock(expected_s(run.steps, status["num_steps"]))
-    ended = "" if status["step_ended"] is None else f", ended {_age(status['step_ended'])} ago"
-    yield "step", f"{status['step']} of {status['num_steps']}{ended}; {left} left"
-    yield "phase", f"{status['phase']} for {_age(status['updated'])}"
+    reason = "" if status.reason is None else f": {status.reason}"
+    yield "run", f"{run.folder} (process {status.pid} on {status.host})"
+    yield "state", f"{status.state}{reason}"
+    left = clock(expected_s(run.steps, status.num_steps))
+    ended = "" if status.step_ended is None else f", ended {_age(status.step_ended)} ago"
+    yield "step", f"{status.step} of {status.num_steps}{ended}; {left} left"
+    yield "phase", f"{status.phase} for {_age(status.updated)}"
     speed = formatted(newest.get("tokens_per_s"), ",.0f")
     yield "speed", f"{speed} tokens/s{current_speed(status, growths)}"
     yield "engines", _engines(newest)
@@ -177,19 +178,19 @@ def _rows(run: RunRecords, growths: Growths) -> Iterator[tuple[str, str]]:
             f"fastest {fastest} s",
         )
     # heartbeats of a dead driver say what its ranks did last
-    if status["state"] in ("running", "stalled"):
+    if status.state in ("running", "stalled"):
         yield from (("ranks", text) for text in _current_ranks(run.folder))
-    checkpoint = status["checkpoint_step"] or "none"
-    yield "restarts", f"{status['restarts']}; newest checkpoint: {checkpoint}"
+    checkpoint = status.checkpoint_step or "none"
+    yield "restarts", f"{status.restarts}; newest checkpoint: {checkpoint}"
     disk = shutil.disk_usage(run.folder)
     yield "disk", f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free"
 
 
-def current_speed(status: Mapping[str, Any], growths: Growths) -> str:
+def current_speed(status: Status, growths: Growths) -> str:
     """Return the speed between the frames, which a step of an hour does not show."""
-    tokens, now = status["tokens"], time.monotonic()
+    tokens, now = status.tokens, time.monotonic()
     # another driver counts from 0
-    if status["phase"] != "rollout" or (growths and tokens < growths[-1][1]):
+    if status.phase != "rollout" or (growths and tokens < growths[-1][1]):
         growths.clear()
     if not growths or tokens > growths[-1][1]:
         growths.append((now, tokens))

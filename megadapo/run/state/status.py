@@ -32,8 +32,11 @@ _LOGGER = logging.getLogger("megadapo.run")
 class Status:
     """Progress of one run; all times are ISO 8601 with zone."""
 
-    state: Literal["running", "waiting", "finished", "stopped", "failed"] = "running"
-    """State as driver or supervisor last wrote it; a killed driver leaves "running"."""
+    state: Literal["running", "waiting", "finished", "stopped", "failed", "stalled", "gone"] = (
+        "running"
+    )
+    """State as driver or supervisor last wrote it; a killed driver leaves "running". The last two
+    are of observers only."""
     reason: str | None = None
     """Reason why the last driver ended."""
     stays_stopped: bool = False

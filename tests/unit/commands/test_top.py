@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_current_speed_is_that_between_frames(monkeypatch):
 
     def speed(tokens, phase="rollout"):
         now[0] += 10
-        return commands.current_speed({"tokens": tokens, "phase": phase}, growths)
+        return commands.current_speed(SimpleNamespace(tokens=tokens, phase=phase), growths)
 
     assert [speed(0), speed(5000), speed(5000)] == ["", "; now 500", "; now 500"]
     # training generates nothing; another driver counts from 0; tokens that stop have no speed
