@@ -103,24 +103,18 @@ class VirtualEngines:
         return len(self._groups) + len(self._complete)
 
     @property
-    def num_tokens(self) -> float:
-        """Tokens generated so far by all engines."""
-        return sum(engine.counters.num_tokens for engine in self._engines)
-
-    @property
-    def running_seconds(self) -> float:
-        """Integral of all running responses over time."""
-        return sum(engine.counters.running_seconds for engine in self._engines)
-
-    @property
-    def busy_seconds(self) -> float:
-        """Time in which engines had work, summed over all engines."""
-        return sum(engine.counters.busy_seconds for engine in self._engines)
-
-    @property
     def engine_seconds(self) -> float:
         """Time in which engines were there and had their GPUs, summed over all engines."""
         return self.now * self._settings.num_engines - self._away_seconds
+
+    def totals(self) -> np.ndarray:
+        """Return the engines' seconds: present, busy and of all responses; their tokens, and those
+        of mixed groups, [5]."""
+        for engine in self._engines:
+            engine.advance(self.now)
+        names = ("busy_seconds", "running_seconds", "num_tokens")
+        sums = [sum(getattr(engine.counters, name) for engine in self._engines) for name in names]
+        return np.array([self.engine_seconds, *sums, self.mixed_tokens])
 
     def publish(self) -> None:
         """Give the engines new weights."""

@@ -169,12 +169,12 @@ def simulate(
     engines = VirtualEngines(policy.engines, task, dispatch=policy.dispatch)
     steps = steps_of(policy, engines, task)
     list(islice(steps, num_warm_up))
-    before = _counters(engines)
+    before = engines.totals()
     measured = [next(steps)]
     if policy.absence is not None:
         engines.plan_absence(policy.absence.num_engines, policy.absence.seconds)
     measured += islice(steps, num_steps - 1)
-    present, busy, running, num_tokens, mixed_tokens = (_counters(engines) - before).tolist()
+    present, busy, running, num_tokens, mixed_tokens = (engines.totals() - before).tolist()
     seconds = tuple(step.seconds for step in measured)
     ages: Counter[int] = Counter()
     for step in measured:
@@ -229,21 +229,6 @@ def steps_of(policy: Policy, engines: VirtualEngines, task: Task) -> Iterator[Si
             num_dropped=source.num_dropped,
         )
         source.publish()
-
-
-def _counters(engines: VirtualEngines) -> np.ndarray:
-    """Return the engines' seconds: present, busy and of all responses; their tokens, and those of
-    mixed groups."""
-    engines.activity()  # advances every engine to the present
-    return np.array(
-        [
-            engines.engine_seconds,
-            engines.busy_seconds,
-            engines.running_seconds,
-            engines.num_tokens,
-            engines.mixed_tokens,
-        ]
-    )
 
 
 def standard_error(seconds: Sequence[float]) -> float | None:

@@ -44,7 +44,8 @@ def test_every_group_returns_once_with_the_tasks_answers():
         assert [len(one.token_ids) for one in group.responses] == draw.lengths.tolist()
         assert [one.text == "correct" for one in group.responses] == draw.correct.tolist()
     assert some.finished() == [] and some.capacity == 2 * 10
-    assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.requested.values()))
+    lengths = [draw.lengths.sum() for draw in some.requested.values()]
+    assert some.totals()[3] == pytest.approx(sum(lengths))
 
 
 def test_groups_go_to_the_least_loaded_engine_or_in_turn():
