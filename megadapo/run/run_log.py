@@ -92,13 +92,12 @@ def _run_metrics(status: Status) -> Iterator[Metric]:
     phase = GaugeMetricFamily("megadapo_run_phase", "1 for the current phase.", labels=["phase"])
     phase.add_metric([status.phase], 1)
     yield phase
-    yield GaugeMetricFamily("megadapo_run_step", "Last completed step.", value=status.step)
-    yield GaugeMetricFamily("megadapo_run_num_steps", "Steps of the run.", value=status.num_steps)
-    yield GaugeMetricFamily(
-        "megadapo_run_checkpoint_step",
-        "Step of the newest checkpoint.",
-        value=status.checkpoint_step,
-    )
+    for name, meaning, value in (
+        ("step", "Last completed step.", status.step),
+        ("num_steps", "Steps of the run.", status.num_steps),
+        ("checkpoint_step", "Step of the newest checkpoint.", status.checkpoint_step),
+    ):
+        yield GaugeMetricFamily(f"megadapo_run_{name}", meaning, value=value)
     yield CounterMetricFamily(
         "megadapo_run_restarts", "Drivers of the run before this one.", value=status.restarts
     )
@@ -121,7 +120,6 @@ def prometheus_name(metric: str) -> tuple[str, int]:
     return re.sub(r"\W", "_", f"megadapo_{name}", flags=re.ASCII), factor
 
 
-_LOGGER = logging.getLogger("megadapo.run")
 NUM_RECENT = 5
 """Number of recent steps from which a phase's duration is predicted."""
 

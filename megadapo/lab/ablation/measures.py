@@ -36,12 +36,8 @@ class Measure(NamedTuple):
     """Function of the records and the accuracy that ends the count of steps; None if missing."""
 
 
-def _at_end(name: str) -> Callable[[RunRecords, float], float | None]:
-    return lambda run, _: _mean(_values(run, name, END_STEPS))
-
-
-def _over_run(name: str) -> Callable[[RunRecords, float], float | None]:
-    return lambda run, _: _mean(_values(run, name))
+def _average(name: str, last: int = 0) -> Callable[[RunRecords, float], float | None]:
+    return lambda run, _: _mean(_values(run, name, last))
 
 
 def _total(*names: str) -> Callable[[RunRecords, float], float | None]:
@@ -110,9 +106,9 @@ MEASURES = (
         _total_to_accuracy(*_TOKENS),
     ),
     Measure("seconds_to_accuracy", "seconds to accuracy", ".1f", _total_to_accuracy("time/step_s")),
-    Measure("entropy", "entropy", ".4f", _at_end("policy/entropy")),
-    Measure("response_length", "length", ".1f", _at_end("response_length/mean")),
-    Measure("truncated", "truncated", ".3%", _over_run("response_length/truncated_fraction")),
+    Measure("entropy", "entropy", ".4f", _average("policy/entropy", END_STEPS)),
+    Measure("response_length", "length", ".1f", _average("response_length/mean", END_STEPS)),
+    Measure("truncated", "truncated", ".3%", _average("response_length/truncated_fraction")),
     Measure("no_signal", "no signal", ".1%", _mean_share(not_mixed_share)),
     Measure(
         "no_signal_trained",
@@ -120,16 +116,16 @@ MEASURES = (
         ".1%",
         _mean_share(trained_not_mixed_share),
     ),
-    Measure("clip_low", "clipped low", ".3%", _over_run("policy/clip_low_fraction")),
-    Measure("clip_high", "clipped high", ".3%", _over_run("policy/clip_high_fraction")),
+    Measure("clip_low", "clipped low", ".3%", _average("policy/clip_low_fraction")),
+    Measure("clip_high", "clipped high", ".3%", _average("policy/clip_high_fraction")),
     Measure(
         "clip_high_probability",
         "their probability",
         ".3f",
-        _over_run("policy/clip_high_probability"),
+        _average("policy/clip_high_probability"),
     ),
-    Measure("bapo_low", "BAPO's low", ".3f", _over_run("bapo/clip_low")),
-    Measure("bapo_high", "BAPO's high", ".3f", _over_run("bapo/clip_high")),
+    Measure("bapo_low", "BAPO's low", ".3f", _average("bapo/clip_low")),
+    Measure("bapo_high", "BAPO's high", ".3f", _average("bapo/clip_high")),
     Measure("tokens", "tokens generated", ",.0f", _total(*_TOKENS)),
     Measure("seconds", "seconds", ".1f", _total("time/step_s")),
 )
