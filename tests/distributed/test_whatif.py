@@ -30,18 +30,15 @@ KL_IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 
 def measured_twice(
     rendezvous, settings, variants: Sequence[Variant], old: np.ndarray
-) -> tuple[list[Measured], list[Measured], np.ndarray | None, bool]:
-    """Return the numbers with current and with given old log-probs, and the current log-probs.
-
-    The last value says whether all objectives shared one forward pass.
-    """
-    from megadapo.lab.whatif.measure import measure, shares_forward
+) -> tuple[list[Measured], list[Measured], np.ndarray | None]:
+    """Return the numbers with current and with given old log-probs, and the current log-probs."""
+    from megadapo.lab.whatif.measure import measure
 
     rank = build(rendezvous, settings)
     first, current = measure(rank, variants, 0, None)
     second, _ = measure(rank, variants, 0, OldNumbers(logprobs=old))
     logprobs = None if current is None else current.logprobs
-    return first, second, logprobs, shares_forward(rank)
+    return first, second, logprobs
 
 
 def with_moved_reference(rendezvous, settings, variants: Sequence[Variant]) -> list[list[Measured]]:
@@ -76,7 +73,7 @@ def beside_second_update(
 def logprobs(ranks) -> np.ndarray:
     variants = [variant(signed_batch(RAGGED), OBJECTIVES["own"])]
     unused = np.zeros(len(variants[0].batch.tokens), dtype=np.float32)
-    ((_, _, found, _),) = ranks.on("qwen2-tied", measured_twice, variants, unused)
+    ((_, _, found),) = ranks.on("qwen2-tied", measured_twice, variants, unused)
     return found
 
 
@@ -110,8 +107,7 @@ def test_numbers_are_those_of_an_update_and_of_fp64(ranks, logprobs, expected, n
     how = {"objective": OBJECTIVES["own"], **layout(name)}
     answers = ranks.on("qwen2-tied", measured_twice, variants, old, **how)
     metrics, *_ = ranks.on("qwen2-tied", first_update, batch, **how)
-    first, second, _, is_shared = answers[0]
-    assert is_shared == ("pipeline" not in how)
+    first, second, _ = answers[0]
     assert all(answer[:2] == (first, second) for answer in answers)
 
     assert (first[0].loss, first[0].grad_norm) == (
@@ -220,7 +216,7 @@ def test_clips_and_effective_samples_are_counted_by_tokens(ranks, logprobs):
     objective = PolicyObjective(clip_low=0.05, clip_high=0.08)
     whole = variant(batch, objective)
     variants = [whole, replace(whole, num_mini_batches=2)]
-    (_, (one, two), _, _), *_ = ranks.on("qwen2-tied", measured_twice, variants, old)
+    (_, (one, two), _), *_ = ranks.on("qwen2-tied", measured_twice, variants, old)
     trained = batch.loss_weights != 0
     ratios, advantages = np.exp(-shift[trained]), batch.advantages[trained]
     low = (advantages < 0) & (ratios < 0.95)

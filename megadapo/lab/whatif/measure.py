@@ -1,9 +1,7 @@
 """Measurement of several objectives on one batch, on every rank of the trainer.
 
-Each objective has the micro-batches, the head and the optimizer's norm of an update, so the numbers
-of the run's own objective have the bits of its update. With our own layers and one pipeline stage,
-all objectives share one forward pass, whose graph is differentiated once for each. Otherwise (other
-layers free their activations) each objective has a pass of its own.
+Each objective has the micro-batches, the passes, the head and the optimizer's norm of an update, so
+the numbers of the run's own objective have the bits of its update.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,7 +31,6 @@ from megadapo.trainer.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
 from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
-from megadapo.trainer.update.optimizer import finalize_sums
 from megadapo.trainer.update.step import find_bounds, run_schedule
 
 if TYPE_CHECKING:
@@ -52,77 +49,6 @@ class Gradient:
     """Tensors of each of megatron-core's optimizers, without copies of other ranks' parameters."""
     norm: float
     """Norm of the whole gradient: the number that an update reports."""
-
-
-@dataclass(frozen=True)
-class _CapturedInputs:
-    """Arguments of the policy head, in the form that the schedule returns."""
-
-    loss: Tensor
-    inputs: dict[str, Any]
-
-
-def differentiate(
-    rank: TrainerRank, works: Sequence[Work]
-) -> tuple[list[list[PolicyHeadOutput]], list[Gradient]]:
-    """Return each objective's outputs by micro-batch, and its gradient; collective.
-
-    Args:
-        works: of each objective; all have the same sequences in the same micro-batches.
-    """
-    if shares_forward(rank):
-        return _with_one_forward(rank, works)
-    outputs, gradients = [], []
-    for work in works:
-        for chunk in rank.chunks:
-            chunk.zero_grad_buffer()
-        outputs.append(run_schedule(rank.chunks, work, forward_only=False))
-        gradients.append(_take(rank))
-    return outputs, gradients
-
-
-def shares_forward(rank: TrainerRank) -> bool:
-    """Return whether the graph of a forward pass can be differentiated more than once."""
-    config, (first, *others) = rank.config, rank.chunks
-    has_own_layers = rank.device.type == "cpu" and config.num_moe_experts is None
-    is_whole = config.pipeline_model_parallel_size == 1 and not others
-    # buckets would be summed as soon as the first objective has filled them
-    return has_own_layers and is_whole and not first.ddp_config.overlap_grad_reduce
-
-
-def _with_one_forward(
-    rank: TrainerRank, works: Sequence[Work]
-) -> tuple[list[list[PolicyHeadOutput]], list[Gradient]]:
-    (chunk,) = rank.chunks
-    chunk.zero_grad_buffer()
-    buffers = [one.grad_data for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    sums = [[torch.zeros_like(buffer) for buffer in buffers] for _ in works]
-    outputs: list[list[PolicyHeadOutput]] = [[] for _ in works]
-    for pieces in zip(*works, strict=True):
-        (kept,) = run_schedule(rank.chunks, [(pieces[0][0], _keep_inputs)], forward_only=True)
-        for number, (micro_batch, head) in enumerate(pieces):
-            # continue from this objective's sums: additions then have the order of an update
-            _copy(sums[number], buffers)
-            output = head(**kept.inputs, context=micro_batch)
-            output.loss.backward(retain_graph=number < len(works) - 1)
-            _copy(buffers, sums[number])
-            outputs[number].append(replace(output, loss=output.loss.detach()))
-    gradients = []
-    for own in sums:
-        _copy(own, buffers)
-        finalize_sums(rank.chunks, None)
-        gradients.append(_take(rank))
-    return outputs, gradients
-
-
-def _keep_inputs(*, context: MicroBatch, **inputs: Any) -> _CapturedInputs:
-    """Keep the hidden states; an `output_processor` like the head."""
-    return _CapturedInputs(torch.zeros(()), inputs)
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def _take(rank: TrainerRank) -> Gradient:
@@ -199,7 +125,12 @@ def measure(
         ]
     logprobs_old = None if old is None else old.logprobs
     works = [_work(rank, variant, policy_version, logprobs_old, values) for variant in variants]
-    outputs, gradients = differentiate(rank, works)
+    outputs, gradients = [], []
+    for work in works:
+        for chunk in rank.chunks:
+            chunk.zero_grad_buffer()
+        outputs.append(run_schedule(rank.chunks, work, forward_only=False))
+        gradients.append(_take(rank))
     squares = [dot(rank, gradient, gradient) for gradient in gradients]
     products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
     cosines = [
