@@ -205,7 +205,7 @@ def check_schedule(config: RunConfig, run: Path) -> str:
     if not path.is_file():
         raise ConfigError(
             f"--schedule {run}: there is no {SCHEDULE_FILE}; only runs with sampling.mode = "
-            '"partial" or "async" write one (training by a file of megadapo simulate is gone)'
+            '"partial" or "async" write one'
         )
     if run.resolve() == config.run.folder.resolve():
         raise ConfigError(
@@ -237,15 +237,9 @@ def open_schedule(
     `repeated`: folder of the run to repeat, if any.
 
     Raises:
-        ConfigError: its schedule cannot be read, is damaged, or has other rules, or the run in
-            `folder` followed a simulated one.
+        ConfigError: its schedule cannot be read, is damaged, or has other rules.
         InfraError: the run's own schedule cannot be read.
     """
-    if folder is not None and (folder / "simulated.json").exists():
-        raise ConfigError(
-            f"{folder}: this run trains by a file of megadapo simulate, which is gone; choose "
-            "another run.folder"
-        )
     if not config.sampling.carries:
         return SamplingSchedule()
     return SamplingSchedule(

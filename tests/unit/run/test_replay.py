@@ -229,14 +229,8 @@ def config(*overrides):
 
 
 def test_folder_is_a_run_to_repeat(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no schedule\.log.* simulate is gone"):
+    with pytest.raises(ConfigError, match=r"there is no schedule\.log"):
         check_schedule(config(), tmp_path)
-
-
-def test_run_with_a_simulated_schedule_does_not_continue_with_its_own_ages(tmp_path):
-    (tmp_path / "simulated.json").touch()
-    with pytest.raises(ConfigError, match=r"choose another run\.folder"):
-        open_schedule(config(), tmp_path, None)
 
 
 def test_schedule_of_another_configuration_is_refused_before_anything_starts(tmp_path):
