@@ -42,10 +42,7 @@ STYLE: dict[RcKeyType, Any] = {
 
 
 def plot_runs(folders: Sequence[Path], output: Path) -> Path:
-    """Draw runs over each other into one PNG, each in its own colour.
-
-    Raises DataError for a folder without recorded steps.
-    """
+    """Draw runs over each other into one PNG, each in its own colour."""
     import matplotlib
 
     runs = [RunRecords(folder) for folder in folders]

@@ -201,11 +201,7 @@ class ComparedRun(RunRecords):
 
 
 def compare_runs(folder_a: Path, folder_b: Path) -> RunComparison:
-    """Compare two runs up to the first step in which they differ.
-
-    Raises:
-        DataError: a run has no finished step, or a file is damaged.
-    """
+    """Compare two runs up to the first step in which they differ."""
     comparison = RunComparison(ComparedRun(folder_a, "A"), ComparedRun(folder_b, "B"))
     comparison.compare()
     return comparison

@@ -105,11 +105,7 @@ def task_of(
     keep_rate: float | None = None,
     solved_share: float | None = None,
 ) -> TaskSettings:
-    """Combine the recipe's sizes, the fit of a run, and the given values; the latter win.
-
-    Raises:
-        DataError: `lengths` cannot be read.
-    """
+    """Combine the recipe's sizes, the fit of a run, and the given values; the latter win."""
     task = TaskSettings(lengths=usual_lengths(mean_response(config))) if fit is None else fit.task
     task = replace(
         task,

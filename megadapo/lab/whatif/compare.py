@@ -51,11 +51,7 @@ class SavedStep:
 
 
 def read_step(config: RunConfig, step: int) -> SavedStep:
-    """Read the groups of a step from the run's folder.
-
-    Raises:
-        DataError: none are saved, or the file is damaged.
-    """
+    """Read the groups of a step from the run's folder."""
     folder, recorded = config.run.folder, RunRecords(config.run.folder)
     recorded.step_with_groups(step)
     # the copied run ends here, because later steps may not be saved
