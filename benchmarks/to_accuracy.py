@@ -22,7 +22,8 @@ from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.lab.ablation.measures import Spread
 from megadapo.lab.ablation.report import PLUS_MINUS, cell, markdown
-from megadapo.lab.record import write_record, write_text
+from megadapo.lab.record import write_record
+from megadapo.observe.files import replace_text
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.tables import TextTable
 
@@ -134,7 +135,7 @@ def report(
     picture = json_file.with_suffix(".png")
     draw(runs, accuracy, picture)
     page = markdown("Training beside TRL", [shown])
-    write_text(
+    replace_text(
         json_file.with_suffix(".md"),
         f"{page}\n![Accuracy over seconds and steps]({picture.name})\n",
     )

@@ -12,24 +12,13 @@ from typing import Any
 
 from megadapo import __version__
 from megadapo.cluster.machine import inspect_machine
-from megadapo.observe.files import replaced
+from megadapo.observe.files import replace_text
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:
     """Write results as JSON, below the date and the machine they were measured on."""
     record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **results}
-    write_text(path, json.dumps(record, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder where it is missing.
-
-    Raises:
-        InfraError: the file cannot be written.
-    """
-    with replaced(path) as fresh:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text, encoding="utf-8")
+    replace_text(path, json.dumps(record, indent=1) + "\n", with_folder=True)
 
 
 def machine() -> dict[str, Any]:

@@ -11,10 +11,12 @@ from megadapo.errors import InfraError
 
 
 @contextmanager
-def replaced(path: Path, *, sync: bool = True) -> Iterator[Path]:
+def replaced(path: Path, *, sync: bool = True, with_folder: bool = False) -> Iterator[Path]:
     """Yield the path of a new file, which replaces `path` at the end; an error removes it.
 
-    `sync` flushes the file to the disk.
+    Args:
+        sync: flush the file to the disk.
+        with_folder: create the folder if it is missing.
 
     Raises:
         InfraError: the disk refuses; the old file is unchanged.
@@ -22,6 +24,8 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[Path]:
     # each process has its own new file, so that two commands cannot mix their texts
     fresh = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        if with_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         yield fresh
         if sync:
             with fresh.open("rb") as file:
@@ -35,9 +39,9 @@ def replaced(path: Path, *, sync: bool = True) -> Iterator[Path]:
             fresh.unlink(missing_ok=True)
 
 
-def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
+def replace_text(path: Path, text: str, *, sync: bool = True, with_folder: bool = False) -> None:
     """Replace a file's text as `replaced` does."""
-    with replaced(path, sync=sync) as fresh:
+    with replaced(path, sync=sync, with_folder=with_folder) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 

@@ -118,8 +118,7 @@ def save(figure: Figure, output: Path) -> None:
     Raises:
         InfraError: the file cannot be written; a finished run's supervisor tries again.
     """
-    with replaced(output) as fresh:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(output, with_folder=True) as fresh:
         figure.savefig(fresh, dpi=130, format="png")
 
 

@@ -23,7 +23,7 @@ from megadapo.config import load_config
 from megadapo.data.batch import PackedBatch
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.lab.profiling.profiles import random_batch
-from megadapo.lab.record import write_text
+from megadapo.observe.files import replace_text
 from megadapo.plan.cards import MIB, card_of
 from megadapo.plan.step_time import update_flops
 from megadapo.run.processes import trainer_settings
@@ -71,7 +71,7 @@ class Stages:
             print(f"{name}: {value}", flush=True)
         self._values |= values
         # without the machine, which nvidia-smi would be asked for after each stage
-        write_text(self._file, json.dumps(self._values))
+        replace_text(self._file, json.dumps(self._values), with_folder=True)
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ from megadapo.lab.ablation.measures import (
 )
 from megadapo.lab.ablation.rows import Ablation, Expectation
 from megadapo.lab.ablation.runner import RunFailure
-from megadapo.lab.record import write_record, write_text
+from megadapo.lab.record import write_record
+from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.report import REPORT_FILE, write_report
@@ -223,7 +224,7 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
     is_drawn = bool(result.folders)
     picture = f"\n![Mean curves in bands of their standard errors]({PICTURE_FILE})\n" * is_drawn
     write_record(paths[0], to_json(result))
-    write_text(paths[1], markdown(title, tables) + picture)
+    replace_text(paths[1], markdown(title, tables) + picture, with_folder=True)
     if is_drawn:
         paths.append(ablation.folder / PICTURE_FILE)
         draw_rows(result, title, paths[-1])

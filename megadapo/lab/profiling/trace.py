@@ -156,9 +156,8 @@ def merge_traces(parts: Sequence[TracePart], target: Path) -> None:
     Args:
         target: file that ends in .json, or in .json.gz for compression.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     origin_ns = 0
-    with replaced(target) as fresh, _open(fresh, target.suffix) as file:
+    with replaced(target, with_folder=True) as fresh, _open(fresh, target.suffix) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"
         for number, part in enumerate(parts):

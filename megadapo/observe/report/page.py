@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megadapo import __version__
-from megadapo.observe.files import replaced
+from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.names import METRICS
 from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, GroupEntry, SavedRun, read_responses
@@ -69,9 +69,7 @@ def write_report(
         InfraError: the page cannot be written; an earlier one is unchanged.
     """
     page = render(folders, tables=tables, max_bytes=max_bytes)
-    with replaced(output) as fresh:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(page, encoding="utf-8")
+    replace_text(output, page, with_folder=True)
     return output
 
 

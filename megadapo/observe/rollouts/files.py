@@ -82,15 +82,14 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
     import pyarrow
 
     try:
-        with replaced(path) as fresh:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                fresh.open("wb") as output,
-                pyarrow.CompressedOutputStream(output, "zstd") as compressed,
-            ):
-                for group in groups:
-                    line = json.dumps(encode_saved(group), allow_nan=False)
-                    compressed.write(line.encode() + b"\n")
+        with (
+            replaced(path, with_folder=True) as fresh,
+            fresh.open("wb") as output,
+            pyarrow.CompressedOutputStream(output, "zstd") as compressed,
+        ):
+            for group in groups:
+                line = json.dumps(encode_saved(group), allow_nan=False)
+                compressed.write(line.encode() + b"\n")
     except InfraError as error:
         advice = "free disk space, or save no responses with observe.saved_groups = 0"
         raise InfraError(f"{error}; {advice}") from error
