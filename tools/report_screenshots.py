@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from megadapo.observe.report import write_report  # noqa: E402 - the repository's own
+from megadapo.observe.report.page import write_report  # noqa: E402 - the repository's own
 from tests.support.processes.chromium import Page, chromium  # noqa: E402 - needs the path above
 
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -31,7 +31,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    from megadapo.observe.report import REPORT_FILE, write_report
+    from megadapo.observe.report.page import REPORT_FILE, write_report
 
     output = arguments.output or arguments.runs[0] / REPORT_FILE
     print(write_report(arguments.runs, output))

@@ -13,7 +13,7 @@ import pytest
 from megadapo.data.prompts import Prompt
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.observe.report import write_report
+from megadapo.observe.report.page import write_report
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
 from megadapo.observe.tables import TextTable

@@ -28,7 +28,7 @@ from megadapo.lab.record import write_record
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
-from megadapo.observe.report import REPORT_FILE, write_report
+from megadapo.observe.report.page import REPORT_FILE, write_report
 from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.tables import TextTable, count
 

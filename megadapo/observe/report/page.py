@@ -1,4 +1,4 @@
-"""Puts data and assets together into one HTML file.
+"""The report: runs with facts, curves, oracles and configuration as one HTML file.
 
 Model output is hostile input: data is JSON in which nothing can end its script element, the page
 inserts it as text only, and the content security policy lets no script run but the page's own.
@@ -11,19 +11,315 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from megadapo import __version__
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.names import METRICS
-from megadapo.observe.panels import HELD_OUT, PHASES, sections_with_values
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
+from megadapo.observe.oracles import BOUNDED, MAX_SKIPPED_STEPS, is_within
+from megadapo.observe.panels import HELD_OUT, NOT_CURVES, PHASES, sections_with_values
 from megadapo.observe.report.responses import MAX_BYTES, GroupEntry, SavedRun, read_responses
-from megadapo.observe.report.runs import read_runs
-from megadapo.observe.tables import TextTable
+from megadapo.observe.run_records import RunRecords, leaves
+from megadapo.observe.summary import before_after, costs
+from megadapo.observe.tables import TextTable, formatted
+
+Flat: TypeAlias = dict[str, str | int | float | bool | None]
+
+_FACTS = (
+    ("model", "model.path"),
+    ("start", "model.init"),
+    ("prompts", "data.train"),
+    ("held out", "data.held_out"),
+    ("prompts a step", "sampling.prompts_per_step"),
+    ("responses a prompt", "sampling.responses_per_prompt"),
+    ("response tokens, at most", "rollout.max_response_tokens"),
+    ("learning rate", "trainer.optimizer.lr"),
+    ("dtype", "model.dtype"),
+    ("placement", "cluster.placement"),
+    ("seed", "run.seed"),
+)
+_SPLITS = (
+    ("TP", "tensor_parallel"),
+    ("PP", "pipeline_parallel"),
+    ("CP", "context_parallel"),
+    ("DP", "data_parallel"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run on the page, without its responses."""
+
+    name: str
+    folder: str
+    title: str
+    """Progress and dates in one line."""
+    facts: list[tuple[str, str]]
+    warnings: list[str]
+    first_step: int
+    last_step: int
+    rows: list[tuple[str, str, str]]
+    """Before and after, as text."""
+    costs: list[tuple[str, str]]
+    series: dict[str, Series]
+    evaluations: list[EvaluationRecord]
+    verdicts: list[Verdict]
+    config: Flat
+    """The resolved configuration by dotted key; a list is text."""
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunView]:
+    """Read run folders; each gets the shortest name that tells it from the others.
+
+    Raises DataError for a folder without recorded steps, or with a damaged file.
+    """
+    return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _read_run(folder: Path, name: str) -> RunView:
+    run = RunRecords(folder)
+    records, evaluations = run.need_steps(), run.evaluations
+    config: Flat = {
+        key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in leaves(run.config)
+    }
+    bounds = {
+        key.removeprefix("oracles."): value
+        for key, value in config.items()
+        if key.startswith("oracles.")
+    }
+    last_step, wanted = int(records[-1]["step"] or 0), config.get("run.num_steps")
+    of_all = "" if wanted is None else f" of {wanted}"
+    return RunView(
+        name=name,
+        folder=str(folder),
+        title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(run)]),
+        facts=_facts(config),
+        warnings=run.warnings,
+        first_step=int(records[0]["step"] or 0),
+        last_step=last_step,
+        rows=before_after(records, evaluations),
+        costs=costs(records),
+        series=read_series(records),
+        # curves of accuracy; the score of others is a metric
+        evaluations=[one for one in evaluations if one.accuracy is not None],
+        verdicts=judge(records, bounds),
+        config=config,
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    paths = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(len(parts) for parts in paths)):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
+
+
+def _dates(run: RunRecords) -> list[str]:
+    """Return when the log begins and ends; [] without a log."""
+    stamps = [stamp for line in run.log_lines if (stamp := _stamp(line)) is not None]
+    if not stamps:
+        return []
+    first, last = stamps[0], stamps[-1]
+    same_day = first.date() == last.date()
+    return [f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}}"]
+
+
+def _stamp(line: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(line.partition(" ")[0])
+    except ValueError:
+        return None
+
+
+def _facts(config: Flat) -> list[tuple[str, str]]:
+    facts = [(label, str(value)) for label, key in _FACTS if (value := config.get(key)) is not None]
+    splits = [
+        f"{short} {config[key]}" for short, name in _SPLITS if (key := f"trainer.{name}") in config
+    ]
+    return [*facts, ("trainer", " x ".join(splits))] if splits else facts
+
+
+Status = Literal["held", "broken", "no bound", "not measured"]
+
+MAX_CELLS = 120
+"""Cells of the strip that shows an oracle over the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One oracle over a whole run."""
+
+    key: str
+    """Key of `[oracles]`; "skipped updates" has none."""
+    metric: str
+    bound: float | None
+    worst: str
+    """The worst value as text, as it may be nan."""
+    worst_step: int | None
+    status: Status
+    cells: list[int]
+    """Stretches of steps, oldest first: 1 held, 0 broken, -1 not measured or not bounded."""
+    meaning: str
+
+
+def judge(records: Sequence[MetricRecord], bounds: Mapping[str, object]) -> list[Verdict]:
+    """Compare the steps of a run with the `oracles` of its configuration."""
+    verdicts = [
+        _judge_metric(records, _bound(bounds.get(key)), key, metric, meaning)
+        for key, metric, meaning in BOUNDED
+    ]
+    return [*verdicts, _judge_skipped(records)]
+
+
+def _bound(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _judge_metric(
+    records: Sequence[MetricRecord], bound: float | None, key: str, metric: str, meaning: str
+) -> Verdict:
+    measured = [r for r in records if r.get(metric) is not None]
+    # a value that is not a number is worse than any
+    worst = max(measured, key=lambda r: (math.isnan(r[metric] or 0.0), r[metric]), default=None)
+    # a metric that other steps have and that ended the run by missing has broken its bound; one
+    # that no step has is not checked
+    states = [
+        -1
+        if bound is None or not measured or (r.get(metric) is None and is_within(r, metric, bound))
+        else int(is_within(r, metric, bound))
+        for r in records
+    ]
+    return Verdict(
+        key=key,
+        metric=metric,
+        bound=bound,
+        worst=formatted(None if worst is None else worst[metric], ".3g").replace("e-0", "e-"),
+        worst_step=int(worst["step"] or 0) if worst is not None and worst[metric] else None,
+        status=_status(bound, states),
+        cells=_cells(states),
+        meaning=meaning,
+    )
+
+
+def _judge_skipped(records: Sequence[MetricRecord]) -> Verdict:
+    streak, longest, worst_step = 0, 0, None
+    states = []
+    for record in records:
+        skipped = record.get("policy/skipped_updates")
+        streak = streak + 1 if skipped else 0
+        if streak > longest:
+            longest, worst_step = streak, int(record["step"] or 0)
+        states.append(-1 if skipped is None else int(streak < MAX_SKIPPED_STEPS))
+    measured = any(r.get("policy/skipped_updates") is not None for r in records)
+    return Verdict(
+        key="skipped updates",
+        metric="policy/skipped_updates",
+        bound=MAX_SKIPPED_STEPS,
+        worst=f"{longest} in a row" if measured else "-",
+        worst_step=worst_step,
+        status=_status(MAX_SKIPPED_STEPS, states),
+        cells=_cells(states),
+        meaning="updates were skipped because the loss or its gradient was not finite",
+    )
+
+
+def _status(bound: float | None, states: Sequence[int]) -> Status:
+    if bound is None:
+        return "no bound"
+    if 0 in states:
+        return "broken"
+    return "held" if 1 in states else "not measured"
+
+
+def _cells(states: list[int]) -> list[int]:
+    """Return stretches of steps; one broken step breaks its stretch."""
+    num_cells = min(len(states), MAX_CELLS)
+    edges = [round(i * len(states) / num_cells) for i in range(num_cells + 1)] if states else []
+    cells = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        stretch = states[start:end]
+        cells.append(0 if 0 in stretch else max(stretch))
+    return cells
+
+
+MAX_POINTS = 2000
+"""Points of one curve: more than a chart has pixels across."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric over the steps at which it was measured."""
+
+    steps: list[int]
+    values: list[float | None]
+    """Values; None if not finite."""
+    num_measured: int
+    """Steps before thinning."""
+    num_not_finite: int
+
+
+def read_series(
+    records: Sequence[MetricRecord], *, max_points: int = MAX_POINTS
+) -> dict[str, Series]:
+    """Return every metric that was measured at least once, by name in the order of the records."""
+    names = dict.fromkeys(name for record in records for name in record)
+    # drawn on top of each other: each curve needs a value at every step of the others
+    stacked = {"time/step_s", *(name for part in PHASES.values() for name in part)}
+    common = _steps_of_all(records, stacked, max_points)
+    curves = {}
+    for name in names:
+        points = [
+            (int(record["step"] or 0), float(value))
+            for record in records
+            if isinstance(value := record.get(name), int | float)
+        ]
+        if points and name not in NOT_CURVES:
+            at_common = [point for point in points if point[0] in common]
+            kept = at_common if name in stacked else _thin(points, max_points)
+            curves[name] = Series(
+                steps=[step for step, _ in kept],
+                values=[value if math.isfinite(value) else None for _, value in kept],
+                num_measured=len(points),
+                num_not_finite=sum(not math.isfinite(value) for _, value in points),
+            )
+    return curves
+
+
+def _steps_of_all(records: Sequence[MetricRecord], names: set[str], max_points: int) -> set[int]:
+    """Return the steps that the sum of some metrics keeps, so the same ones for all of them."""
+    sums = []
+    for record in records:
+        found = [value for name in names if (value := record.get(name)) is not None]
+        sums.append((int(record["step"] or 0), sum(filter(math.isfinite, found))))
+    return {step for step, _ in _thin(sums, max_points)}
+
+
+def _thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:
+    """Keep the lowest and the highest point of equal stretches, so that no spike is lost."""
+    if len(points) <= max_points:
+        return points
+    width = math.ceil(2 * len(points) / max_points)
+    kept = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        if not finite:
+            kept.append(stretch[0])
+            continue
+        ends = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
+        kept.extend(sorted(ends))
+    return kept
+
 
 REPORT_FILE = "report.html"
 

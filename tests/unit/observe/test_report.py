@@ -14,9 +14,9 @@ import pytest
 from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.report.page import render, script_json
+from megadapo.observe.report import page as report
+from megadapo.observe.report.page import judge, read_runs, read_series, render, script_json
 from megadapo.observe.report.responses import MAX_COLUMNS, SavedRun, read_responses
-from megadapo.observe.report.runs import MAX_CELLS, Verdict, judge, read_runs, read_series
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
@@ -137,7 +137,7 @@ def test_metrics_are_optional_and_unknown_ones_are_kept():
     assert curves["reward/shaped_mean"].values == [0.5, None]
 
 
-def verdict(records: list[MetricRecord], bounds: dict[str, object], key: str) -> Verdict:
+def verdict(records: list[MetricRecord], bounds: dict[str, object], key: str) -> report.Verdict:
     return next(found for found in judge(records, bounds) if found.key == key)
 
 
@@ -149,7 +149,7 @@ def test_oracles_show_the_worst_step_and_one_broken_step_among_many():
     records = [gap(step, 2e-5 if step == 700 else 1e-6) for step in range(1, 1001)]
     found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
     assert (found.status, found.worst, found.worst_step) == ("broken", "2e-5", 700)
-    assert found.cells.count(0) == 1 and len(found.cells) == MAX_CELLS
+    assert found.cells.count(0) == 1 and len(found.cells) == report.MAX_CELLS
     assert verdict(records, {"logprob_abs_max": 2e-5}, "logprob_abs_max").status == "held"
     assert verdict(records, {}, "logprob_abs_max").status == "no bound"
 
