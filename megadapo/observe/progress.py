@@ -113,19 +113,11 @@ class RunDisplay(logging.Handler):
     While it is open, the package's log records go to `log.txt`, warnings also to the console.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_steps: int,
-        title: str = "megadapo",
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, num_steps: int, console: Console | None = None) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
         self._num_steps = num_steps
-        self._title = title
         self._log = folder / LOG_FILE
         self._records: list[MetricRecord] = []
         self._evaluations: list[EvaluationRecord] = []
@@ -242,7 +234,7 @@ class RunDisplay(logging.Handler):
             Text(f"{self._phase} {since:.0f} s   {tokens}   ETA {clock(self.eta_s())}"),
         )
         curves = curve_table(self._records, self._evaluations)
-        return Panel(Group(bar, curves), title=self._title, border_style="cyan")
+        return Panel(Group(bar, curves), title="megadapo", border_style="cyan")
 
 
 def expected_s(records: Sequence[MetricRecord], num_steps: int) -> float | None:

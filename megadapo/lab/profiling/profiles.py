@@ -43,6 +43,8 @@ _LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}
 """Size in bytes, larger than any cache."""
 _WRITE_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_")
 """Operators that do not read their first tensor."""
+_NUM_SHOWN = 25
+"""Number of kernels that a table lists by name."""
 _LOOKUPS = ("aten::index_select", "aten::gather", "aten::embedding", "aten::index")
 """Operators that read only the returned part of their first tensor."""
 
@@ -76,17 +78,15 @@ class KernelTime:
     """Larger share of the two rates' limits; above 1 if data stays in a cache."""
 
 
-def measure_roofline(
-    device: torch.device, dtype: torch.dtype, *, size: int = 0, repeats: int = 5
-) -> Roofline:
-    """Time large products and copies, best of a few; `size` 0 selects it by device."""
-    size = size or _LARGE_PRODUCT[device.type]
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Time large products and copies, best of a few."""
+    size = _LARGE_PRODUCT[device.type]
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     source = torch.zeros(_LARGE_COPY[device.type] // 4, device=device)
     copy = torch.empty_like(source)
-    product_ms = min(time_once(lambda: torch.mm(a, b), device) for _ in range(repeats + 1))
-    copy_ms = min(time_once(lambda: copy.copy_(source), device) for _ in range(repeats + 1))
+    product_ms = min(time_once(lambda: torch.mm(a, b), device) for _ in range(6))
+    copy_ms = min(time_once(lambda: copy.copy_(source), device) for _ in range(6))
     card = card_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Roofline(
         tflops=2e-9 * size**3 / product_ms,
@@ -165,12 +165,12 @@ def _row(
     )
 
 
-def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int = 25) -> str:
+def format_profile(rows: Sequence[KernelTime], roofline: Roofline) -> str:
     """Return the slowest kernels as text, below the roofline."""
     tflops = _with_sheet(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
     gb_per_s = _with_sheet(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
     lines = []
-    for row in rows[:limit]:
+    for row in rows[:_NUM_SHOWN]:
         rates = (
             (row.share, ".1%"),
             (row.tflops, ".3f"),
@@ -179,7 +179,7 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
         )
         cells = [formatted(*rate) for rate in rates]
         lines.append([row.name[:43], str(row.calls), f"{row.total_ms:.2f}", *cells])
-    if left := sum(row.total_ms for row in rows[limit:] if row.share is not None):
+    if left := sum(row.total_ms for row in rows[_NUM_SHOWN:] if row.share is not None):
         lines.append(["everything else", "", f"{left:.2f}", *[""] * 4])
     return TextTable(
         title=f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",

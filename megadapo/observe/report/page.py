@@ -90,11 +90,6 @@ def _read_run(folder: Path, name: str) -> RunView:
         key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
         for key, value in leaves(run.config)
     }
-    bounds = {
-        key.removeprefix("oracles."): value
-        for key, value in config.items()
-        if key.startswith("oracles.")
-    }
     last_step, wanted = int(records[-1]["step"] or 0), config.get("run.num_steps")
     of_all = "" if wanted is None else f" of {wanted}"
     return RunView(
@@ -110,7 +105,7 @@ def _read_run(folder: Path, name: str) -> RunView:
         series=read_series(records),
         # curves of accuracy; the score of others is a metric
         evaluations=[one for one in evaluations if one.accuracy is not None],
-        verdicts=judge(records, bounds),
+        verdicts=judge(records, run.config.get("oracles", {})),
         config=config,
     )
 
@@ -172,17 +167,13 @@ class Verdict:
     meaning: str
 
 
-def judge(records: Sequence[MetricRecord], bounds: Mapping[str, object]) -> list[Verdict]:
+def judge(records: Sequence[MetricRecord], bounds: Mapping[str, float | None]) -> list[Verdict]:
     """Compare the steps of a run with the `oracles` of its configuration."""
     verdicts = [
-        _judge_metric(records, _bound(bounds.get(key)), key, metric, meaning)
+        _judge_metric(records, bounds.get(key), key, metric, meaning)
         for key, metric, meaning in BOUNDED
     ]
     return [*verdicts, _judge_skipped(records)]
-
-
-def _bound(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _judge_metric(
@@ -268,14 +259,12 @@ class Series:
     num_not_finite: int
 
 
-def read_series(
-    records: Sequence[MetricRecord], *, max_points: int = MAX_POINTS
-) -> dict[str, Series]:
+def read_series(records: Sequence[MetricRecord]) -> dict[str, Series]:
     """Return every metric that was measured at least once, by name in the order of the records."""
     names = dict.fromkeys(name for record in records for name in record)
     # drawn on top of each other: each curve needs a value at every step of the others
     stacked = {"time/step_s", *(name for part in PHASES.values() for name in part)}
-    common = _steps_of_all(records, stacked, max_points)
+    common = _steps_of_all(records, stacked)
     curves = {}
     for name in names:
         points = [
@@ -285,7 +274,7 @@ def read_series(
         ]
         if points and name not in NOT_CURVES:
             at_common = [point for point in points if point[0] in common]
-            kept = at_common if name in stacked else _thin(points, max_points)
+            kept = at_common if name in stacked else _thin(points)
             curves[name] = Series(
                 steps=[step for step, _ in kept],
                 values=[value if math.isfinite(value) else None for _, value in kept],
@@ -295,20 +284,20 @@ def read_series(
     return curves
 
 
-def _steps_of_all(records: Sequence[MetricRecord], names: set[str], max_points: int) -> set[int]:
+def _steps_of_all(records: Sequence[MetricRecord], names: set[str]) -> set[int]:
     """Return the steps that the sum of some metrics keeps, so the same ones for all of them."""
     sums = []
     for record in records:
         found = [value for name in names if (value := record.get(name)) is not None]
         sums.append((int(record["step"] or 0), sum(filter(math.isfinite, found))))
-    return {step for step, _ in _thin(sums, max_points)}
+    return {step for step, _ in _thin(sums)}
 
 
-def _thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:
+def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Keep the lowest and the highest point of equal stretches, so that no spike is lost."""
-    if len(points) <= max_points:
+    if len(points) <= MAX_POINTS:
         return points
-    width = math.ceil(2 * len(points) / max_points)
+    width = math.ceil(2 * len(points) / MAX_POINTS)
     kept = []
     for start in range(0, len(points), width):
         stretch = points[start : start + width]

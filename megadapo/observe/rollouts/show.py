@@ -7,6 +7,7 @@ clear the screen or change the direction of text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,11 @@ def show_step(
     """
     run = RunRecords(run_folder)
     step = run.step_with_groups(step)
-    lines = _render_step(step, run.groups(step), wanted, limit)
-    if not console.is_terminal:
-        for line in lines:
-            console.print(line)
-        return
-    with console.pager(styles=True):
-        for line in lines:
+    pager: AbstractContextManager[object] = nullcontext()
+    if console.is_terminal:
+        pager = console.pager(styles=True)
+    with pager:
+        for line in _render_step(step, run.groups(step), wanted, limit):
             console.print(line)
 
 

@@ -46,27 +46,16 @@ def is_supervised() -> bool:
 class EventHook:
     """Calls a command for each event. Its failures are one warning."""
 
-    def __init__(
-        self,
-        command: str | None,
-        folder: Path,
-        *,
-        warn: Callable[[str], None],
-        command_s: float = COMMAND_S,
-        finish_s: float = FINISH_S,
-    ) -> None:
+    def __init__(self, command: str | None, folder: Path, *, warn: Callable[[str], None]) -> None:
         """
         Args:
             command: words as in a shell, started without one; None for no calls.
             folder: the run's folder.
             warn: shows a line to the user.
-            command_s: seconds after which a command is killed.
-            finish_s: most seconds that `finish` takes.
         """
         self._words = [] if command is None else shlex.split(command)
         self._folder = folder.absolute()
         self._warn = warn
-        self._command_s, self._finish_s = command_s, finish_s
         self._warned = False
         self._changed = threading.Condition()
         self._waiting: list[tuple[Event, bytes]] = []
@@ -105,13 +94,13 @@ class EventHook:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until the command has been called for all events, for at most `finish_s`."""
+        """Wait until the command has been called for all events, for at most `FINISH_S`."""
         with self._changed:
-            thread, self._finish_by = self._thread, time.monotonic() + self._finish_s
+            thread, self._finish_by = self._thread, time.monotonic() + FINISH_S
             self._changed.notify_all()
         if thread is not None:
             # a moment more, because the thread itself keeps the time
-            thread.join(self._finish_s + 1.0)
+            thread.join(FINISH_S + 1.0)
         self._finish_by = None
 
     def _call_all(self) -> None:
@@ -122,7 +111,7 @@ class EventHook:
                     self._thread = None
                     return
                 event, text = self._waiting.pop(0)
-                limit_s = self._command_s
+                limit_s = COMMAND_S
                 if self._finish_by is not None:
                     limit_s = min(limit_s, self._finish_by - time.monotonic())
             try:
@@ -140,7 +129,7 @@ class EventHook:
     def _call(self, text: bytes, limit_s: float, output: BinaryIO) -> str | None:
         """Run the command once; return why it failed, or None."""
         if limit_s <= 0:
-            return f"it was too slow to be called within {self._finish_s:g} s of the run's end"
+            return f"it was too slow to be called within {FINISH_S:g} s of the run's end"
         command = subprocess.Popen(
             self._words,
             stdin=subprocess.PIPE,

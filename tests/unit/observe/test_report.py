@@ -104,12 +104,12 @@ def test_thinned_curve_keeps_every_spike_and_counts_what_is_not_finite():
         {"step": step, "policy_version": step, "policy/loss": value}
         for step, value in enumerate(values, start=1)
     ]
-    curves = read_series(records, max_points=200)
+    curves = read_series(records)
     assert list(curves) == ["policy/loss"]
     curve = curves["policy/loss"]
     points = dict(zip(curve.steps, curve.values, strict=True))
     assert points[1235] == 99.0 and points[4322] == -99.0
-    assert len(points) <= 200 and curve.steps == sorted(curve.steps)
+    assert len(points) <= report.MAX_POINTS and curve.steps == sorted(curve.steps)
     assert (curve.num_measured, curve.num_not_finite) == (5000, 1)
 
 

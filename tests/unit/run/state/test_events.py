@@ -145,11 +145,12 @@ def test_failures_are_one_warning(tmp_path, script, body, problem, capfd):
     assert "at the event 'start'; further failures are not shown" in log and problem in log
 
 
-def test_hanging_command_is_killed_with_its_children(tmp_path, script):
+def test_hanging_command_is_killed_with_its_children(tmp_path, script, monkeypatch):
     """A hook that waits for a server that is away would stay behind, one for each event."""
     command, out = script(f'sleep 600 & echo $! >> "{tmp_path}/pids"; wait')
     warnings = []
-    hook = EventHook(command, tmp_path, warn=warnings.append, command_s=0.3)
+    monkeypatch.setattr("megadapo.run.state.events.COMMAND_S", 0.3)
+    hook = EventHook(command, tmp_path, warn=warnings.append)
     began = time.monotonic()
     for event in ("start", "save"):
         hook.send(event, None)
@@ -172,10 +173,13 @@ def test_background_of_a_command_ends_with_it(tmp_path, script):
     wait_until(lambda: not is_running(pid), timeout_s=10)
 
 
-def test_slow_command_gets_the_newest_step_and_delays_the_end_by_a_bound(tmp_path, script):
+def test_slow_command_gets_the_newest_step_and_delays_the_end_by_a_bound(
+    tmp_path, script, monkeypatch
+):
     command, out = script('cat >> "$out"; sleep 0.4')
     warnings = []
-    hook = EventHook(command, tmp_path, warn=warnings.append, finish_s=2.0)
+    monkeypatch.setattr("megadapo.run.state.events.FINISH_S", 2.0)
+    hook = EventHook(command, tmp_path, warn=warnings.append)
     hook.send("start", None)
     wait_until(lambda: names(out) == ["start"])
     for step in range(100):
@@ -198,7 +202,7 @@ def test_large_event_does_not_wait_for_a_command_that_reads_nothing(tmp_path, sc
     """A full pipe would block the thread, and the end of the run with it."""
     command, out = script("exit 0")
     warnings = []
-    hook = EventHook(command, tmp_path, warn=warnings.append, command_s=5)
+    hook = EventHook(command, tmp_path, warn=warnings.append)
     hook.send("oracle", None, reason="x" * 10_000_000)
     began = time.monotonic()
     hook.finish()
