@@ -320,12 +320,12 @@ def results_table(results: Sequence[StepMeasures], title: str) -> str:
 
 def fit_table(fit: RunFit) -> str:
     """Return measured and predicted rollout times, one row per step."""
+    numbers = zip(fit.steps, fit.measured, fit.predicted, strict=True)
     rows = [
         [str(step), f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured:.2f}"]
-        for step, measured, predicted in zip(fit.steps, fit.measured, fit.predicted, strict=True)
+        + ["fitted" if place < fit.num_fitted else "predicted"]
+        for place, (step, measured, predicted) in enumerate(numbers)
     ]
-    for number, row in enumerate(rows):
-        row.append("fitted" if number < fit.num_fitted else "predicted")
     title = (
         f"rollout: speed fitted to {fit.num_fitted} steps, "
         f"{len(fit.steps) - fit.num_fitted} predicted"

@@ -76,9 +76,7 @@ def run_lengths(folder: Path) -> Lengths:
     groups = [list(group.group.lengths) for group in run.all_groups()]
     if groups and len(groups) >= 0.9 * num_sampled:
         return EmpiricalLengths([length for group in groups for length in group])
-    if run.steps:
-        return step_lengths(run.steps[-1])
-    raise DataError(f"{folder}: neither saved rollouts nor metrics: not the folder of a run")
+    return step_lengths(run.need_steps()[-1])
 
 
 def step_lengths(record: MetricRecord) -> Lengths:

@@ -110,7 +110,7 @@ def test_bad_lengths_file_is_named(tmp_path, text):
         read_lengths(file)
     with pytest.raises(DataError, match="missing"):
         read_lengths(tmp_path / "missing")
-    with pytest.raises(DataError, match="not the folder of a run"):
+    with pytest.raises(DataError, match="no steps are recorded"):
         read_lengths(tmp_path)
 
 
