@@ -250,15 +250,18 @@ def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[Evaluatio
     """Return the curves of a run, one a row: label, curve, newest value, oldest value."""
     table = Table.grid(padding=(0, 2))
     is_supervised = bool(records) and not has_rollouts(records[-1])
-    for label, name, form in _CURVES_WITHOUT_ROLLOUTS if is_supervised else _CURVES:
-        values = [v for r in records if (v := r.get(name)) is not None]
-        table.add_row(*_curve_cells(label, values, form))
-    if is_supervised:
-        return table
-    label, curve, now, change = _curve_cells("held-out", [e.mean for e in evaluations], ".3f")
-    if evaluations:
-        now = f"{now} ± {evaluations[-1].standard_error:.3f}"
-    table.add_row(label, curve, now, change)
+    rows = [
+        (label, [v for r in records if (v := r.get(name)) is not None], form)
+        for label, name, form in (_CURVES_WITHOUT_ROLLOUTS if is_supervised else _CURVES)
+    ]
+    if not is_supervised:
+        rows.append(("held-out", [e.mean for e in evaluations], ".3f"))
+    for label, values, form in rows:
+        now = formatted(values[-1] if values else None, form)
+        if label == "held-out" and evaluations:
+            now = f"{now} ± {evaluations[-1].standard_error:.3f}"
+        change = f"from {values[0]:{form}}" if len(values) > 1 else ""
+        table.add_row(label, sparkline(values), now, change)
     return table
 
 
@@ -274,13 +277,6 @@ def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
     low, high = min(finite), max(finite)
     span = (high - low) or 1.0
     return "".join(_BARS[1 + round((v - low) / span * (len(_BARS) - 2))] for v in finite)
-
-
-def _curve_cells(label: str, values: list[int | float], form: str) -> tuple[str, str, str, str]:
-    if not values:
-        return label, "", "-", ""
-    change = f"from {values[0]:{form}}" if len(values) > 1 else ""
-    return label, sparkline(values), format(values[-1], form), change
 
 
 def clock(seconds: float | None) -> str:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megadapo.lab.ablation.rows import Ablation
-    from megadapo.lab.ablation.runner import RunFailure
 
 FOLDER = Path("runs") / "ablations"
 """Parent of the ablations' folders, which are named like their rows files."""
@@ -50,6 +44,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from megadapo.lab.ablation.report import ablation_tables, collect, write_reports
     from megadapo.lab.ablation.rows import Ablation
     from megadapo.lab.ablation.runner import AblationRunner
 
@@ -64,26 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
         overrides=arguments.overrides,
     )
     console = Console()
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if arguments.dry_run:
         for each in ablation.runs:
-            _print_line(console, f"{each.name}: {each.state()}, {each.folder}")
+            show(f"{each.name}: {each.state()}, {each.folder}")
         return 0
-    runner = AblationRunner(jobs=arguments.jobs, show=lambda text: _print_line(console, text))
-    return report(ablation, runner.train(ablation.runs), console)
-
-
-def report(ablation: Ablation, failures: list[RunFailure], console: Console) -> int:
-    """Print and write an ablation's results; return 1 if a run failed."""
-    from megadapo.lab.ablation.report import ablation_tables, collect, write_reports
-
-    result = collect(ablation, failures)
+    runner = AblationRunner(jobs=arguments.jobs, show=show)
+    result = collect(ablation, runner.train(ablation.runs))
     tables = ablation_tables(result)
     for table in tables:
         print(table.text(console.width), end="\n\n")
     for path in write_reports(result, tables):
-        _print_line(console, str(path))
-    return 1 if failures else 0
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show(str(path))
+    return 1 if result.failures else 0

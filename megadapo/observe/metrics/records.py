@@ -136,14 +136,9 @@ class MetricsLog:
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Write one evaluation; it replaces an evaluation of the same step."""
         _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
-        values = asdict(evaluation)
-        pass_at, sets = values.pop("pass_at"), values.pop("sets")
-        entry: dict[str, Any] = {name: _number(value) for name, value in values.items()}
-        entry["pass_at"] = pass_at
-        if sets:
-            entry["sets"] = {
-                name: {k: _number(v) for k, v in own.items()} for name, own in sets.items()
-            }
+        entry = _number(asdict(evaluation))
+        if not evaluation.sets:
+            del entry["sets"]
         append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:
@@ -203,10 +198,12 @@ def has_rollouts(record: MetricRecord) -> bool:
     )
 
 
-def _number(value: object) -> int | float | None:
-    """Return a plain int, float or None, also for numpy scalars."""
+def _number(value: object) -> Any:
+    """Return a plain int, float or None, also for numpy scalars; a table of them as a table."""
     if value is None:
         return None
+    if isinstance(value, dict):
+        return {name: _number(one) for name, one in value.items()}
     if isinstance(value, numbers.Integral):
         return int(value)
     assert isinstance(value, numbers.Real), f"a metric must be a number, not {value!r}"
