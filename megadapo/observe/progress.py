@@ -24,7 +24,7 @@ from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
 from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord, has_rollouts, mean_of
 from megadapo.observe.run_records import LOG_FILE
-from megadapo.observe.tables import discard_output, formatted, printable
+from megadapo.observe.tables import discard_output, formatted, printable, stretches
 
 LINE_FIELDS = (
     ("accuracy", "accuracy/mean", ".4f"),
@@ -268,12 +268,9 @@ def curve_table(records: Sequence[MetricRecord], evaluations: Sequence[Evaluatio
 def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
     """Return the values as block characters from their lowest to their highest, oldest first."""
     finite = [v for v in values if v == v and abs(v) != float("inf")]
-    if len(finite) > width:
-        edges = [round(i * len(finite) / width) for i in range(width + 1)]
-        pieces = [finite[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-        finite = [sum(piece) / len(piece) for piece in pieces]
     if not finite:
         return ""
+    finite = [sum(piece) / len(piece) for piece in stretches(finite, width)]
     low, high = min(finite), max(finite)
     span = (high - low) or 1.0
     return "".join(_BARS[1 + round((v - low) / span * (len(_BARS) - 2))] for v in finite)

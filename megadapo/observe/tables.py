@@ -8,7 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
+from itertools import pairwise
+from typing import IO, TypeVar
+
+T = TypeVar("T")
 
 GAP = "  "
 
@@ -42,6 +45,13 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     return ", ".join("-".join(map(str, ends)) for ends in found)
+
+
+def stretches(values: Sequence[T], limit: int) -> list[Sequence[T]]:
+    """Return the values in at most `limit` stretches of nearly equal lengths."""
+    number = min(len(values), limit)
+    edges = [round(i * len(values) / number) for i in range(number + 1)] if values else []
+    return [values[start:end] for start, end in pairwise(edges)]
 
 
 def print_error(text: str) -> None:

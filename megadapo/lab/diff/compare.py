@@ -17,11 +17,7 @@ from megadapo.errors import DataError
 from megadapo.lab.diff.difference import Difference, Phase, Row, differing_rows, row
 from megadapo.lab.diff.groups import StepGroups
 from megadapo.observe.metrics.names import is_repeated
-from megadapo.observe.metrics.records import (
-    EvaluationRecord,
-    MetricRecord,
-    has_rollouts,
-)
+from megadapo.observe.metrics.records import MetricRecord, has_rollouts
 from megadapo.observe.oracles import FIRST_RATIO
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords, leaves
@@ -164,10 +160,6 @@ class ComparedRun(RunRecords):
     @cached_property
     def metrics(self) -> dict[int, MetricRecord]:
         return {int(record["step"] or 0): record for record in self.steps}
-
-    @cached_property
-    def evaluation_of(self) -> dict[int, EvaluationRecord]:
-        return {evaluation.step: evaluation for evaluation in self.evaluations}
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
@@ -369,7 +361,10 @@ class RunComparison:
         yield from compare_checkpoints(step, (a, b), (before[0], before[1]))
 
     def _evaluation(self, step: int) -> Iterator[Difference]:
-        a, b = (run.evaluation_of.get(step) for run in (self.a, self.b))
+        a, b = (
+            next((one for one in run.evaluations if one.step == step), None)
+            for run in (self.a, self.b)
+        )
         if (a is None) != (b is None):
             self._gap(f"the evaluation: only {'A' if b is None else 'B'} has one", step)
         if a is None or b is None:

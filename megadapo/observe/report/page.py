@@ -28,7 +28,7 @@ from megadapo.observe.panels import HELD_OUT, NOT_CURVES, PHASES, sections_with_
 from megadapo.observe.report.responses import MAX_BYTES, GroupEntry, SavedRun, read_responses
 from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.summary import before_after, costs
-from megadapo.observe.tables import TextTable, formatted
+from megadapo.observe.tables import TextTable, formatted, stretches
 
 Flat: TypeAlias = dict[str, str | int | float | bool | None]
 
@@ -234,13 +234,7 @@ def _status(bound: float | None, states: Sequence[int]) -> Status:
 
 def _cells(states: list[int]) -> list[int]:
     """Return stretches of steps; one broken step breaks its stretch."""
-    num_cells = min(len(states), MAX_CELLS)
-    edges = [round(i * len(states) / num_cells) for i in range(num_cells + 1)] if states else []
-    cells = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        stretch = states[start:end]
-        cells.append(0 if 0 in stretch else max(stretch))
-    return cells
+    return [0 if 0 in stretch else max(stretch) for stretch in stretches(states, MAX_CELLS)]
 
 
 MAX_POINTS = 2000
