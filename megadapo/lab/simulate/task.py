@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -204,21 +205,14 @@ class Task:
         )
 
 
-class _TaskTokenizer:
-    """A stand-in for a tokenizer: the first token of a prompt is its number."""
-
-    chat_template = None
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._rest = [0] * (prompt_tokens - 1)
-
-    def encode(self, text: str) -> list[int]:
-        return [int(text), *self._rest]
-
-
 def task_tokenizer(settings: TaskSettings) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of a task's prompts; the sampler calls only `encode`."""
-    return cast("PreTrainedTokenizerBase", _TaskTokenizer(settings.prompt_tokens))
+    """Return a tokenizer of a task's prompts, whose first token is the prompt's number.
+
+    The sampler calls only `encode`.
+    """
+    rest = [0] * (settings.prompt_tokens - 1)
+    stand_in = SimpleNamespace(chat_template=None, encode=lambda text: [int(text), *rest])
+    return cast("PreTrainedTokenizerBase", stand_in)
 
 
 class TaskVerifier:
