@@ -54,6 +54,15 @@ class EnvironmentProcess(WorkerProcess):
             state = await self.call("cancel", TimeLimit(PING_S), **cancelled)
             self.num_stuck += state["is_stuck"]
 
+    async def release(self, number: int) -> None:
+        """Close an object and free its place; a failure of `close` is ignored."""
+        self.objects.discard(number)
+        with suppress(CallError):
+            limit = TimeLimit(self._program.settings["timeout_s"])
+            await self.call("close", limit, object=number)
+        if self.num_stuck >= MAX_STUCK and not self.objects:
+            await self.end("was replaced")
+
 
 def _program(config: EnvironmentConfig, log_path: Path | None) -> Program:
     variables = {name: os.environ[name] for name in config.variables if name in os.environ}
@@ -95,41 +104,6 @@ class EnvironmentDescription:
     """Frame of texts within the model's turn; see `Environment.output`."""
     uses_tokens: bool = False
     """Whether tasks and actions have token ids."""
-
-
-class EnvironmentSlot:
-    """A slot of a worker process, which one object of the environment has until it is released."""
-
-    def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
-        self._process, self._number, self._timeout_s = process, number, timeout_s
-        process.objects.add(number)
-        self.seconds = 0.0
-        """Time of the last call."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process still runs."""
-        return self._process.is_alive
-
-    async def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of the object; raises what `EnvironmentProcess.call` raises."""
-        async with self._process.slots:
-            start = time.monotonic()
-            try:
-                limit = TimeLimit(self._timeout_s)
-                return await self._process.call(name, limit, object=self._number, **arguments)
-            finally:
-                self.seconds = time.monotonic() - start
-
-    async def release(self) -> None:
-        """Close the object and free its slot; a failure of `close` is ignored."""
-        if self._number not in self._process.objects:
-            return
-        self._process.objects.discard(self._number)
-        with suppress(CallError):
-            await self._process.call("close", TimeLimit(self._timeout_s), object=self._number)
-        if self._process.num_stuck >= MAX_STUCK and not self._process.objects:
-            await self._process.end("was replaced")
 
 
 class EnvironmentProcesses:
@@ -177,8 +151,8 @@ class EnvironmentProcesses:
             described["uses_tokens"],
         )
 
-    async def new_slot(self) -> EnvironmentSlot:
-        """Return a slot for a new object, in the process with the fewest."""
+    async def new_object(self) -> tuple[EnvironmentProcess, int]:
+        """Return the process with the fewest objects, and the number of a new one in it."""
         # the others play while one cannot be started
         without_process = math.inf if time.monotonic() < self._next_start else 0
 
@@ -188,7 +162,8 @@ class EnvironmentProcesses:
 
         process = await self._process(min(range(len(self._places)), key=load))
         self._num_objects += 1
-        return EnvironmentSlot(process, self._num_objects, self._config.timeout_s)
+        process.objects.add(self._num_objects)
+        return process, self._num_objects
 
     async def stop(self) -> None:
         """Kill all processes."""

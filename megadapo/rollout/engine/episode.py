@@ -1,4 +1,4 @@
-"""The environment of a response, as an engine sees it: turns become actions, observations tokens.
+"""Responses whose turns an environment answers, as an engine sees them: one request per turn.
 
 The host of the environments is an actor beside the driver. Imports vLLM, whose parsers read calls
 of tools; only engine.py does so, inside the actor.
@@ -6,13 +6,14 @@ of tools; only engine.py does so, inside the actor.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -23,9 +24,18 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.tool_parsers import ToolParserManager
 
-from megadapo.data.group import Response, decode_response, encode_response
+from megadapo.data.group import (
+    CUT_MESSAGES,
+    NO_VERSION,
+    Failure,
+    Response,
+    Turn,
+    decode_response,
+    encode_response,
+)
 from megadapo.environments.environment import Action, Observation, ToolCall
 from megadapo.errors import ConfigError, DataError
+from megadapo.rollout.engine.in_flight import InFlightResponse, Segment
 from megadapo.rollout.types import EpisodeRequest, Opened, Outcome, SampledTurn
 from megadapo.tokens.chat import output_ids
 from megadapo.tokens.turns import Turns
@@ -33,16 +43,16 @@ from megadapo.tokens.turns import Turns
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 """Levels of a call's arguments; with hundreds, copies of them exceed Python's stack."""
 
 
-class EpisodeClient:
-    """The host of the environments, and what its answers need of the tokenizer."""
+class EpisodeTexts:
+    """The tokenizer's part of episodes: turns become actions, observations tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, actor: ActorHandle[Any]) -> None:
-        self.actor = actor
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._parsers: dict[int, Any] = {}
 
@@ -174,80 +184,6 @@ def _readable(tools: Sequence[Mapping[str, Any]]) -> list[ChatCompletionToolsPar
     return found
 
 
-class RemoteEpisode:
-    """The episode of one response.
-
-    It is known by its seed and the policy version that began it, so an engine that gets a stopped
-    response, or one of an engine that died, continues the same episode.
-    """
-
-    def __init__(
-        self,
-        client: EpisodeClient,
-        request: EpisodeRequest,
-        prompt_ids: Sequence[int],
-        seed: int,
-        version: int,
-        parent_seed: int | None = None,
-    ) -> None:
-        """`parent_seed`: of the response that it branches off."""
-        self.request = request
-        self._task = request.task
-        if request.uses_tokens:
-            self._task = replace(request.task, prompt_ids=tuple(prompt_ids))
-        self._client = client
-        self._name = f"{version}-{seed}"
-        self._parent = None if parent_seed is None else f"{version}-{parent_seed}"
-
-    async def open(self, response: Response, stop_ids: Collection[int]) -> Opened:
-        """Begin the episode, or bring it to where the response is.
-
-        `stop_ids`: tokens that end a turn, which are not part of its action.
-        """
-        actions = []
-        for action in response.actions:
-            ids, logprobs = response.token_ids[action].tolist(), response.logprobs[action]
-            actions.append(self._action(ids, len(ids) - (ids[-1] in stop_ids), logprobs))
-        digests = [_digest(response.token_ids[action]) for action in response.actions]
-        opened: Opened = await self._client.actor.open.remote(
-            *(self._name, self.request.environment, self._task),
-            *(digests, self._parent, actions),
-        )
-        return opened
-
-    async def step(self, turn: int, sampled: Response, end: int) -> Outcome:
-        """Give the environment a turn of the model, and return its answer.
-
-        Args:
-            turn: number of the turn, from 0.
-            sampled: the turn's tokens.
-            end: number of these tokens before the one that ends the turn.
-        """
-        taken = SampledTurn(
-            digest=_digest(sampled.token_ids),
-            sampled=json.dumps(encode_response(sampled)).encode(),
-            action=self._action(sampled.token_ids.tolist(), end, sampled.logprobs),
-        )
-        outcome: Outcome = await self._client.actor.step.remote(self._name, turn, taken)
-        return outcome
-
-    def _action(self, ids: list[int], end: int, logprobs: np.ndarray) -> Action:
-        action = self._client.action(ids[:end], self.request)
-        if not self.request.uses_tokens:
-            return action
-        return replace(action, token_ids=tuple(ids), logprobs=tuple(logprobs.tolist()))
-
-    def close(self) -> None:
-        """Tell the host that the episode has ended or is not wanted; does not wait."""
-        self._client.actor.close.remote([self._name])
-
-    def observation_ids(
-        self, observation: Observation, turn_ids: Sequence[int]
-    ) -> tuple[list[int], int]:
-        """Return what `EpisodeClient.observation_ids` does."""
-        return self._client.observation_ids(observation, turn_ids, self.request)
-
-
 def _tool_call(name: str, arguments: str) -> ToolCall:
     """Return a call whose name and arguments every environment can encode.
 
@@ -271,9 +207,261 @@ def _tool_call(name: str, arguments: str) -> ToolCall:
     return ToolCall(name=name, arguments=read)
 
 
-def sampled_of(recorded: bytes) -> Response:
-    """Return the tokens of a turn that the host has recorded."""
-    return decode_response(json.loads(recorded))
+class EpisodeResponse(InFlightResponse):
+    """A response in flight that is an episode of an environment.
+
+    While its environment works, it has no request, and so no slot of the engine.
+    """
+
+    def __init__(
+        self, *arguments: Any, host: ActorHandle[Any], texts: EpisodeTexts, **options: Any
+    ) -> None:
+        """Add the host of the environments to the arguments of `InFlightResponse`."""
+        super().__init__(*arguments, **options)
+        self._host, self._texts = host, texts
+        self._name: str | None = None
+        """Name of the open episode; None: it is not open."""
+
+    async def submit(self) -> None:
+        """Submit the rest of the response, if its episode is open."""
+        if self._name is not None:
+            await super().submit()
+
+    async def finish(self) -> None:
+        """Play the episode until it has ended or the response is stopped."""
+        if self._finish_reason == "unfinished" and not self.is_stopped:
+            await self._open()
+            await self.submit()
+        await super().finish()
+        # a response without an action starts again, under another policy version
+        has_ended = self._finish_reason != "unfinished" or not self.response().is_sampled.any()
+        if has_ended and not self._group.request.settings.branching.is_on:
+            self.drop()
+
+    def drop(self) -> None:
+        """End the episode of a response that is not wanted any more."""
+        if self._name is not None:
+            self._host.close.remote([self._name])
+            self._name = None
+
+    async def _after_output(self) -> None:
+        # the end of a turn is not the end of the response
+        if self._finish_reason != "stop" or not self._may_act:
+            return
+        self._finish_reason = "unfinished"
+        by_rest = isinstance(self._stop_reason, str) and self._stop_reason not in self._request.stop
+        if not by_rest or self._ends_turn(self._turn_ids):
+            await self._ask()
+        elif self._num_left_of_turn(self._token_ids) == 0:
+            self._finish_reason = "length"
+
+    @property
+    def _request(self) -> EpisodeRequest:
+        request = self._group.request.episode
+        assert request is not None
+        return request
+
+    @property
+    def _ends(self) -> set[int]:
+        """Tokens that end a turn."""
+        return {*self._group.request.settings.stop_ids, self._group.tokenizer.eos_token_id}
+
+    @property
+    def _num_calls(self) -> int:
+        return sum(turn.is_call for turn in self._turns)
+
+    @property
+    def _may_act(self) -> bool:
+        """Whether the environment may be given another action."""
+        return self._num_calls < self._request.max_turns
+
+    @property
+    def _stop_texts(self) -> Sequence[str]:
+        """Texts that end a turn, and the rest of one that the response was stopped in.
+
+        A rest may occur elsewhere too; the response then continues.
+        """
+        stop = self._request.stop
+        if not self._may_act or not stop:
+            return ()
+        text = cast(str, self._group.tokenizer.decode(self._turn_ids))
+        rests = [one[n:] for one in stop for n in range(1, len(one)) if text.endswith(one[:n])]
+        return [*stop, *rests]
+
+    @property
+    def _turn_ids(self) -> list[int]:
+        """The tokens of the current turn so far."""
+        return self._token_ids[self._turns[-1].end if self._turns else 0 :]
+
+    def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
+        num_left, limit = self._num_left(token_ids), self._request.max_turn_tokens
+        if limit is None:
+            return num_left
+        start = max((turn.end for turn in self._turns if turn.is_call), default=0)
+        return min(num_left, start + limit - len(token_ids))
+
+    async def _open(self) -> None:
+        """Begin the episode, or bring it to the last turn that was answered before.
+
+        It is known by the seed and the policy version that began it, so an engine that gets a
+        stopped response, or one of an engine that died, continues the same episode.
+        """
+        request, group, before = self._request, self._group.request, self.response()
+        versions = before.policy_versions[before.is_sampled]
+        version = int(versions[0]) if len(versions) else self._group.policy_version
+        parent = None
+        if self._branch is not None:
+            parent = f"{version}-{group.seeds[self._branch.parent]}"
+        task = request.task
+        if request.uses_tokens:
+            task = replace(task, prompt_ids=group.prompt_ids)
+        turns = [(before.token_ids[turn], before.logprobs[turn]) for turn in before.actions]
+        digests = [_digest(token_ids) for token_ids, _ in turns]
+        actions = [self._action(*turn) for turn in turns]
+        self._name = f"{version}-{self._seed}"
+        opening: Any = self._host.open.remote(
+            self._name, request.environment, task, digests, parent, actions
+        )
+        opened: Opened | None = await self._unless_stopped(opening)
+        if opened is None:
+            return
+        if opened.failure is not None:
+            self._fail(opened.failure)
+            return
+        start = self._turns[-1].end if self._turns else 0
+        current = before.token_ids[start:]
+        if not len(before.token_ids) and opened.observation is not None:
+            self._observe(Outcome(opened.observation, None, 0.0), [])
+        for turn in opened.recorded:
+            # a turn that this response has sampled is requested again instead
+            if len(current) or self._finish_reason != "unfinished":
+                break
+            sampled = decode_response(json.loads(turn.sampled))
+            length = len(self._token_ids) + len(sampled.token_ids)
+            if self._stop_at is not None and length > self._stop_at:
+                break
+            self._segments += _segments(sampled)
+            self._observe(turn.outcome, sampled.token_ids.tolist())
+        if len(current) and self._may_act and self._ends_turn(current.tolist()):
+            await self._ask()
+
+    def _ends_turn(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the tokens of a turn are complete."""
+        if token_ids[-1] in self._ends:
+            return True
+        text = cast(str, self._group.tokenizer.decode(list(token_ids)))
+        return any(one in text for one in self._request.stop)
+
+    async def _ask(self) -> None:
+        """Have the environment answer the turn that has just ended.
+
+        If the response is stopped meanwhile, the host finishes the turn for a later request.
+        """
+        response = self.response()
+        start = self._turns[-1].end if self._turns else 0
+        sampled = Response(
+            token_ids=response.token_ids[start:],
+            logprobs=response.logprobs[start:],
+            finish_reason="unfinished",
+            text="",
+            policy_versions=response.policy_versions[start:],
+        )
+        turn = SampledTurn(
+            digest=_digest(sampled.token_ids),
+            sampled=json.dumps(encode_response(sampled)).encode(),
+            action=self._action(sampled.token_ids, sampled.logprobs),
+        )
+        stepping: Any = self._host.step.remote(self._name, len(response.actions), turn)
+        outcome: Outcome | None = await self._unless_stopped(stepping)
+        if outcome is not None:
+            self._observe(outcome, sampled.token_ids.tolist())
+
+    def _action(self, token_ids: np.ndarray, logprobs: np.ndarray) -> Action:
+        """Return a turn of the model as its environment sees it."""
+        ids: list[int] = token_ids.tolist()
+        # the token that ends the turn is not part of it
+        action = self._texts.action(ids[: len(ids) - (ids[-1] in self._ends)], self._request)
+        if not self._request.uses_tokens:
+            return action
+        return replace(action, token_ids=tuple(ids), logprobs=tuple(logprobs.tolist()))
+
+    def _observe(self, outcome: Outcome, turn_ids: Sequence[int]) -> None:
+        """Append the answer to a turn; end the response if the episode is over."""
+        observation, num_cut = outcome.observation, 0
+        ids: list[int] = []
+        if observation is None:
+            self._fail(outcome.failure or "")
+            return
+        is_call = observation.is_call and not observation.done and bool(turn_ids)
+        num_calls = self._num_calls + is_call
+        is_last = num_calls >= self._request.max_turns and observation.text is None
+        # the model reads nothing after its last turn
+        if not observation.done and not is_last:
+            if self._stop_at is not None and len(self._token_ids) >= self._stop_at:
+                # the run that is repeated was stopped before this answer
+                return
+            if observation.text is not None and {*turn_ids[-1:]} & self._ends:
+                self._fail(
+                    "wrong result: an observation has text, but the model has ended its turn: "
+                    "answer a turn without a text of `stop` with messages, or end the episode"
+                )
+                return
+            try:
+                ids, num_cut = self._texts.observation_ids(observation, turn_ids, self._request)
+                ids = ids[: self._num_left(self._token_ids)]
+            except (ConfigError, DataError) as error:
+                self._fail(f"wrong result: {error}")
+                return
+        self._segments.append(Segment(ids, None, NO_VERSION))
+        end = len(self._token_ids)
+        cut = [(CUT_MESSAGES, float(num_cut))] if num_cut else []
+        self._turns.append(
+            Turn(
+                end=end,
+                reward=observation.reward,
+                seconds=outcome.seconds,
+                is_call=is_call,
+                metrics=(*observation.metrics.items(), *cut),
+            )
+        )
+        self._finish_reason = "unfinished"
+        if observation.done:
+            self._finish_reason = "stop"
+        elif is_last:
+            self._finish_reason = "max_turns"
+        elif self._num_left_of_turn(self._token_ids) == 0:
+            self._finish_reason = "length"
+
+    def _fail(self, reason: str) -> None:
+        """End the response without a score."""
+        self._finish_reason = "failed"
+        self._failure = Failure(self._request.area, reason)
+
+    async def _unless_stopped(self, call: Awaitable[T]) -> T | None:
+        """Wait for a call; None if the response is stopped before it returns."""
+        running = asyncio.ensure_future(call)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        self.is_waiting = True
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        self.is_waiting = False
+        if running.done():
+            stopping.cancel()
+            return running.result()
+        # the host continues; only this wait ends
+        running.cancel()
+        return None
+
+
+def _segments(sampled: Response) -> list[Segment]:
+    """Return the tokens of a recorded turn, a segment for each policy version."""
+    bounds = np.flatnonzero(np.diff(sampled.policy_versions)) + 1
+    parts = zip(
+        np.split(sampled.token_ids, bounds),
+        np.split(sampled.logprobs, bounds),
+        np.split(sampled.policy_versions, bounds),
+        strict=True,
+    )
+    return [Segment(ids.tolist(), logprobs, int(versions[0])) for ids, logprobs, versions in parts]
 
 
 def _digest(token_ids: np.ndarray) -> str:

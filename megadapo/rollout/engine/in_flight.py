@@ -28,7 +28,6 @@ from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Failure, FinishReason, Response, Turn
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig
-from megadapo.rollout.engine.episode import EpisodeClient
 from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
 
 TOP_LOGPROBS = 10
@@ -261,9 +260,8 @@ class InFlightGroup:
     vocab_size: int
     returns_experts: bool
     """Whether the engine returns the experts of each token."""
-    episodes: EpisodeClient | None = None
-    """The host of the environments, if the group has one."""
-    response_type: type[InFlightResponse] = InFlightResponse
+    new_response: Callable[..., InFlightResponse] = InFlightResponse
+    """Makes a response, with the arguments of `InFlightResponse`."""
     responses: list[InFlightResponse] = field(default_factory=list)
     """One response per seed; branches are added later."""
     num_slots: int = field(init=False)
@@ -344,7 +342,7 @@ class InFlightGroup:
     async def _add(self, prefix: Response | None, branch: Branch | None = None) -> None:
         number, request = len(self.responses), self.request
         stop_at = request.stop_at_tokens[number] if request.stop_at_tokens else None
-        response = self.response_type(
+        response = self.new_response(
             self, request.seeds[number], prefix, branch=branch, stop_at=stop_at
         )
         self.responses.append(response)

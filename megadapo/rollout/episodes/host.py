@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,11 +19,11 @@ from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
 from megadapo.environments.processes import (
     EnvironmentDescription,
+    EnvironmentProcess,
     EnvironmentProcesses,
-    EnvironmentSlot,
 )
 from megadapo.errors import ConfigError
-from megadapo.rewards.workers.processes import LOST, CallError
+from megadapo.rewards.workers.processes import LOST, CallError, TimeLimit
 from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
 from megadapo.rollout.types import Opened, Outcome, RecordedTurn, SampledTurn
 
@@ -51,7 +52,12 @@ class Episode:
     ) -> None:
         self._name, self._config, self._processes = name, config, processes
         self._task, self._journal = asdict(task) | {"episode": name}, journal
-        self._slot: EnvironmentSlot | None = None
+        self._process: EnvironmentProcess | None = None
+        """Process of its object; None without an object."""
+        self._number = 0
+        """Number of its object."""
+        self._seconds = 0.0
+        """Time of the last call of the object."""
         self._lock = asyncio.Lock()
         self._closing = asyncio.Event()
         self._failure: str | None = None
@@ -170,7 +176,7 @@ class Episode:
         Raises:
             CallError: that is impossible.
         """
-        if self._slot is not None and self._slot.is_alive:
+        if self._process is not None and self._process.is_alive:
             return
         self._leave()
         turns = len(self.record.turns)
@@ -179,11 +185,11 @@ class Episode:
             raise CallError("interrupted", text)
         attempt, pause_s = 0, FIRST_PAUSE_S
         while True:
-            slot = await self._processes.new_slot()
+            self._process, self._number = await self._processes.new_object()
             try:
-                await self._reset(slot)
+                await self._reset()
             except CallError as error:
-                self._release(slot)
+                self._leave()
                 if error.cause in _OUTAGES and pause_s <= LONGEST_PAUSE_S:
                     await self._pause(pause_s, error)
                     pause_s *= 2
@@ -193,14 +199,13 @@ class Episode:
                     raise
                 continue
             try:
-                await self._repeat(slot)
+                await self._repeat()
             except CallError as error:
-                self._release(slot)
+                self._leave()
                 attempt += 1
                 if attempt == MAX_ATTEMPTS or error.cause != LOST:
                     raise
                 continue
-            self._slot = slot
             return
 
     async def _pause(self, seconds: float, error: CallError) -> None:
@@ -216,13 +221,25 @@ class Episode:
             await asyncio.wait_for(self._closing.wait(), seconds)
             raise error
 
-    async def _reset(self, slot: EnvironmentSlot) -> None:
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        """Call a method of the object; raises what `EnvironmentProcess.call` raises."""
+        process, limit_s = self._process, self._config.timeout_s
+        assert process is not None, "_bring_up comes first"
+        async with process.slots:
+            start = time.monotonic()
+            try:
+                limit = TimeLimit(limit_s)
+                return await process.call(name, limit, object=self._number, **arguments)
+            finally:
+                self._seconds = time.monotonic() - start
+
+    async def _reset(self) -> None:
         record = self.record
         if record.is_reset and self._config.recovery == "state":
             state = record.turns[-1].state if record.turns else record.state
-            await slot.call("restore", task=self._task, state=state)
+            await self._call("restore", task=self._task, state=state)
             return
-        reply = await slot.call("reset", task=self._task)
+        reply = await self._call("reset", task=self._task)
         fields = reply["observation"]
         observation = None if fields is None else Observation(**fields)
         if not record.is_reset:
@@ -231,16 +248,16 @@ class Episode:
         elif not _is_same(record.observation, observation):
             raise CallError("not repeatable", "reset returned another observation than before")
 
-    async def _repeat(self, slot: EnvironmentSlot) -> None:
+    async def _repeat(self) -> None:
         """Give a new object the recorded actions."""
         if self._config.recovery == "state":
             return
         has_records = all(turn.outcome is not None for turn in self.record.turns)
         for number, turn in enumerate(self.record.turns):
-            reply = await slot.call("step", action=asdict(turn.action))
+            reply = await self._call("step", action=asdict(turn.action))
             if turn.outcome is None:
                 # the response has no records, so the answer cannot be compared
-                turn.answer({**reply, "seconds": slot.seconds})
+                turn.answer({**reply, "seconds": self._seconds})
             elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
                 raise CallError("not repeatable", f"turn {number} was answered differently before")
         if not has_records:
@@ -256,15 +273,14 @@ class Episode:
                 if not is_written:
                     await self._write("act")
                     is_written = True
-                assert self._slot is not None
-                reply = await self._slot.call("step", action=asdict(given.action))
+                reply = await self._call("step", action=asdict(given.action))
             except CallError as error:
                 may_repeat = error.cause == LOST and self._config.recovery != "once"
                 if may_repeat and attempt < MAX_ATTEMPTS:
                     continue
                 return self._failed(error)
             turn, record.pending = record.pending, None
-            turn.answer({**reply, "seconds": self._slot.seconds})
+            turn.answer({**reply, "seconds": self._seconds})
             record.turns.append(turn)
             try:
                 await self._write("answer")
@@ -288,7 +304,7 @@ class Episode:
                 raise CallError("journal", f"{error.strerror}") from error
 
     def _failed(self, error: CallError) -> Outcome:
-        seconds = 0.0 if self._slot is None else self._slot.seconds
+        seconds = 0.0 if self._process is None else self._seconds
         self._fail(error)
         return Outcome(None, self._failure, seconds)
 
@@ -298,15 +314,12 @@ class Episode:
 
     def _leave(self) -> None:
         """Give the object up, if there is one."""
-        if self._slot is not None:
-            self._release(self._slot)
-            self._slot = None
-
-    def _release(self, slot: EnvironmentSlot) -> None:
-        # its method close may take long
-        task = asyncio.create_task(slot.release())
-        self._released.add(task)
-        task.add_done_callback(self._released.discard)
+        if self._process is not None:
+            # its method close may take long
+            task = asyncio.create_task(self._process.release(self._number))
+            self._released.add(task)
+            task.add_done_callback(self._released.discard)
+            self._process = None
 
 
 def identity_of(config: EnvironmentConfig, task: Task) -> str:
@@ -454,13 +467,10 @@ class EpisodeHost:
         Args:
             turn: number of the episode's turns before this one.
         """
-        return await self._finish(self._step(episode, turn, done_turn))
-
-    async def _step(self, name: str, turn: int, done_turn: SampledTurn) -> Outcome:
-        episode = self._episodes.get(name)
-        if episode is None or self._weights is None:
-            return Outcome(None, f"wrong call: {name} is not open", 0.0)
-        return await episode.step(turn, done_turn, self._weights)
+        known = self._episodes.get(episode)
+        if known is None or self._weights is None:
+            return Outcome(None, f"wrong call: {episode} is not open", 0.0)
+        return await self._finish(known.step(turn, done_turn, self._weights))
 
     async def close(self, episodes: Sequence[str]) -> None:
         """Release the objects of episodes that have ended or are not wanted; records stay."""

@@ -118,8 +118,7 @@ class Play:
     def response(
         self, policy, *, seed=5, begun=None, version=1, max_tokens=400, until=None, branch=None
     ):
-        from megadapo.rollout.engine.episode import EpisodeClient
-        from megadapo.rollout.engine.generation import EpisodeResponse
+        from megadapo.rollout.engine.episode import EpisodeResponse, EpisodeTexts
         from megadapo.rollout.engine.in_flight import InFlightGroup
 
         remote = {
@@ -139,9 +138,16 @@ class Play:
             tokenizer=self.tokenizer,
             vocab_size=50,
             returns_experts=True,
-            episodes=EpisodeClient(self.tokenizer, SimpleNamespace(**remote, close=closed)),
         )
-        return EpisodeResponse(group, seed, begun, stop_at=until, branch=branch)
+        return EpisodeResponse(
+            group,
+            seed,
+            begun,
+            stop_at=until,
+            branch=branch,
+            host=SimpleNamespace(**remote, close=closed),
+            texts=EpisodeTexts(self.tokenizer),
+        )
 
     async def finish(self, policy, **given):
         one = self.response(policy, **given)

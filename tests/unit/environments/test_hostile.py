@@ -249,18 +249,18 @@ def test_process_that_cannot_be_started_is_tried_again_after_a_pause(fragile):
         processes = EnvironmentProcesses(config)
         try:
             await processes.start()
-            first = await processes.new_slot()
+            first, _ = await processes.new_object()
             allowed.unlink()
             os.kill(processes.process_ids[1], signal.SIGKILL)
             while len(processes.process_ids) > 1:
                 await asyncio.sleep(0.01)
             with pytest.raises(CallError, match="started 3 times in a row: exit code 4"):
-                await processes.new_slot()
-            other = await processes.new_slot()
-            assert other._process is first._process, "it can play meanwhile"
+                await processes.new_object()
+            other, _ = await processes.new_object()
+            assert other is first, "it can play meanwhile"
             allowed.touch()
             await asyncio.sleep(0.2)
-            assert (await processes.new_slot())._process is not first._process
+            assert (await processes.new_object())[0] is not first
             lost, refused = processes.warnings
             assert "SIGKILL" in lost and "trying again with pauses" in refused
         finally:
@@ -274,20 +274,20 @@ def test_starts_that_wait_end_together_with_a_failed_one_or_the_run(fragile, mon
     config, allowed = fragile
     allowed.unlink()
 
-    async def new_slots(processes):
+    async def new_objects(processes):
         return await asyncio.gather(
-            *(processes.new_slot() for _ in range(9)), return_exceptions=True
+            *(processes.new_object() for _ in range(9)), return_exceptions=True
         )
 
     async def play():
         processes = EnvironmentProcesses(config)
-        assert {type(one) for one in await new_slots(processes)} == {CallError}
+        assert {type(one) for one in await new_objects(processes)} == {CallError}
         start = time.monotonic()
-        assert {str(one) for one in await new_slots(processes)} == {f"lost process: {REFUSED}"}
+        assert {str(one) for one in await new_objects(processes)} == {f"lost process: {REFUSED}"}
         assert 0.1 < time.monotonic() - start < 20, "one after another they take 100 s"
         monkeypatch.setattr("megadapo.environments.processes.FIRST_PAUSE_S", 60.0)
-        await new_slots(processes)
-        waiting = asyncio.create_task(new_slots(processes))
+        await new_objects(processes)
+        waiting = asyncio.create_task(new_objects(processes))
         await asyncio.sleep(0.05)
         await processes.stop()
         assert {"stopped" in str(one) for one in await asyncio.wait_for(waiting, 10)} == {True}

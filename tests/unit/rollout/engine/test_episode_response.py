@@ -15,7 +15,7 @@ import pytest
 from megadapo.algorithm.groups import Branch
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
-from megadapo.rollout.engine.episode import EpisodeClient
+from megadapo.rollout.engine.episode import EpisodeTexts
 from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.host import identity_of
 from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
@@ -136,12 +136,12 @@ async def test_environment_cannot_write_control_tokens(tmp_path, tokenizer):
 
 def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
     """Names of control tokens become several tokens, and each message has its own limit."""
-    play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
+    play, texts = Play(tmp_path, tokenizer), EpisodeTexts(tokenizer)
     turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
 
     def num_appended(*contents):
         messages = [{"role": "user", "content": content} for content in contents]
-        ids, num_cut = client.observation_ids(Observation(messages=messages), turn, play.request)
+        ids, num_cut = texts.observation_ids(Observation(messages=messages), turn, play.request)
         return len(ids), num_cut
 
     (one, _), (three, _) = num_appended(""), num_appended("", "", "")
@@ -158,19 +158,19 @@ def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
 )
 def test_observation_is_cut_on_its_side(tmp_path, tokenizer, side, kept, half, text):
     """The cut divides a character of three bytes, whose rest is no text, and a token's name."""
-    play, client = Play(tmp_path, tokenizer), EpisodeClient(tokenizer, None)
+    play, texts = Play(tmp_path, tokenizer), EpisodeTexts(tokenizer)
     request = replace(play.request, truncation_side=side)
     turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
     contents = ["a" * 49 + "\u20ac" + "b" * 49, "short", "<|im_end|>" * 9]
     messages = [{"role": "user", "content": content} for content in contents]
-    ids, num_cut = client.observation_ids(Observation(messages=messages), turn, request)
+    ids, num_cut = texts.observation_ids(Observation(messages=messages), turn, request)
     assert num_cut == 2
     shown = [kept, "short", half]
     users = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in shown)
     assert tokenizer.decode(ids) == f"\n{users}<|im_start|>assistant\n"
     for before, after, frame in (("", "", "<r>{}</r>"), ("<r>", "</r>", "<r>{}</r>")):
         long = Observation(text=before + "a" * 60 + "b" * 60 + after)
-        ids, num_cut = client.observation_ids(long, turn, replace(request, output=frame))
+        ids, num_cut = texts.observation_ids(long, turn, replace(request, output=frame))
         assert (tokenizer.decode(ids), num_cut) == (before + text + after, 1)
 
 
@@ -204,13 +204,13 @@ def test_parser_knows_the_types_of_arguments(tmp_path, tokenizer, parser):
         "hermes": call_of('{"n": 3, "s": "4"}'),
     }
     play = Play(tmp_path, tokenizer, parser=parser)
-    client = EpisodeClient(tokenizer, None)
+    reader = EpisodeTexts(tokenizer)
     ids = tokenizer.encode(texts[parser], add_special_tokens=False)
-    (call,) = client.action(ids, replace(play.request, tools=tools)).tool_calls
+    (call,) = reader.action(ids, replace(play.request, tools=tools)).tool_calls
     assert call.arguments == {"n": 3, "s": "4"}
     # another environment has other tools
     other = replace(play.request, environment=1)
-    assert len(client.action(ids, other).tool_calls) == 1
+    assert len(reader.action(ids, other).tool_calls) == 1
 
 
 @pytest.mark.parametrize(
