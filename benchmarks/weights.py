@@ -85,12 +85,12 @@ def _measure(
     import torch
     from baselines.weights_workers import start_engine, start_ranks
 
+    from megadapo.rollout.pool.publish import Publisher
     from megadapo.weights.config import WeightsConfig
     from megadapo.weights.disk.sources import open_layout
-    from megadapo.weights.sync.publish import Publisher
 
     bucket_bytes = int(setting.bucket_mib * MIB)
-    engines = start_engine(model, tensor_parallel=setting.engine_tp)
+    engines: Any = start_engine(model, tensor_parallel=setting.engine_tp)
     ranks = start_ranks(model, folder, tp_size=setting.trainer_tp, pp_size=setting.trainer_pp)
     publisher = Publisher(
         ranks,

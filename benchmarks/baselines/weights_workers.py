@@ -75,7 +75,7 @@ class WeightsRank:
         pp_groups = [dist.new_group([s * tp + t for s in range(pp)]) for t in range(tp)]
         self._tp_group, self._pp_group = tp_groups[at.pp_rank], pp_groups[at.tp_rank]
 
-    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def weight_sender(self, sender: str, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._sender, method)(*args, **kwargs)
 
     def gather_bucket(self, bucket_bytes: int) -> dict[str, Any]:

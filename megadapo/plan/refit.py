@@ -101,8 +101,8 @@ def count_refit(
         is_shared: Whether the engines' ranks, in order, are on the GPUs of the trainer's.
         sizes: Bytes of every transfer, if only the changes are sent.
     """
+    from megadapo.rollout.pool.publish import SPAN
     from megadapo.weights.sync.delta import bundle_number
-    from megadapo.weights.sync.publish import SPAN
 
     plan, work = schedule.plan, {name: Counter[int]() for name in _COUNTED}
     is_delta = sizes is not None

@@ -20,6 +20,7 @@ from megadapo.data.prompts import PromptStream
 from megadapo.errors import DataError
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
@@ -49,7 +50,7 @@ from megadapo.run.step.probe import ParityProbe
 from megadapo.run.step.training import PRETRAINING_STATE, StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
-from megadapo.weights.sync.publish import Publisher, Sender
+from megadapo.weights.config import SenderName
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def _reserved_engine(
     """Return the engine for held-out problems with its own publications; None without one."""
     if reserved is None:
         return None
-    pinned = _publisher(config, trainer, reserved, sender="pinned_sender")
+    pinned = _publisher(config, trainer, reserved, sender="pinned")
     return ReservedEngine(engines=reserved, publish=pinned.publish, watch=watch)
 
 
@@ -255,7 +256,7 @@ def _start_replay(
 
 
 def _publisher(
-    config: RunConfig, trainer: Trainer, engines: Engines, *, sender: Sender = "weight_sender"
+    config: RunConfig, trainer: Trainer, engines: Engines, *, sender: SenderName = "live"
 ) -> Publisher:
     options: dict[str, Any] = {
         "tensor_parallel": config.rollout.tensor_parallel,
@@ -265,10 +266,10 @@ def _publisher(
         "logs": trainer.logs,
     }
     republisher = None
-    if sender == "weight_sender" and sends_while_training(config):
+    if sender == "live" and sends_while_training(config):
         # engines that join or restart need not wait for the next publication
         republisher = Publisher(
-            trainer.ranks, engines, config.weights, sender="published_sender", **options
+            trainer.ranks, engines, config.weights, sender="published", **options
         )
     return Publisher(
         trainer.ranks,

@@ -16,6 +16,7 @@ from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.publish import Publisher, PublishReport
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.reserve import Reserve
 from megadapo.rollout.sampling.sampler import Sampler
@@ -25,7 +26,6 @@ from megadapo.run.inputs import SamplingInputs
 from megadapo.run.processes import GpuSharing
 from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step.metrics import verifier_summary
-from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"
 FINISH_S = 10.0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ from megadapo.trainer.update.step import (
     find_bounds,
     with_old_policy,
 )
+from megadapo.weights.config import SenderName
 from megadapo.weights.sync.sender import WeightSender
 
 
@@ -105,9 +107,8 @@ class TrainerRank(TrainedModel):
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        self.weight_sender, self.pinned_sender, self.published_sender = (
-            WeightSender(*shards, present=self.offload.values_of) for _ in range(3)
-        )
+        new_sender = partial(WeightSender, *shards, present=self.offload.values_of)
+        self.weight_senders = {name: new_sender() for name in get_args(SenderName)}
         self.splitter = MicroBatchSplitter(self.model, settings.trainer, self.device)
 
     def update(self, request: UpdateRequest) -> UpdateResult:

@@ -29,8 +29,8 @@ from megadapo.errors import CheckpointError, InfraError, MegadapoError, ProcessH
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.types import RankReport, TrainerSettings, UpdateRequest, UpdateResult
 from megadapo.trainer.worker import TrainerWorker
+from megadapo.weights.config import PUBLISHED_GROUP
 from megadapo.weights.disk.files import Files
-from megadapo.weights.sync.peers import PUBLISHED_GROUP
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
     from megadapo.trainer.stage_ranks import RewardModelRank
     from megadapo.trainer.types import RankReport
+    from megadapo.weights.config import SenderName
     from megadapo.weights.disk.files import FileEntry
 
 P = ParamSpec("P")
@@ -54,7 +55,7 @@ def _named_failures(
     @functools.wraps(method)
     def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # a call beside training must not hide in the heartbeat what the rank works on
-        is_beside = method.__name__ == "published_sender"
+        is_beside = args[:1] == ("published",)
         try:
             with nullcontext() if is_beside else working_on(method.__name__):
                 return method(worker, *args, **kwargs)
@@ -73,8 +74,8 @@ def _named_failures(
 class TrainerWorker:
     """One process of the trainer; its methods are synchronous, one call at a time.
 
-    Only `published_sender` runs in a thread of its own, if the actor has a concurrency group for
-    it.
+    Only calls of the "published" `weight_sender` run in a thread of their own, if the actor has a
+    concurrency group for them.
     """
 
     def __init__(self, rank: int, log: Path | None = None) -> None:
@@ -196,19 +197,9 @@ class TrainerWorker:
         return function(self._started(), *args)
 
     @_named_failures
-    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank's WeightSender, for weights/sync/publish.py."""
-        return getattr(self._policy().weight_sender, method)(*args, **kwargs)
-
-    @_named_failures
-    def pinned_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the sender of this rank's pinned weights."""
-        return getattr(self._policy().pinned_sender, method)(*args, **kwargs)
-
-    @_named_failures
-    def published_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the sender of the weights published last, also beside an update."""
-        return getattr(self._policy().published_sender, method)(*args, **kwargs)
+    def weight_sender(self, sender: SenderName, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one of this rank's senders, for rollout/pool/publish.py."""
+        return getattr(self._policy().weight_senders[sender], method)(*args, **kwargs)
 
     @_named_failures
     def leave(self) -> None:

@@ -11,6 +11,11 @@ from megadapo.section import Section
 NCCL_TIMEOUT_S = 1800.0
 """Timeout of the process group of weight updates. Its error names no rank, so
 `weights.deadline_s` may not exceed it."""
+SenderName = Literal["live", "pinned", "published"]
+"""Senders of a trainer rank. "pinned" ones keep a copy of the weights of each update. "published"
+ones send, beside training, the weights that were copied into main memory after the last update."""
+PUBLISHED_GROUP = "published"
+"""Ray's concurrency group of the calls of "published" senders."""
 
 
 class WeightsConfig(Section, title="weights"):

@@ -16,9 +16,9 @@ from megadapo.observe.metrics.reflection import reflection_shares
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
+    from megadapo.rollout.pool.publish import PublishReport
     from megadapo.rollout.sampling.statistics import SampledBatch
     from megadapo.trainer.types import UpdateResult
-    from megadapo.weights.sync.publish import PublishReport
 
 
 def step_metrics(

@@ -21,6 +21,7 @@ from megadapo.errors import (
 )
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import check_oracles
+from megadapo.rollout.pool.publish import PublishReport
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
@@ -29,7 +30,6 @@ from megadapo.run.step.metrics import step_metrics, step_warnings
 from megadapo.run.step.saved_groups import saved_groups
 from megadapo.run.step.training import TrainerState
 from megadapo.trainer.types import UpdateResult
-from megadapo.weights.sync.publish import PublishReport
 
 RETRY_S = 5.0
 Result = TypeVar("Result")

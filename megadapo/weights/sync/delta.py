@@ -16,12 +16,14 @@ type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megadapo.errors import WeightError
+from megadapo.weights.config import WeightsConfig
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import ALIGNMENT, Transfer, UpdatePlan
@@ -33,6 +35,11 @@ FAR = 255
 """Marker of a gap that is in the list of far gaps."""
 REPLACED = -128
 """Marker of a step whose element is in the list of replaced bits."""
+
+MAX_DELTA = 0.25
+"""Share of a full update's bytes above which a delta is sent as a full update."""
+FULL_EVERY = 50
+"""Interval of full updates among delta updates."""
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Size of an element in bytes -> the integer type of its bits."""
@@ -330,3 +337,58 @@ class DeltaState:
 def bundle_number(transfer: Transfer) -> int:
     """Return the block and bundle of a transfer as one number."""
     return transfer.block << 32 | transfer.bundle
+
+
+class UpdateVersions:
+    """The versions of a connection's updates: which one every engine has, which were verified.
+
+    A policy version is not enough: it can be published twice, and by two publishers.
+    """
+
+    def __init__(self, config: WeightsConfig, *, deltas: bool) -> None:
+        self.deltas = deltas
+        """Whether updates may send only the changes."""
+        self._config = config
+        self._num_unverified = 0
+        """Updates since the last verified one, over any connection."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the versions of a new connection; random, so that no other one has them."""
+        self._newest = secrets.randbits(40) << 20
+        self._base: int | None = None
+        self._is_first = True
+        self._num_since_full = 0
+
+    @property
+    def base(self) -> int | None:
+        """Version that a delta can be sent from; None if all weights must be sent."""
+        is_due = self._num_since_full + 1 >= FULL_EVERY
+        return self._base if self.deltas and not is_due else None
+
+    def all_have_base(self, current: Mapping[int, Sequence[int | None]]) -> bool:
+        """Return whether every rank of every engine has the base of a delta.
+
+        `current`: version of each rank's weights, by engine.
+        """
+        return all(version == self.base for ranks in current.values() for version in ranks)
+
+    def verifies(self, *, in_full: bool) -> bool:
+        """Return whether the present update compares checksums."""
+        mode = self._config.verify
+        if mode in ("every", "off"):
+            return mode == "every"
+        is_due = isinstance(mode, int) and self._num_unverified + 1 >= mode
+        return is_due or self._is_first or (self.deltas and in_full)
+
+    def begin(self) -> int:
+        """Allocate a version. No engine's base version is trusted until the update completes."""
+        self._newest += 1
+        self._base = None
+        return self._newest
+
+    def finish(self, version: int, *, in_full: bool) -> None:
+        """Record that every engine has the version."""
+        self._num_unverified = 0 if self.verifies(in_full=in_full) else self._num_unverified + 1
+        self._base, self._is_first = version, False
+        self._num_since_full = 0 if in_full else self._num_since_full + 1

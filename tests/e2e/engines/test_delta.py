@@ -9,8 +9,8 @@ from ray.actor import ActorHandle
 
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import ENGINE, make_engine_model, make_model
 from tests.support.rollout.engine_checks import call_all
 from tests.support.weights.actors import start_senders, start_silent_engine

@@ -15,13 +15,15 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool import pool
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.types import OpenGroup, ScoreRequest
-from megadapo.weights.sync.peers import UpdatePeers
+from megadapo.weights.config import WeightsConfig
 from tests.support.processes.running import wait_until
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
@@ -324,15 +326,16 @@ def test_engine_restarted_during_an_update_waits_for_its_end(endless):
         give_version(endless, [index], 2)
 
     endless.finish_weight_update(range(3), 2, timeout_s=30, republish=republish)
-    peers = UpdatePeers([], "weight_sender", endless, 20.0)
+    config = WeightsConfig(deadline_s=20.0)
+    publisher = Publisher([], endless, config, tensor_parallel=1, dtype=torch.float32)
     with waiting(endless):
         with endless.publishing():
-            peers.target(endless.updatable())
+            publisher._target(endless.updatable())
             before = endless.incarnation(1)
             os.kill(actor_pid(endless, 1), signal.SIGKILL)
             wait_until(lambda: endless.incarnation(1) != before and len(endless.updatable()) == 3)
             time.sleep(0.5)
-            assert peers.targets == [0, 2] and republished == []
-            assert sorted(peers.call_engines("node", doing="test")) == [0, 2]
+            assert publisher._updating == [0, 2] and republished == []
+            assert sorted(publisher._call_engines("node", doing="test")) == [0, 2]
         wait_until(lambda: republished)
         assert republished == [1]

@@ -21,9 +21,9 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
+from megadapo.rollout.pool.publish import Publisher, PublishReport
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.publish import Publisher, PublishReport
 from tests.support.models.tiny_models import copy_model, make_engine_model
 from tests.support.processes.running import wait_until
 from tests.support.rollout.engine_checks import (

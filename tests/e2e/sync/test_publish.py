@@ -9,8 +9,8 @@ import torch
 from ray.actor import ActorHandle
 
 from megadapo.errors import InfraError
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import EOS, Reference, start_engines
 from tests.support.weights.actors import GREEDY, PROMPTS, greedy, start_actors, start_senders

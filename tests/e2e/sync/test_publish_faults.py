@@ -14,9 +14,8 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.engines import Engines
-from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.peers import PUBLISHED_GROUP
-from megadapo.weights.sync.publish import Publisher
+from megadapo.rollout.pool.publish import Publisher
+from megadapo.weights.config import PUBLISHED_GROUP, WeightsConfig
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.processes.running import wait_until
 from tests.support.rollout.engine_checks import actor_pid, start_engines
@@ -103,7 +102,7 @@ def test_restarted_engine_gets_published_weights_while_ranks_are_busy(folder, tm
         folder, start_actors(2, concurrency_groups={PUBLISHED_GROUP: 1}), tp_size=2
     )
     options = {"tensor_parallel": 1, "dtype": torch.float32}
-    republisher = Publisher(senders, engines, VERIFYING, sender="published_sender", **options)
+    republisher = Publisher(senders, engines, VERIFYING, sender="published", **options)
     publisher = Publisher(senders, engines, VERIFYING, republisher=republisher, **options)
     publisher.publish(1)
     expected = greedy(engines)

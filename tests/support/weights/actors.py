@@ -44,9 +44,11 @@ class SenderRank:
             for shard in self._layout.megatron_shards(position)
         }
         self.load(folder)
-        self._sender = WeightSender(self._params, self._layout, position, rank)
-        self._published_sender = WeightSender(self._params, self._layout, position, rank)
-        for sender in (self._sender, self._published_sender):
+        self._senders = {
+            name: WeightSender(self._params, self._layout, position, rank)
+            for name in ("live", "published")
+        }
+        for sender in self._senders.values():
             sender.fill = partial(self._fill, sender.fill)
 
     def load(self, folder: Path) -> None:
@@ -72,16 +74,10 @@ class SenderRank:
         while not path.exists():
             time.sleep(0.05)
 
-    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._send(self._sender, method, *args, **kwargs)
-
-    def published_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._send(self._published_sender, method, *args, **kwargs)
-
-    def _send(self, sender: WeightSender, method: str, *args: Any, **kwargs: Any) -> Any:
+    def weight_sender(self, sender: str, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "connect":
             time.sleep(self._late_s)
-        return getattr(sender, method)(*args, **kwargs)
+        return getattr(self._senders[sender], method)(*args, **kwargs)
 
     def _fill(self, fill: Callable[..., list[int]], round_number: int, **options: Any) -> list[int]:
         if self._signal_at and self._signal_at[0] == round_number:

@@ -69,11 +69,11 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     sizes = {"built": held(rank)}
     results = [update(rank, BATCH, policy_version=0, step=1)]
     sizes["updated"] = held(rank)
-    sums = [rank.weight_sender.fingerprint(), sent(rank)]
+    sums = [rank.weight_senders["live"].fingerprint(), sent(rank)]
     rank.leave_to_engines()
     sizes["left"] = held(rank)
     # an engine that is started again while others generate
-    sums += [rank.weight_sender.fingerprint(), sent(rank)]
+    sums += [rank.weight_senders["live"].fingerprint(), sent(rank)]
     refused = refused_calls(rank, folder)
     sizes["refused"] = held(rank)
     # beside engines that generate
@@ -136,7 +136,7 @@ def sent(rank: TrainerRank) -> list[int]:
     dtype, size = rank.config.params_dtype, 1 << 14
     engine = EngineShape(tp_size=1, nodes=("",))
     plan = make_plan(rank.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=size)
-    sender = rank.weight_sender
+    sender = rank.weight_senders["live"]
     sender.prepare(plan, bucket_bytes=size, dtype=dtype, transport="shared_memory")
     rounds = range(pack(plan, size).num_rounds)
     return [one for number in rounds for one in sender.fill(number, with_checksums=True)]

@@ -12,15 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.cluster.this_node import node_address
 from megadapo.plan.refit import count_refit
+from megadapo.rollout.pool import publish
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync import publish
 from megadapo.weights.sync.delta import Delta
-from megadapo.weights.sync.peers import UpdatePeers
 from megadapo.weights.sync.plan import ALIGNMENT, plan_from_json
 from megadapo.weights.sync.planning import Hosts
-from megadapo.weights.sync.publish import Publisher
 from megadapo.weights.sync.sender import WeightSender
 from tests.support.weights.connection import rank_params, receiver_of
 
@@ -106,16 +105,16 @@ class Engines:
         return {0: getattr(self.engine, method)(*arguments[0])}
 
     def finish_weight_update(self, indices, policy_version, **options):
-        self.peers.call_engines("finish_weight_update", doing="finish")
+        self.publisher._call_engines("finish_weight_update", doing="finish")
 
 
-class Processes(UpdatePeers):
-    """Ranks and engines as threads; counts their calls and operations, and the driver's waits."""
+class CountingPublisher(Publisher):
+    """Ranks and engines are threads; counts their calls and operations, and the driver's waits."""
 
     def use(self, senders, engines):
         self.processes = {"rank": senders, "engine": [engines.engine]}
         self.pools = [ThreadPoolExecutor(1) for _ in (*senders, engines.engine)]
-        engines.peers = self
+        engines.publisher = self
         self.reset()
 
     def reset(self):
@@ -137,17 +136,17 @@ class Processes(UpdatePeers):
         self.copied[key] += operations.copied
         return answer
 
-    def submit_ranks(self, method, *args, **kwargs):
+    def _submit_ranks(self, method, *args, **kwargs):
         return self.submit("rank", method, args, kwargs)
 
-    def submit_engines(self, method, *args):
+    def _submit_engines(self, method, *args):
         return dict(enumerate(self.submit("engine", method, args, {})))
 
-    def wait_ranks(self, refs, doing, *, least_s=0.0):
+    def _wait_ranks(self, refs, doing, *, least_s=0.0):
         self.trips += 1
         return [ref.result(60) for ref in refs]
 
-    def wait_engines(self, refs, doing, **options):
+    def _wait_engines(self, refs, doing, **options):
         self.trips += 1
         return {number: ref.result(60) for number, ref in refs.items() if ref is not None}
 
@@ -156,7 +155,6 @@ class Processes(UpdatePeers):
 def test_count_is_work_of_real_updates(model_folders, monkeypatch, span):
     """Catches a second copy of a slice, a call for each round, and a delta that does more."""
     monkeypatch.setattr(publish, "SPAN", span)
-    monkeypatch.setattr(publish, "UpdatePeers", Processes)
     monkeypatch.setattr(ray, "put", lambda value: value)
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, num_dp=2)
@@ -167,49 +165,48 @@ def test_count_is_work_of_real_updates(model_folders, monkeypatch, span):
     ]
     engines = Engines(Engine(layout))
     config = WeightsConfig(bucket_mib=0.004, verify="off")
-    publisher = Publisher([], engines, config, tensor_parallel=1, dtype=DTYPE, deltas=True)
-    peers = publisher._peers
-    peers.use(senders, engines)
+    options = {"tensor_parallel": 1, "dtype": DTYPE}
+    publisher = CountingPublisher([], engines, config, deltas=True, **options)
+    publisher.use(senders, engines)
     publisher.publish(1)
 
     deltas = []
-    real = publish.combine_if_small
-    monkeypatch.setattr(
-        publish, "combine_if_small",
-        lambda *args, **options: deltas.append(real(*args, **options)) or deltas[-1],
-    )  # fmt: skip
+    real = publish.combine
+    monkeypatch.setattr(publish, "combine", lambda *args: deltas.append(real(*args)) or deltas[-1])
     for own in params:
         for name, param in own.items():
             # every slice changes; norms change completely, and are sent as they are
             step = 40 if param.dim() == 2 else 1 if "norm" in name else 4
             param.view(-1)[::step] += 0.5
-    peers.reset()
+    publisher.reset()
     report = publisher.publish(2)
-    (delta, _), schedule = deltas[0], publisher._schedule
+    (delta,), schedule = deltas, publisher._schedule
     sizes = delta.sizes
     assert not report.in_full and report.num_bytes == sum(sizes)
     hosts = Hosts(["here"] * 4, ["here"])
     counted = count_refit(schedule, hosts, is_shared=False, sizes=sizes)
-    compare(counted, peers, report)
+    compare(counted, publisher, report)
 
-    without_deltas = Publisher([], engines, config, tensor_parallel=1, dtype=DTYPE)
-    peers = without_deltas._peers
-    peers.use(senders, engines)
+    without_deltas = CountingPublisher([], engines, config, **options)
+    without_deltas.use(senders, engines)
     without_deltas.publish(3)
-    peers.reset()
+    without_deltas.reset()
     report = without_deltas.publish(4)
     counted = count_refit(without_deltas._schedule, hosts, is_shared=False)
-    compare(counted, peers, report)
+    compare(counted, without_deltas, report)
     assert report.num_rounds > 4
-    ranks = [peers.copied["rank", rank] for rank in range(4)]
-    assert peers.copied["engine", 0] == sum(ranks) == report.num_bytes
+    ranks = [without_deltas.copied["rank", rank] for rank in range(4)]
+    assert without_deltas.copied["engine", 0] == sum(ranks) == report.num_bytes
     # the count has the gaps between slices
     assert 0 <= counted.filled - max(ranks) < ALIGNMENT * counted.fills
     assert 0 <= counted.read - report.num_bytes < ALIGNMENT * counted.reads
 
 
-def compare(counted, peers, report):
-    operations = max(peers.count["rank", rank] for rank in range(4)), peers.count["engine", 0]
+def compare(counted, publisher, report):
+    operations = (
+        max(publisher.count["rank", rank] for rank in range(4)),
+        publisher.count["engine", 0],
+    )
     assert counted.num_rounds == report.num_rounds
-    assert (counted.calls, counted.trips) == (peers.calls, peers.trips)
+    assert (counted.calls, counted.trips) == (publisher.calls, publisher.trips)
     assert (counted.fills, counted.reads) == operations

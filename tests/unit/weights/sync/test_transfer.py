@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from megadapo.errors import ConfigError, InfraError, WeightError
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
+from megadapo.weights.sync.delta import FULL_EVERY, UpdateVersions
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.publish import FULL_EVERY, Publisher, UpdateVersions
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,

@@ -1,28 +1,31 @@
 """The driver's side of a weight update: from the trainer's ranks into every engine.
 
-An update has a version, a content and rounds, which `run_rounds` moves into idle engines.
+An update has a version, a content and rounds, which `Publisher` moves into idle engines.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megadapo.errors import InfraError
-from megadapo.weights.config import WeightsConfig
+from megadapo.cluster.calls import gather
+from megadapo.errors import InfraError, MegadapoError
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.handle import EngineIncarnation
+from megadapo.weights.config import PUBLISHED_GROUP, SenderName, WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
-from megadapo.weights.sync.delta import Delta, Encoded, combine
-from megadapo.weights.sync.peers import MEETING_S, UpdatableEngines, UpdatePeers, phase
+from megadapo.weights.sync.delta import MAX_DELTA, Delta, Encoded, UpdateVersions, combine
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import find_topology, make_plan, topology_beside_training
 from megadapo.weights.sync.sender import SenderInfo
+from megadapo.weights.sync.transports.interface import Transport
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -31,17 +34,15 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-Sender = Literal["weight_sender", "pinned_sender", "published_sender"]
-"""Method of a trainer rank that calls one of its senders."""
 Sums = list[list[list[int]]]
 """[round][trainer rank] -> checksums of the slices in the rank's bucket, if they are compared."""
 SPAN = 80
 """Rounds that trainer ranks and engines do in one call, which `weights.deadline_s` limits. The 32B
 recipes have up to 66; 80 buckets of the default size are 5 GiB of each rank."""
-MAX_DELTA = 0.25
-"""Share of a full update's bytes above which a delta is sent as a full update."""
-FULL_EVERY = 50
-"""Interval of full updates among delta updates."""
+DEADLINE = "weights.deadline_s"
+MEETING_S = 600.0
+"""Seconds that all ranks and engines have to meet, if `weights.deadline_s` is shorter: the first
+meeting of hundreds of processes is slower than any bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,123 +59,6 @@ class Update:
     """Share of the elements that changed; None if unknown."""
     delta: Delta | None = None
     """Header of the changes; None if all weights are sent."""
-
-
-class UpdateVersions:
-    """The versions of a connection's updates: which one every engine has, which were verified.
-
-    A policy version is not enough: it can be published twice, and by two publishers.
-    """
-
-    def __init__(self, config: WeightsConfig, *, deltas: bool) -> None:
-        self.deltas = deltas
-        """Whether updates may send only the changes."""
-        self._config = config
-        self._num_unverified = 0
-        """Updates since the last verified one, over any connection."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Start the versions of a new connection; random, so that no other one has them."""
-        self._newest = secrets.randbits(40) << 20
-        self._base: int | None = None
-        self._is_first = True
-        self._num_since_full = 0
-
-    @property
-    def base(self) -> int | None:
-        """Version that a delta can be sent from; None if all weights must be sent."""
-        is_due = self._num_since_full + 1 >= FULL_EVERY
-        return self._base if self.deltas and not is_due else None
-
-    def all_have_base(self, current: Mapping[int, Sequence[int | None]]) -> bool:
-        """Return whether every rank of every engine has the base of a delta.
-
-        `current`: version of each rank's weights, by engine.
-        """
-        return all(version == self.base for ranks in current.values() for version in ranks)
-
-    def verifies(self, *, in_full: bool) -> bool:
-        """Return whether the present update compares checksums."""
-        mode = self._config.verify
-        if mode in ("every", "off"):
-            return mode == "every"
-        is_due = isinstance(mode, int) and self._num_unverified + 1 >= mode
-        return is_due or self._is_first or (self.deltas and in_full)
-
-    def begin(self) -> int:
-        """Allocate a version. No engine's base version is trusted until the update completes."""
-        self._newest += 1
-        self._base = None
-        return self._newest
-
-    def finish(self, version: int, *, in_full: bool) -> None:
-        """Record that every engine has the version."""
-        self._num_unverified = 0 if self.verifies(in_full=in_full) else self._num_unverified + 1
-        self._base, self._is_first = version, False
-        self._num_since_full = 0 if in_full else self._num_since_full + 1
-
-
-def combine_if_small(
-    plan: UpdatePlan, encoded: Sequence[Encoded | None], *, base: int
-) -> tuple[Delta | None, float | None]:
-    """Combine the sections of all trainer ranks, given by rank.
-
-    Returns:
-        The delta, or None if it exceeds MAX_DELTA of a full update's bytes; and the density, or
-        None if a rank has stopped encoding.
-    """
-    complete = [piece for piece in encoded if piece is not None]
-    if len(complete) < len(encoded):
-        return None, None
-    delta = combine(plan, complete, base)
-    num_elements = sum(one.num_elements for one in complete)
-    density = sum(one.num_changed for one in complete) / num_elements
-    return (delta if sum(delta.sizes) <= MAX_DELTA * plan.num_bytes else None), density
-
-
-def run_rounds(peers: UpdatePeers, update: Update, sums: Sums) -> None:
-    """Move an update into the idle engines round by round, and compare checksums.
-
-    Senders fill the bucket of the next round while engines read the present one. They wait for each
-    other, not for the driver.
-
-    Args:
-        sums: Checksums of the first round, which is in a bucket; those of the others are appended.
-    """
-    num_rounds, delta = update.num_rounds, update.delta
-    begin = {
-        "version": update.version,
-        "with_checksums": update.compares_at_end,
-        "delta": None if delta is None else asdict(delta),
-    }
-    peers.call_engines("start_weight_update", doing="start")
-    for first in range(0, num_rounds, SPAN):
-        rounds = list(range(first, min(first + SPAN, num_rounds)))
-        taking = _take(peers, {"rounds": rounds} | ({"begin": begin} if first == 0 else {}))
-        if following := [number + 1 for number in rounds if number + 1 < num_rounds]:
-            sums += fill(peers, update, following)
-        peers.wait_engines(taking, _name(rounds, num_rounds))
-    if update.compares_at_end:
-        by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
-        peers.wait_engines(_take(peers, {"checksums": by_sender}), "checksums", forgive=False)
-
-
-def fill(peers: UpdatePeers, update: Update, rounds: Sequence[int]) -> Sums:
-    """Fill the buckets of rounds on every trainer rank, and return their checksums."""
-    refs = peers.submit_ranks("fill_rounds", rounds, with_checksums=update.compares_at_end)
-    sums = peers.wait_ranks(refs, _name(rounds, update.num_rounds))
-    return [list(by_rank) for by_rank in zip(*sums, strict=True)]
-
-
-def _name(rounds: Sequence[int], num_rounds: int) -> str:
-    if len(rounds) == 1:
-        return f"bucket {rounds[0]} of {num_rounds}"
-    return f"buckets {rounds[0]} to {rounds[-1]} of {num_rounds}"
-
-
-def _take(peers: UpdatePeers, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:
-    return peers.submit_engines("update_weights", info)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,19 +88,16 @@ class Publisher:
 
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
-            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and the other
-            methods of `Sender` for senders of pinned weights.
+            `weight_sender(sender, method, *args, **kwargs)` that calls one of its `WeightSender`s.
         engines: The rollout engines.
         config: The `[weights]` section.
         tensor_parallel: Ranks of one stage of an engine.
         pipeline_parallel: Stages of an engine.
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
-        sender: The trainer ranks' method. "pinned_sender" keeps a copy of the weights that
-            `publish` sends. "published_sender" sends, beside training, the weights that were last
-            copied into the main memory of the trainer's nodes, by `pin`; it needs Ray's concurrency
-            group `peers.PUBLISHED_GROUP`.
-        republisher: A publisher with "published_sender", for engines that join while the trainer
+        sender: The trainer ranks' senders. "published" ones send beside training, and need Ray's
+            concurrency group `PUBLISHED_GROUP`; an engine that fails then is started again.
+        republisher: A publisher with "published" senders, for engines that join while the trainer
             changes its weights; None: this one's `republish` serves them, at other times.
         deltas: Whether updates may send only the changes; the engines must keep their weights
             from one update to the next.
@@ -226,30 +107,33 @@ class Publisher:
     def __init__(
         self,
         trainer_ranks: Sequence[ActorHandle[Any]],
-        engines: UpdatableEngines,
+        engines: Engines,
         config: WeightsConfig,
         *,
         tensor_parallel: int,
         pipeline_parallel: int = 1,
         expert_parallel: bool = False,
         dtype: torch.dtype,
-        sender: Sender = "weight_sender",
+        sender: SenderName = "live",
         republisher: Publisher | None = None,
         deltas: bool = False,
         logs: Sequence[Path] = (),
     ) -> None:
+        self._ranks, self._logs = list(trainer_ranks), logs
         self._engines, self._config, self._dtype = engines, config, dtype
         self._sender, self._republisher = sender, republisher
-        self._peers = UpdatePeers(trainer_ranks, sender, engines, config.deadline_s, logs)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
         self._versions = UpdateVersions(config, deltas=deltas)
         self._warnings: list[str] = []
+        self._targets: dict[int, EngineIncarnation] = {}
+        """Number and process of the engines that are being updated."""
+        self._transport: Transport | None = None
         self._schedule: Schedule | None = None
         """Schedule of full updates over the present connection."""
-        self._incarnations: list[Hashable] = []
-        """Identities of the connected engine processes."""
+        self._connected: dict[int, EngineIncarnation] = {}
+        """The connected engine processes."""
         self._is_broken = False
         """Whether an update over the connection has not reached its end."""
 
@@ -271,7 +155,7 @@ class Publisher:
                 until this method returns.
         """
         with self._engines.publishing():
-            if self._sender == "pinned_sender":
+            if self._sender == "pinned":
                 self.pin()
             report = self._update(self._engines.updatable(), policy_version, stop_generating)
             if self._republisher is not None:
@@ -281,7 +165,7 @@ class Publisher:
 
     def pin(self) -> None:
         """Copy the trainer's weights into the main memory of its nodes."""
-        self._peers.call_ranks("pin")
+        self._call_ranks("pin")
 
     def republish(self, index: int) -> PublishReport:
         """Send the weights published last, which the trainer still has, to one engine.
@@ -294,7 +178,7 @@ class Publisher:
         try:
             return self._update([index], version, _nothing_to_stop)
         except InfraError as error:
-            if self._sender != "published_sender":
+            if self._sender != "published":
                 raise
             self._schedule = None
             self._engines.fail(index, str(error))
@@ -305,7 +189,7 @@ class Publisher:
 
         It is the same in another process if the trainer is split in the same way.
         """
-        sums: list[list[int]] = self._peers.call_ranks("fingerprint")
+        sums: list[list[int]] = self._call_ranks("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     def drain_warnings(self) -> list[str]:
@@ -317,24 +201,24 @@ class Publisher:
         self, targets: Sequence[int], policy_version: int, stop_generating: Callable[[], None]
     ) -> PublishReport:
         started = time.monotonic()
-        self._peers.target(targets)
+        self._target(targets)
         # without a running engine nothing is sent; engines that are starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
             self._is_broken = True
-            sums = fill(self._peers, update, [0])
+            sums = self._fill(update, [0])
         # up to here the engines generate with their old weights; from here on they refuse to
         paused = time.monotonic()
         stop_generating()
         if update is not None:
-            run_rounds(self._peers, update, sums)
-        with phase("finish"):
+            self._run_rounds(update, sums)
+        with _phase("finish"):
             self._engines.finish_weight_update(
-                self._peers.targets,
+                self._updating,
                 policy_version,
                 timeout_s=self._config.deadline_s,
                 republish=(self._republisher or self).republish,
-                any_time=self._republisher is not None or self._sender == "published_sender",
+                any_time=self._republisher is not None or self._sender == "published",
             )
         ended = time.monotonic()
         report = PublishReport(
@@ -361,26 +245,32 @@ class Publisher:
         plan = self._connect(targets).plan
         base = self._versions.base
         if base is not None:
-            current = self._peers.call_engines("weight_versions", doing="compare versions")
+            current = self._call_engines("weight_versions", doing="compare versions")
             if not self._versions.all_have_base(current):
                 self._warnings.append(
                     f"Engines do not have the weights of the last update ({current}, not {base}), "
                     "so all weights are sent."
                 )
                 self._schedule, base = None, None
-                plan = self._connect(self._peers.targets).plan
+                self._connect(self._updating)
         version = self._versions.begin()
         if base is None:
             return self._begin(version)
-        encoded = self._peers.call_ranks(
+        encoded: list[Encoded | None] = self._call_ranks(
             "encode",
             base=base,
             version=version,
             max_share=MAX_DELTA,
             with_checksums=self._versions.verifies(in_full=False),
         )
-        delta, density = combine_if_small(plan, encoded, base=base)
-        return self._begin(version, delta, density)
+        complete = [one for one in encoded if one is not None]
+        if len(complete) < len(encoded):
+            return self._begin(version)
+        delta = combine(plan, complete, base)
+        num_changed = sum(one.num_changed for one in complete)
+        density = num_changed / sum(one.num_elements for one in complete)
+        is_small = sum(delta.sizes) <= MAX_DELTA * plan.num_bytes
+        return self._begin(version, delta if is_small else None, density)
 
     def _begin(
         self, version: int, delta: Delta | None = None, density: float | None = None
@@ -391,10 +281,10 @@ class Publisher:
         if delta is not None:
             sizes = delta.sizes
         if self._versions.deltas:
-            beginning = self._peers.submit_ranks("begin", sizes)
+            beginning = self._submit_ranks("begin", sizes)
             # all pack the changes at the same time
             schedule = schedule if sizes is None else schedule.repack(sizes)
-            self._peers.wait_ranks(beginning, "begin")
+            self._wait_ranks(beginning, "begin")
         return Update(
             version=version,
             num_bytes=schedule.plan.num_bytes if sizes is None else sum(sizes),
@@ -404,12 +294,46 @@ class Publisher:
             delta=delta,
         )
 
+    def _run_rounds(self, update: Update, sums: Sums) -> None:
+        """Move an update into the idle engines round by round, and compare checksums.
+
+        Senders fill the bucket of the next round while engines read the present one. They wait for
+        each other, not for the driver.
+
+        Args:
+            sums: Checksums of the first round, which is in a bucket; those of the others are
+                appended.
+        """
+        num_rounds, delta = update.num_rounds, update.delta
+        begin = {
+            "version": update.version,
+            "with_checksums": update.compares_at_end,
+            "delta": None if delta is None else asdict(delta),
+        }
+        self._call_engines("start_weight_update", doing="start")
+        for first in range(0, num_rounds, SPAN):
+            rounds = list(range(first, min(first + SPAN, num_rounds)))
+            info = {"rounds": rounds} | ({"begin": begin} if first == 0 else {})
+            taking = self._submit_engines("update_weights", info)
+            if following := [number + 1 for number in rounds if number + 1 < num_rounds]:
+                sums += self._fill(update, following)
+            self._wait_engines(taking, _name(rounds, num_rounds))
+        if update.compares_at_end:
+            by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
+            taking = self._submit_engines("update_weights", {"checksums": by_sender})
+            self._wait_engines(taking, "checksums", forgive=False)
+
+    def _fill(self, update: Update, rounds: Sequence[int]) -> Sums:
+        """Fill the buckets of rounds on every trainer rank, and return their checksums."""
+        refs = self._submit_ranks("fill_rounds", rounds, with_checksums=update.compares_at_end)
+        sums = self._wait_ranks(refs, _name(rounds, update.num_rounds))
+        return [list(by_rank) for by_rank in zip(*sums, strict=True)]
+
     def _connect(self, targets: Sequence[int]) -> Schedule:
         """Connect to the engines to update, unless the same processes are connected."""
-        self._peers.target(targets)
-        incarnations = [self._engines.incarnation(index) for index in targets]
-        if self._schedule is None or self._is_broken or incarnations != self._incarnations:
-            self._schedule, self._incarnations = None, incarnations
+        self._target(targets)
+        if self._schedule is None or self._is_broken or self._targets != self._connected:
+            self._schedule, self._connected = None, dict(self._targets)
             self._schedule = self._open_buckets()
             self._is_broken = False
             self._versions.reset()
@@ -419,20 +343,19 @@ class Publisher:
         """Plan the update of the targets, and open the buckets on both sides."""
         import ray
 
-        peers, engines = self._peers, self._engines
-        infos: list[SenderInfo] = peers.call_ranks("describe")
+        infos: list[SenderInfo] = self._call_ranks("describe")
         layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
-        nodes = peers.call_engines("node", doing="find engines")
+        nodes = self._call_engines("node", doing="find engines")
         targets = list(nodes)
-        if self._sender == "published_sender":
+        if self._sender == "published":
             topology = topology_beside_training(len(infos), len(targets))
         else:
             topology = find_topology(
                 [(info.node, info.gpu) for info in infos],
                 [nodes[index] for index in targets],
-                [engines.gpus(index) for index in targets],
+                [self._engines.gpus(index) for index in targets],
             )
-        transport = peers.transport = topology.transport
+        self._transport = topology.transport
         plan = make_plan(
             layout,
             [info.position for info in infos],
@@ -448,10 +371,10 @@ class Publisher:
         )
         both: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
-            "transport": transport,
+            "transport": topology.transport,
             "deltas": self._versions.deltas,
         }
-        offers = peers.call_ranks(
+        offers = self._call_ranks(
             "prepare",
             ray.put(plan),
             dtype=self._dtype,
@@ -460,16 +383,107 @@ class Publisher:
             **both,
         )
         both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
-        connecting = peers.submit_ranks("connect", offers)
+        connecting = self._submit_ranks("connect", offers)
         own = zip(targets, topology.receiver_of, topology.member_of_each, strict=True)
-        opening = engines.call(
+        opening = self._engines.call(
             "init_weight_transfer",
             {
                 index: (both | {"receiver": number, "member": member},)
                 for index, number, member in own
             },
         )
-        peers.wait_engines(opening, "connect", forgive=False, least_s=MEETING_S)
-        peers.wait_ranks(connecting, "connect", least_s=MEETING_S)
-        peers.call_ranks("opened")
+        self._wait_engines(opening, "connect", forgive=False, least_s=MEETING_S)
+        self._wait_ranks(connecting, "connect", least_s=MEETING_S)
+        self._call_ranks("opened")
         return pack(plan, bucket_bytes)
+
+    @property
+    def _updating(self) -> list[int]:
+        """Numbers of the engines that are being updated, without lost ones."""
+        # another thread may have started a lost engine again, which is not connected
+        return [
+            index
+            for index, incarnation in self._targets.items()
+            if self._engines.incarnation(index) == incarnation
+        ]
+
+    def _target(self, indices: Sequence[int]) -> None:
+        """Choose the engines to update."""
+        self._targets = {index: self._engines.incarnation(index) for index in indices}
+
+    def _call_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every trainer rank's sender and wait for all."""
+        return self._wait_ranks(self._submit_ranks(method, *args, **kwargs), method)
+
+    def _submit_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
+        calls: list[Any] = [rank.weight_sender for rank in self._ranks]
+        if self._sender == "published":
+            # in a thread of its own, beside the calls that train
+            calls = [call.options(concurrency_group=PUBLISHED_GROUP) for call in calls]
+        return [call.remote(self._sender, method, *args, **kwargs) for call in calls]
+
+    def _wait_ranks(
+        self, refs: Sequence[ObjectRef[Any]], doing: str, *, least_s: float = 0.0
+    ) -> list[Any]:
+        """Return the results of one call per trainer rank; raise an error after the deadline.
+
+        `least_s`: seconds to wait if the deadline is shorter.
+        """
+        with _phase(doing):
+            return gather(
+                refs,
+                names=[f"trainer rank {rank}" for rank in range(len(refs))],
+                doing=doing,
+                timeout_s=max(self._config.deadline_s, least_s),
+                limit=DEADLINE,
+                logs=self._logs,
+            )
+
+    def _call_engines(self, method: str, *, doing: str) -> dict[int, Any]:
+        """Call a method of every target and wait for all."""
+        return self._wait_engines(self._submit_engines(method), doing)
+
+    def _submit_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
+        return self._engines.call(method, dict.fromkeys(self._updating, args))
+
+    def _wait_engines(
+        self,
+        refs: Mapping[int, ObjectRef[Any]],
+        doing: str,
+        *,
+        forgive: bool = True,
+        least_s: float = 0.0,
+    ) -> dict[int, Any]:
+        """Return the results of one call per target; remove engines that were lost from targets."""
+        with _phase(doing):
+            results = self._engines.gather(
+                refs,
+                doing=doing,
+                timeout_s=max(self._config.deadline_s, least_s),
+                limit=DEADLINE,
+                forgive=forgive,
+            )
+        lost = [index for index in self._targets if index not in results]
+        if lost and self._transport == "nccl":
+            raise InfraError(
+                f"weights: {doing}: rollout engine {lost[0]} is lost, and the other ranks of its "
+                f"process group cannot continue without it (log: logs/engine-{lost[0]}.log)"
+            )
+        for index in lost:
+            del self._targets[index]
+        return results
+
+
+def _name(rounds: Sequence[int], num_rounds: int) -> str:
+    if len(rounds) == 1:
+        return f"bucket {rounds[0]} of {num_rounds}"
+    return f"buckets {rounds[0]} to {rounds[-1]} of {num_rounds}"
+
+
+@contextmanager
+def _phase(doing: str) -> Iterator[None]:
+    """Add the phase of the update to errors of ranks and engines."""
+    try:
+        yield
+    except MegadapoError as error:
+        raise type(error)(f"weights: {doing}: {error}") from None
