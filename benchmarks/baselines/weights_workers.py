@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address
-from megadapo.errors import InfraError
 from megadapo.lab.profiling.measure import reset_resident_peak, resident_peak
 from megadapo.weights.disk.sources import (
     collect_runs,
@@ -220,6 +220,7 @@ class Engines:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.policy_version = 0
+        self.handles = {0: SimpleNamespace(spec=SimpleNamespace(gpus=()))}
 
     def publishing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -229,9 +230,6 @@ class Engines:
 
     def incarnation(self, index: int) -> int:
         return index
-
-    def gpus(self, index: int) -> tuple[str, ...]:
-        return ()
 
     def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         if method == "node":
@@ -264,9 +262,6 @@ class Engines:
     ) -> None:
         method = "finish_weight_update"
         self.gather(self.call(method, {0: ()}), doing=method, timeout_s=timeout_s)
-
-    def fail(self, index: int, cause: str) -> None:
-        raise InfraError(cause)
 
 
 def start_engine(model: Path, *, tensor_parallel: int) -> Engines:

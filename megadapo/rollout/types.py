@@ -155,6 +155,26 @@ class StopReport:
     num_tokens: int
     """Number of tokens generated for the groups, without those they started with."""
 
+    @classmethod
+    def of(
+        cls,
+        submitted: Sequence[OpenGroup],
+        complete: Sequence[OpenGroup],
+        reports: Sequence[StopReport],
+        *,
+        keep: bool,
+    ) -> StopReport:
+        """Return one report on groups; some had finished, others died with their engine."""
+        found = {group.key: group for report in reports for group in report.unfinished}
+        found.update((group.key, group) for group in complete)
+        before = {group.key: group.num_tokens for group in submitted}
+        return cls(
+            keys=tuple(sorted(before)),
+            unfinished=tuple(found.get(group.key, group) for group in submitted) if keep else (),
+            num_tokens=sum(report.num_tokens for report in reports)
+            + sum(group.num_tokens - before[group.key] for group in complete),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreRequest:

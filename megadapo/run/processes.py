@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +10,15 @@ from typing import Any
 
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.process_log import LOGS_FOLDER
+from megadapo.cluster.process_log import LOGS_FOLDER, engine_log
 from megadapo.config import RunConfig
 from megadapo.errors import DataError
 from megadapo.models.folder import path_from_anywhere
+from megadapo.rollout.engine.spec import EngineSpec
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.pool.elastic import ElasticEngines
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.pool.request import read_request
 from megadapo.run.inputs import Phases, start_cluster
 from megadapo.run.state.status import StatusFile
@@ -81,8 +83,9 @@ def start_processes(
     """
     # an engine measures the free memory of its GPU, so it must start alone (run/processes.py)
     one_by_one = config.cluster.engines_sleep
-    options = {
+    options: dict[str, Any] = {
         "log_folder": config.run.folder / LOGS_FOLDER,
+        "weights_from": "trainer",
         "shares_gpus": config.cluster.placement == "colocated",
     }
     first, last = config.rollout.num_engines, config.num_engines
@@ -212,6 +215,7 @@ def start_engines_alone(
             config,
             cluster,
             stack,
+            numbers=range(num_engines),
             log_folder=log_folder,
             weights_from="folder",
             shares_gpus=False,
@@ -222,17 +226,29 @@ def start_engines_alone(
 
 
 def _start_engines(
-    config: RunConfig, cluster: Cluster, stack: ExitStack, **options: Any
+    config: RunConfig,
+    cluster: Cluster,
+    stack: ExitStack,
+    *,
+    numbers: Sequence[int],
+    log_folder: Path,
+    watch: Watch | None = None,
+    **settings: Any,
 ) -> Engines:
-    engines = Engines.start(
-        config.rollout,
-        cluster,
+    spec = EngineSpec(
+        index=0,
         model=path_from_anywhere(config.model.path),
         dtype=config.model.dtype,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        config=config.rollout,
+        gpus=(),
+        log_file=engine_log(log_folder.resolve(), 0),
         start_timeout_s=config.cluster.start_timeout_s,
-        **options,
+        **settings,
     )
+    specs = [spec.at(number, cluster.engine_gpus(number)) for number in numbers]
+    handles = [EngineHandle(one, cluster.engine_options(one.index)) for one in specs]
+    engines = Engines(handles, watch)
     stack.callback(engines.shutdown)
     return engines
 

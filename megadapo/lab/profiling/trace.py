@@ -92,7 +92,7 @@ def _engine_parts(engines: Engines) -> list[TracePart]:
     parts = []
     for index in engines.updatable():
         ahead_ns = clock_offset(partial(_engine_clock, engines, index)).ahead_ns
-        folder = engines.profile_folders[index]
+        folder = engines.handles[index].spec.profile_folder
         found = sorted(folder.glob("*.pt.trace.json"))
         ranks = {int(match[1]): file for file in found if (match := _ENGINE_RANK.search(file.name))}
         for rank in sorted(ranks):

@@ -6,11 +6,12 @@ Imports neither torch nor vLLM, so that a dry run can check the layout at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megadapo.cluster.config import START_TIMEOUT_S
+from megadapo.cluster.process_log import engine_log
 from megadapo.cluster.processes import cpu_environment, full_precision
 from megadapo.errors import ConfigError
 from megadapo.models.shape import ModelShape
@@ -57,6 +58,11 @@ class EngineSpec:
     returns_experts: bool = False
     """Whether responses come with the experts of each token."""
     start_timeout_s: float = START_TIMEOUT_S
+
+    def at(self, index: int, gpus: tuple[str, ...]) -> EngineSpec:
+        """Return the spec of another engine with the same settings."""
+        log_file = engine_log(self.log_file.parent, index)
+        return replace(self, index=index, gpus=gpus, log_file=log_file)
 
     @property
     def uses_cuda(self) -> bool:

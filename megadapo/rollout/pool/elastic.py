@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.places import PlaceRequest
 from megadapo.errors import DataError, InfraError
-from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.pool.pool import EnginePool
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.handle import EngineHandle, State
 from megadapo.rollout.pool.request import EngineRequest, read_request
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ElasticEngines:
 
     def __init__(
         self,
-        engines: EnginePool,
+        engines: Engines,
         places: Cluster,
         folder: Path,
         *,
@@ -84,7 +84,7 @@ class ElasticEngines:
                     return
                 self._forget_lost(alive)
                 self._drop_failed(now)
-                self._leave(now)
+                self._leave()
                 self._join(now)
                 view = self._view(now)
             self._check_at = now + CHECK_S
@@ -116,19 +116,12 @@ class ElasticEngines:
 
     def _forget_lost(self, alive: Collection[str]) -> None:
         """Forget engines whose node is gone; others replace them on nodes with free slots."""
-        members = self._engines.members()
-        away = [
-            member.number
-            for member in members
-            if member.shown_state in ("lost", "starting", "leaving")
-        ]
-        for number in away:
+        for number, engine in self._engines.handles.items():
             node = self._places.engine_node(number)
-            if node in alive:
+            if node in alive or engine.state in (State.STALE, State.SERVING):
                 continue
             lost = f"rollout engine {number} is gone with its node {node}"
-            others = [member for member in self._engines.members() if member.number != number]
-            if not any(member.leave_at is None for member in others):
+            if self._engines.staying in ([], [engine]):
                 raise InfraError(f"{lost}; no engine is left, and a restart of the run starts all")
             self._engines.forget(number)
             self._places.release_engine(number)
@@ -136,58 +129,51 @@ class ElasticEngines:
 
     def _drop_failed(self, now: float) -> None:
         """Remove engines that joined and cannot start, and ask for other places later."""
-        for member in self._engines.members():
-            if member.has_failed:
-                self._engines.leave(member.number, within_s=0.0)
+        for engine in self._engines.staying:
+            if engine.has_failed:
+                engine.leave(within_s=0.0)
                 self._ask_at = now + RETRY_S
                 self._engines.warn(
-                    f"rollout engine {member.number} cannot start on node "
-                    f"{self._places.engine_node(member.number)} and is removed, see "
-                    f"{member.spec.log_file}; "
-                    f"another place is requested in {RETRY_S:g} s"
+                    f"{engine.name} cannot start on node "
+                    f"{self._places.engine_node(engine.number)} and is removed, see "
+                    f"{engine.spec.log_file}; another place is requested in {RETRY_S:g} s"
                 )
 
-    def _leaving(self, staying: Sequence[EngineHandle]) -> list[int]:
+    def _chosen(self) -> list[EngineHandle]:
         """Return the engines that should leave: the named ones, and the last ones above the number
         that is wanted."""
-        request = self._request
-        nodes = set(request.leave_nodes)
+        request, staying = self._request, self._engines.staying
         chosen = [
-            member.number
-            for member in staying
-            if member.number in request.leave or self._places.engine_node(member.number) in nodes
+            engine
+            for engine in staying
+            if engine.number in request.leave
+            or self._places.engine_node(engine.number) in request.leave_nodes
         ]
-        others = [member for member in staying if member.number not in chosen]
+        others = [engine for engine in staying if engine not in chosen]
         surplus = len(others) + len(self._waiting) - request.num_engines
         while surplus > 0 and self._waiting:
             self._waiting.pop().cancel()
             surplus -= 1
-        others.sort(key=lambda one: (one.shown_state == "serving", -one.number))
-        return chosen + [member.number for member in others[: max(0, surplus)]]
+        others.sort(key=lambda one: (one.state is State.SERVING, -one.number))
+        return chosen + others[: max(0, surplus)]
 
-    def _leave(self, now: float) -> None:
-        staying = [member for member in self._engines.members() if member.leave_at is None]
-        leaving = self._leaving(staying)
+    def _leave(self) -> None:
+        within_s = self._request.within_s
         self._postponed = set()
-        serving = {member.number for member in staying if member.shown_state == "serving"}
-        for number in leaving:
-            left = serving - {number}
-            if not left:
-                self._postponed.add(number)
+        for engine in self._chosen():
+            serving = [one for one in self._engines.staying if one.state is State.SERVING]
+            if serving in ([], [engine]):
+                self._postponed.add(engine.number)
                 continue
-            serving = left
-            self._engines.leave(number, within_s=self._request.within_s)
-            self._engines.warn(
-                f"rollout engine {number} leaves within {self._request.within_s:g} s"
-            )
-        for number in self._engines.finish_leaving(now):
+            engine.leave(within_s)
+            self._engines.warn(f"{engine.name} leaves within {within_s:g} s")
+        for number in self._engines.finish_leaving():
             self._places.release_engine(number)
             self._tokens.pop(number, None)
             self._engines.warn(f"rollout engine {number} has left")
 
     def _join(self, now: float) -> None:
-        staying = [member for member in self._engines.members() if member.leave_at is None]
-        num_staying = len(staying) - len(self._postponed)
+        num_staying = len(self._engines.staying) - len(self._postponed)
         missing = self._request.num_engines - num_staying - len(self._waiting)
         if missing > 0 and now >= self._ask_at:
             nodes = self._request.leave_nodes
@@ -220,26 +206,26 @@ class ElasticEngines:
             "trainer_nodes": self._places.trainer_nodes(),
             "engines": [
                 {
-                    "number": member.number,
-                    "node": self._places.engine_node(member.number),
+                    "number": number,
+                    "node": self._places.engine_node(number),
                     "state": "leaves when another one serves"
-                    if member.number in self._postponed
-                    else member.shown_state,
-                    "load": member.load,
-                    "tokens": member.num_tokens,
-                    "tokens_per_s": self._rate(member, now),
+                    if number in self._postponed
+                    else engine.shown_state,
+                    "load": engine.load,
+                    "tokens": engine.num_tokens,
+                    "tokens_per_s": self._rate(engine, now),
                 }
-                for member in self._engines.members()
+                for number, engine in self._engines.handles.items()
             ],
         }
 
-    def _rate(self, member: EngineHandle, now: float) -> float | None:
+    def _rate(self, engine: EngineHandle, now: float) -> float | None:
         """Return an engine's tokens per second in the last seconds; None if not known yet."""
-        seen = self._tokens.setdefault(member.number, deque())
-        if seen and member.num_tokens < seen[-1][1]:
+        seen = self._tokens.setdefault(engine.number, deque())
+        if seen and engine.num_tokens < seen[-1][1]:
             seen.clear()  # another process
-        seen.append((now, member.num_tokens))
+        seen.append((now, engine.num_tokens))
         while now - seen[0][0] > RATE_S:
             seen.popleft()
         seconds = now - seen[0][0]
-        return round((member.num_tokens - seen[0][1]) / seconds, 1) if seconds else None
+        return round((engine.num_tokens - seen[0][1]) / seconds, 1) if seconds else None

@@ -1,7 +1,8 @@
 """The driver's handle on one rollout engine: its process, its load and its progress.
 
 A handle outlives the processes that it starts one after another. It always waits for one call of
-its actor: the start, the next report or, for a process that must go, the end.
+its actor: the start, the next report or, for a process that must go, the end. `TRANSITIONS` has its
+states.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megadapo.cluster.calls import result_of, timeout_error
-from megadapo.cluster.process_log import engine_log
 from megadapo.cluster.watch.diagnostics import HungProcesses, ProcessLocation, save_stacks
 from megadapo.cluster.watch.guard import kill_marked
 from megadapo.errors import ProcessDiedError
@@ -32,14 +32,52 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-State = Literal["starting", "stale_weights", "serving", "ending", "ended", "gone"]
-"""An engine with stale weights answers calls but lacks the current weights. An ended one can be
-started again, one that is gone is not."""
+class State(Enum):
+    """The state of an engine."""
+
+    STARTING = auto()
+    STALE = auto()
+    """It answers calls, but lacks the current weights."""
+    SERVING = auto()
+    LEAVING = auto()
+    """It finishes the groups that it has, and takes no more."""
+    FAILED = auto()
+    """Its process is being killed."""
+    ENDED = auto()
+    """It has no process, and can be started again."""
+    REMOVED = auto()
+    """Its process is being killed, and no other one is started."""
+    GONE = auto()
+
+
+TRANSITIONS = {
+    State.STARTING: (State.STALE, State.LEAVING, State.FAILED, State.GONE),
+    State.STALE: (State.SERVING, State.LEAVING, State.FAILED, State.GONE),
+    State.SERVING: (State.LEAVING, State.FAILED, State.GONE),
+    State.LEAVING: (State.REMOVED, State.GONE),
+    State.FAILED: (State.FAILED, State.ENDED, State.REMOVED, State.GONE),
+    State.ENDED: (State.STARTING, State.GONE),
+    State.REMOVED: (State.REMOVED, State.GONE),
+    State.GONE: (State.GONE,),
+}
+"""The states that may follow each state. A process that does not end is killed again, and an engine
+that is gone may be forgotten with its node."""
+ANSWERING = (State.STALE, State.SERVING, State.LEAVING)
+"""States in which an engine answers calls."""
+RUNNING = (State.STARTING, *ANSWERING)
+GENERATING = (State.SERVING, State.LEAVING)
+"""States in which an engine has groups."""
+KILLED = (State.FAILED, State.REMOVED)
+"""States in which a process is being killed."""
+DEPARTING = (State.LEAVING, State.REMOVED, State.GONE)
+"""States of an engine that the run does not keep."""
 
 _SHOWN_STATES = {
-    "starting": "starting",
-    "stale_weights": "waiting for weights",
-    "serving": "serving",
+    State.STARTING: "starting",
+    State.STALE: "waiting for weights",
+    State.SERVING: "serving",
+    State.FAILED: "lost",
+    State.ENDED: "lost",
 }
 
 EngineIncarnation = tuple[int, int]
@@ -52,6 +90,9 @@ HEARTBEAT_S = 5.0
 REPORTS_PER_FILL = 8
 """Reports while as many responses end as the engine runs at once: the driver must hear of free
 slots in time, but not of every response."""
+MAX_RESTARTS = 3
+"""Restarts of a dead engine in any RESTART_WINDOW_S; then it starts again when the time is over."""
+RESTART_WINDOW_S = 3600.0
 LATE_S = 30.0
 """Seconds that an engine has to report that it gave the scores up."""
 
@@ -74,9 +115,9 @@ class EngineHandle:
         self.num_starts = 0
         self.start_at = -math.inf
         """Time of `time.monotonic` before which an ended engine must not start again."""
-        self.leave_at: float | None = None
-        """Time of `time.monotonic` at which the engine ends although it has work; it takes no more
-        groups and does not start again. None: it stays."""
+        self.leave_at = math.inf
+        """Time of `time.monotonic` at which an engine that leaves ends although it has work."""
+        self.state = State.ENDED
         self.is_new = False
         """Whether it has joined a running pool and has not served yet."""
         self._restarts: list[float] = []
@@ -86,7 +127,7 @@ class EngineHandle:
 
     def start(self) -> None:
         """Start a process."""
-        self.state: State = "starting"
+        self._become(State.STARTING)
         self.num_starts += 1
         self.asleep = False
         self.submits: dict[ObjectRef[None], list[OpenGroup]] = {}
@@ -110,17 +151,17 @@ class EngineHandle:
     def start_another(
         self, index: int, gpus: tuple[str, ...], options: dict[str, Any]
     ) -> EngineHandle:
-        """Start another engine with the same settings and weights, at another place.
+        """Start an engine that joins a pool, with the same settings and weights.
 
         `options`: Ray's options for its actor.
         """
-        log_file = engine_log(self.spec.log_file.parent, index)
-        spec = replace(self.spec, index=index, gpus=gpus, log_file=log_file)
-        return EngineHandle(spec, options, self._actor_class)
+        engine = EngineHandle(self.spec.at(index, gpus), options, self._actor_class)
+        engine.is_new = True
+        return engine
 
     def started(self) -> None:
         """Note that the process has answered its first request."""
-        self.state = "stale_weights"
+        self._become(State.STALE)
         if self.spec.weights_from == "folder":
             self.serve()
         self._stalled_s = self._silent_s = 0.0
@@ -128,7 +169,9 @@ class EngineHandle:
 
     def serve(self) -> None:
         """Note that the process has the current weights."""
-        self.state, self.is_new = "serving", False
+        self.is_new = False
+        if self.state is State.STALE:
+            self._become(State.SERVING)
 
     def end(self, *, hangs: bool = False) -> None:
         """Start to kill the process and all its children, in any state.
@@ -137,7 +180,7 @@ class EngineHandle:
         """
         import ray
 
-        self.state = "ending"
+        self._become(State.REMOVED if self.state in DEPARTING else State.FAILED)
         self._stalled_s = 0.0
         self.submits = {}
         known, _ = ray.wait([self._location], timeout=0)
@@ -153,25 +196,40 @@ class EngineHandle:
         end: Any = ray.remote(_end_processes)
         self.awaited = end.options(**options).remote(pid, self._mark)
 
-    def plan_restart(self, limit: int, window_s: float) -> int:
-        """Set `start_at` so that a window has at most `limit` restarts; return their number."""
+    def plan_restart(self) -> str:
+        """Set `start_at` so that a window has at most MAX_RESTARTS restarts; return the action."""
         now = time.monotonic()
-        self._restarts = [at for at in self._restarts if at > now - window_s]
-        if len(self._restarts) < limit:
+        self._restarts = [at for at in self._restarts if at > now - RESTART_WINDOW_S]
+        if len(self._restarts) < MAX_RESTARTS:
             self.start_at = now
         else:
-            self.start_at = self._restarts[-limit] + window_s
+            self.start_at = self._restarts[-MAX_RESTARTS] + RESTART_WINDOW_S
         self._restarts.append(self.start_at)
-        return len(self._restarts)
+        if self.start_at == now:
+            return f"restart {len(self._restarts)} of {MAX_RESTARTS} an hour"
+        return (
+            f"not restarted: the limit of {MAX_RESTARTS} an hour is reached for "
+            f"{(self.start_at - now) / 60:.0f} more minutes"
+        )
 
     def leave(self, within_s: float) -> None:
-        """Take no more groups, and let the engine end once it has none, or after some seconds."""
-        self.leave_at, self.start_at = time.monotonic() + within_s, math.inf
+        """Take no more groups; the pool ends the engine once it has none.
+
+        After `within_s` seconds its groups move to the other engines, which generate their tokens
+        again: with the same bits, since they start as they were submitted.
+        """
+        self.leave_at = time.monotonic() + within_s
+        without_process = {State.FAILED: State.REMOVED, State.ENDED: State.GONE}
+        self._become(without_process.get(self.state, State.LEAVING))
 
     def give_up(self) -> None:
-        """Leave the engine ended: it is not started again."""
-        self.state = "gone"
-        self.awaited = None
+        """Take no notice of the process any more, and start no other one."""
+        self._become(State.GONE)
+        self.submits, self.awaited = {}, None
+
+    def _become(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.name} was {self.state} before {state}"
+        self.state = state
 
     @property
     def number(self) -> int:
@@ -180,14 +238,12 @@ class EngineHandle:
     @property
     def shown_state(self) -> str:
         """State in the list of a run's engines."""
-        if self.leave_at is not None:
-            return "leaving"
-        return _SHOWN_STATES.get(self.state, "lost")
+        return _SHOWN_STATES.get(self.state, "leaving")
 
     @property
     def has_failed(self) -> bool:
         """Whether it has never served, and the limit of restarts is reached."""
-        return self.is_new and self.leave_at is None and self.start_at > time.monotonic()
+        return self.is_new and self.start_at > time.monotonic()
 
     @property
     def load(self) -> int:
@@ -213,9 +269,9 @@ class EngineHandle:
     def is_stuck(self) -> bool:
         """Whether the engine has made no progress for too long."""
         config = self.spec.config
-        if self.state in ("ended", "gone"):
+        if self.state in (State.ENDED, State.GONE):
             return False
-        if self.state in ("starting", "ending"):
+        if self.state in (State.STARTING, *KILLED):
             return self._stalled_s > self.spec.start_timeout_s
         return max(self._stalled_s, self._silent_s) > config.engine_progress_timeout_s
 
@@ -236,9 +292,10 @@ class EngineHandle:
 
     def advance(self, result: Any) -> Sequence[OpenGroup] | None:
         """Process the result of the awaited call; return the finished groups if it is a report."""
-        if self.state == "ending":
-            self.state, self.awaited = "ended", None
-        elif self.state == "starting":
+        if self.state in KILLED:
+            self._become(State.ENDED if self.state is State.FAILED else State.GONE)
+            self.awaited = None
+        elif self.state is State.STARTING:
             self.started()
         else:
             groups: Sequence[OpenGroup]
@@ -262,7 +319,7 @@ class EngineHandle:
     def add_time(self, seconds: float) -> None:
         """Add to the time in which the driver has heard nothing."""
         self._silent_s += seconds
-        is_due = self.load or self.state in ("starting", "ending")
+        is_due = self.load or self.state in (State.STARTING, *KILLED)
         self._stalled_s = self._stalled_s + seconds if is_due else 0.0
 
     def read(self, ref: ObjectRef[Any], doing: str) -> Any:
@@ -276,8 +333,8 @@ class EngineHandle:
     def describe_silence(self) -> str:
         """Return a message that the engine is stuck."""
         config = self.spec.config
-        if self.state in ("starting", "ending"):
-            doing = "start" if self.state == "starting" else "end"
+        if self.state in (State.STARTING, *KILLED):
+            doing = "start" if self.state is State.STARTING else "end"
             limit = "cluster.start_timeout_s"
             return str(timeout_error([self.name], doing, self.spec.start_timeout_s, limit))
         missing = "has work and gave no token" if self.load else "sent no heartbeat"
@@ -385,7 +442,7 @@ class PendingScores:
     def _leave_out_dead(self, *, is_late: bool) -> None:
         """Wait no longer for engines whose process has ended; if it is late, for no engine."""
         for call, (engine, incarnation) in list(self._calls.items()):
-            is_same = engine.incarnation == incarnation and engine.state == "serving"
+            is_same = engine.incarnation == incarnation and engine.state in GENERATING
             if is_late or not is_same:
                 del self._calls[call]
                 self._warn(engine)

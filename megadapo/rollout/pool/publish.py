@@ -181,7 +181,7 @@ class Publisher:
             if self._sender != "published":
                 raise
             self._schedule = None
-            self._engines.fail(index, str(error))
+            self._engines.mark_dead(self._engines.handles[index], str(error), hangs=True)
             return PublishReport(policy_version=version, seconds=0.0)
 
     def fingerprint(self) -> str:
@@ -353,7 +353,7 @@ class Publisher:
             topology = find_topology(
                 [(info.node, info.gpu) for info in infos],
                 [nodes[index] for index in targets],
-                [self._engines.gpus(index) for index in targets],
+                [self._engines.handles[index].spec.gpus for index in targets],
             )
         self._transport = topology.transport
         plan = make_plan(

@@ -109,9 +109,9 @@ def test_engine_joins_while_others_generate(pool, monkeypatch):
     pool.check_until(lambda: pool.states() == {0: "serving", 1: "serving", 2: "serving"})
     assert pool.places.nodes == {0: "a", 1: "b", 2: "c"}
     assert pool.reports[-1].get("waiting_for_slots") == 0
-    before = pool.engines.members()[2].num_tokens
+    before = pool.engines.handles[2].num_tokens
     assert pool.generate() == expected
-    pool.check_until(lambda: pool.engines.members()[2].num_tokens > before)
+    pool.check_until(lambda: pool.engines.handles[2].num_tokens > before)
     assert pool.engines.drain_warnings() == [
         "no rollout engine joins: node broken: the model does not exist",
         "rollout engine 2 joins on c",
@@ -161,7 +161,7 @@ def test_nothing_changes_during_a_publication(pool):
             thread.start()
             thread.join()
         assert len(pool.reports) == before
-        assert [one.shown_state for one in pool.engines.members()][2] == "waiting for weights"
+        assert pool.engines.handles[2].shown_state == "waiting for weights"
         give_version(pool.engines, [0, 1], 2, any_time=True)
     pool.check_until(lambda: len(pool.places.released) == 2)
 

@@ -19,7 +19,7 @@ import torch
 
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
-from megadapo.rollout.pool import pool
+from megadapo.rollout.pool import handle as handles
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.types import OpenGroup, ScoreRequest
@@ -57,7 +57,7 @@ def make_new(engines: Engines) -> None:
     engines.stop(keep=False)
     wait_until_all_serve(engines)
     engines.drain_warnings()
-    for handle in engines._handles.values():
+    for handle in engines.handles.values():
         handle._restarts.clear()
 
 
@@ -116,7 +116,7 @@ def test_hung_idle_engine_is_found_and_its_stack_saved(engines):
     os.kill(pid, signal.SIGSTOP)
     check_until(lambda: engines.incarnation(2) != place, engines)
     (note,) = engines.drain_warnings()
-    log = engines._handles[2].spec.log_file
+    log = engines.handles[2].spec.log_file
     assert note.startswith("rollout engine 2 sent no heartbeat for 6 s")
     assert f"stacks: {log}; restart 1 of 3" in note
     assert "most recent call first" in log.read_text()
@@ -182,9 +182,9 @@ def test_restarted_engine_waits_for_the_update(engines):
 
 
 def use_up_restarts(engines):
-    for handle in engines._handles.values():
-        for _ in range(pool.MAX_RESTARTS):
-            handle.plan_restart(pool.MAX_RESTARTS, pool.RESTART_WINDOW_S)
+    for handle in engines.handles.values():
+        for _ in range(handles.MAX_RESTARTS):
+            handle.plan_restart()
 
 
 def test_without_restarts_the_last_death_ends_the_run(tmp_path):
@@ -205,8 +205,8 @@ def test_without_restarts_the_last_death_ends_the_run(tmp_path):
 @pytest.mark.slow
 def test_restarts_come_back_with_time(engines, monkeypatch):
     """Catches a limit for the life of a driver: after two weeks every loss would be for good."""
-    monkeypatch.setattr(pool, "RESTART_WINDOW_S", 12.0)
-    monkeypatch.setattr(pool, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(handles, "RESTART_WINDOW_S", 12.0)
+    monkeypatch.setattr(handles, "MAX_RESTARTS", 1)
     first_death, process = time.monotonic(), engines.incarnation(1)
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     check_until(lambda: engines.incarnation(1) != process, engines)

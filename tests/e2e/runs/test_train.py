@@ -18,7 +18,7 @@ from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.observe.rollouts.saved_group import encode_saved
 from megadapo.rollout.journal.journal import DIGEST_BYTES
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
-from megadapo.rollout.pool.pool import MAX_RESTARTS
+from megadapo.rollout.pool.handle import MAX_RESTARTS
 from megadapo.run.state.status import read_status
 from tests.support.rollout.groups import payloads
 from tests.support.runs.whole_runs import (

@@ -12,13 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.process_log import engine_log
 from megadapo.data.group import NO_VERSION, Response, Score
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rollout.config import RolloutConfig, SamplingConfig
 from megadapo.rollout.engine.spec import WeightsFrom
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+from tests.support.rollout.engine_specs import engine_spec
 
 MAX_PROMPT_TOKENS = 200
 MAX_RESPONSE_TOKENS = 48
@@ -45,14 +48,20 @@ def start_engines(
     **config: Any,
 ) -> Engines:
     """Start engines for a model, with or without its weights."""
-    engines = Engines.start(
-        RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config}),
-        cluster or start_cluster(**config),
+    rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
+    spec = engine_spec(
         model=str(model),
-        dtype="float32",
-        max_prompt_tokens=MAX_PROMPT_TOKENS,
-        log_folder=log_folder,
+        max_model_len=MAX_PROMPT_TOKENS + rollout.max_response_tokens,
         weights_from=weights_from,
+        config=rollout,
+        log_file=engine_log(log_folder.resolve(), 0),
+    )
+    cluster = cluster or start_cluster(**config)
+    engines = Engines(
+        [
+            EngineHandle(spec.at(number, ()), cluster.engine_options(number))
+            for number in range(rollout.num_engines)
+        ]
     )
     engines.wait_until_ready()
     return engines
@@ -128,7 +137,7 @@ def call_all(engines: Engines, method: str) -> list[Any]:
 def actor_pid(engines: Engines, index: int) -> int:
     import ray
 
-    pid: int = ray.get(engines.actors[index].location.remote()).pid
+    pid: int = ray.get(engines.handles[index].actor.location.remote()).pid
     return pid
 
 

@@ -161,7 +161,7 @@ def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]
     # each rank imports this module, and would import transformers with that one
     from tests.support.rollout.engine_checks import all_finished
 
-    count = len(engines.actors)
+    count = len(engines.handles)
     requests = [
         OpenGroup(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
         for number, prompt in enumerate(PROMPTS)

@@ -88,6 +88,7 @@ class Engines:
 
     def __init__(self, engine):
         self.engine = engine
+        self.handles = {0: SimpleNamespace(spec=SimpleNamespace(gpus=()))}
 
     def publishing(self):
         return nullcontext()
@@ -97,9 +98,6 @@ class Engines:
 
     def incarnation(self, index):
         return index
-
-    def gpus(self, index):
-        return ()
 
     def call(self, method, arguments):
         return {0: getattr(self.engine, method)(*arguments[0])}
