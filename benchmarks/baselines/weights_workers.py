@@ -24,8 +24,7 @@ from megadapo.weights.disk.sources import (
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.in_place import SharedMemoryInbox, SharedMemoryOutbox
-from megadapo.weights.sync.transports.interface import Message
+from megadapo.weights.sync.transports.in_place import SharedMemoryOutbox, open_shared_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -157,8 +156,7 @@ class GatheredLoad:
         from vllm.config import set_current_vllm_config
 
         offer = bucket["offer"]
-        message = Message(sender=0, target=0, offset=0, num_bytes=offer["num_bytes"])
-        (data,) = SharedMemoryInbox([offer]).receive(0, [message])
+        data = open_shared_memory(offer)[0]
         weights = []
         for name, shape, offset in bucket["tensors"]:
             num_bytes = torch.Size(shape).numel() * DTYPE.itemsize

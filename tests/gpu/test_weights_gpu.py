@@ -53,12 +53,11 @@ class Live:
 
 def receive(plan, offers, filled, taken, results: Path) -> None:
     """Run the engine's process: open the offers, receive every round, save the result."""
-    from megadapo.weights.sync.transports.in_place import CudaIpcInbox
-
     layout = layout_for(CONFIG)
     receiver = receiver_of(plan, layout, bucket_bytes=BUCKET, dtype=torch.bfloat16)
     live = Live(receiver.shapes)
-    inbox = CudaIpcInbox(offers, torch.device("cuda"))
+    inbox = receiver.open_inbox("cuda_ipc", offers, torch.device("cuda"))
+    taken.put("opened")
     receiver.start(live, inbox, with_checksums=False)
     for number in iter(filled.get, None):
         receiver.take(number)
@@ -92,6 +91,9 @@ def test_other_process_reads_buckets(tmp_path):
     results = tmp_path / "received.pt"
     engine = context.Process(target=receive, args=(plan, offers, filled, taken, results))
     engine.start()
+    assert taken.get(timeout=120) == "opened"
+    for sender, _ in senders:
+        sender.opened()
     for number in range(pack(plan, BUCKET).num_rounds):
         for sender, _ in senders:
             sender.fill(number)
@@ -111,9 +113,9 @@ def test_other_process_reads_buckets(tmp_path):
 
 def hold(offer, opened) -> None:
     """Run an engine's process: open the offer and keep it until the process is killed."""
-    from megadapo.weights.sync.transports.in_place import CudaIpcInbox
+    from megadapo.weights.sync.transports.in_place import InPlaceInbox
 
-    inbox = CudaIpcInbox([offer], torch.device("cuda"))
+    inbox = InPlaceInbox([offer], 0, torch.device("cuda"))
     opened.put(inbox is not None)
     time.sleep(600)
 

@@ -69,7 +69,6 @@ def receive(model: Path, plan: UpdatePlan, offer: Offer, trainer: Connection) ->
             receiver.verify(trainer.recv())
         receiver.finish()
         trainer.send("complete")
-    receiver.close()
     inbox.close()
 
 

@@ -56,19 +56,6 @@ class EngineShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChainPosition:
-    """An engine rank's number among all ranks, and its neighbours among the engines of a node."""
-
-    rank: int
-    """Number of the rank, with the trainer's ranks counted first."""
-    num_ranks: int
-    previous: int | None = None
-    """Engine rank that forwards messages to this one; None: trainer ranks send them."""
-    next: int | None = None
-    """Engine rank that this one forwards messages to."""
-
-
 class Copy(NamedTuple):
     """One slice of a trainer parameter and its destination in an engine parameter."""
 
@@ -179,19 +166,6 @@ class UpdatePlan:
         """
         first = self.engine.num_engines(receiver)
         return self.num_sources + (first + member) * self.engine.num_ranks + engine_rank
-
-    def chain_position(self, receiver: int, engine_rank: int, member: int = 0) -> ChainPosition:
-        """Return an engine rank's number and neighbours."""
-
-        def number(other: int) -> int:
-            return self.engine_rank_number(receiver, engine_rank, other)
-
-        return ChainPosition(
-            rank=number(member),
-            num_ranks=self.num_ranks,
-            previous=number(member - 1) if member else None,
-            next=number(member + 1) if member + 1 < self.num_members(receiver) else None,
-        )
 
     def num_members(self, receiver: int) -> int:
         """Return the number of engines of a receiver that forward to each other."""

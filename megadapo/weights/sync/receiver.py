@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta import Changes, Delta, Stamp, bundle_number, decode
 from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
-from megadapo.weights.sync.transports.in_place import CudaIpcInbox, ReadingTurns, SharedMemoryInbox
+from megadapo.weights.sync.transports.in_place import InPlaceInbox
 from megadapo.weights.sync.transports.interface import Inbox, Offer, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointInbox
 
@@ -68,7 +69,6 @@ class WeightReceiver:
         self._place = (receiver, engine_rank)
         self._full = pack(plan, bucket_bytes)
         self._full_rounds = self._rounds = self._own_rounds(self._full)
-        self._turns: ReadingTurns | None = None
         self.num_bytes = 0
         self.version: int | None = None
         """Version of this rank's weights; None during and after an incomplete update."""
@@ -90,15 +90,19 @@ class WeightReceiver:
         # other buckets may be on another node, or on a GPU that this process does not see
         senders = {placed.sender for own in self._full_rounds.values() for _, placed in own}
         readable = [offer if number in senders else None for number, offer in enumerate(offers)]
+        number = partial(self._plan.engine_rank_number, *self._place)
         if transport in ("shared_memory", "cuda_ipc"):
-            target = self._plan.engine_rank_number(*self._place)
-            self._turns = ReadingTurns(readable, target, device)
-            is_shared = transport == "shared_memory"
-            return SharedMemoryInbox(readable) if is_shared else CudaIpcInbox(readable, device)
-        largest_wave = self._full.capacity.waves.get(self._place, 0)
-        position = self._plan.chain_position(*self._place, member)
-        where = device if transport == "nccl" else torch.device("cpu")
-        return PointToPointInbox(offers, largest_wave, where, position)
+            return InPlaceInbox(readable, number(), device)
+        is_last = member + 1 == self._plan.num_members(self._place[0])
+        return PointToPointInbox(
+            offers,
+            self._full.capacity.waves.get(self._place, 0),
+            device if transport == "nccl" else torch.device("cpu"),
+            rank=number(member),
+            num_ranks=self._plan.num_ranks,
+            previous=number(member - 1) if member else None,
+            following=None if is_last else number(member + 1),
+        )
 
     def start(
         self,
@@ -153,7 +157,7 @@ class WeightReceiver:
         """
         own = self._rounds.get(round_number, [])
         messages = [placed for _, placed in own]
-        if self._turns is not None and not self._turns.wait(messages):
+        if not self._inbox.wait(messages):
             return False
         contents = self._inbox.receive(round_number, messages)
         for (first, placed), received in zip(own, contents, strict=True):
@@ -161,14 +165,7 @@ class WeightReceiver:
                 self._change(received, placed.transfer)
             else:
                 self._replace(received, placed.transfer, round_number, first)
-        if self._turns is not None:
-            self._turns.give(messages)
         return True
-
-    def close(self) -> None:
-        """Leave the trainer ranks, so that none waits for this one."""
-        if self._turns is not None:
-            self._turns.close()
 
     def _own_rounds(self, schedule: Schedule) -> dict[int, list[tuple[int, PlacedTransfer]]]:
         """Return round -> this rank's transfers by wave, each with its first slice number."""

@@ -16,16 +16,9 @@ from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import PlacedTransfer, Schedule, checksum, pack, slice_view
 from megadapo.weights.sync.delta import DeltaState, Encoded
 from megadapo.weights.sync.plan import Transfer, UpdatePlan
-from megadapo.weights.sync.transports.in_place import (
-    CudaIpcOutbox,
-    FillingTurns,
-    SharedMemoryOutbox,
-)
+from megadapo.weights.sync.transports.in_place import CudaIpcOutbox, SharedMemoryOutbox
 from megadapo.weights.sync.transports.interface import Offer, Outbox, Transport
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-
-IN_PLACE = ("shared_memory", "cuda_ipc")
-"""Transports whose buckets are read in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +63,6 @@ class WeightSender:
         self._memory = HostMemory(pinned=self._device.type == "cuda")
         self._pinned: dict[str, torch.Tensor] | None = None
         self._outbox: Outbox | None = None
-        self._turns: FillingTurns | None = None
 
     def describe(self) -> SenderInfo:
         gpu = None
@@ -98,25 +90,23 @@ class WeightSender:
             deltas: Keep the bits that are sent, so that later updates can send only the changes.
             patience_s: Seconds after which an engine that does not read a bucket is left out.
         """
-        for one in (self._outbox, self._turns):
-            if one is not None:
-                one.close()
+        if self._outbox is not None:
+            self._outbox.close()
         self._plan, self._dtype = plan, dtype
         self._full = pack(plan, bucket_bytes)
         self._use(self._full)
         self._sends_changes = False
         # bits that were sent last, if updates may send only the changes
         self._state = DeltaState(dtype.itemsize) if deltas else None
-        self._outbox = self._open_outbox(transport)
-        self._turns = FillingTurns(patience_s) if transport in IN_PLACE else None
-        return self._outbox.offer() | ({} if self._turns is None else {"turns": self._turns.name})
+        self._outbox = self._open_outbox(transport, patience_s)
+        return self._outbox.offer()
 
-    def _open_outbox(self, transport: Transport) -> Outbox:
+    def _open_outbox(self, transport: Transport, patience_s: float) -> Outbox:
         num_bytes = self._full.capacity.buckets[self._rank]
         if transport == "shared_memory":
-            return SharedMemoryOutbox(num_bytes)
+            return SharedMemoryOutbox(num_bytes, patience_s)
         if transport == "cuda_ipc":
-            return CudaIpcOutbox(num_bytes, self._device)
+            return CudaIpcOutbox(num_bytes, self._device, patience_s)
         where = self._device if transport == "nccl" else torch.device("cpu")
         return PointToPointOutbox(num_bytes, where, rank=self._rank, num_ranks=self._plan.num_ranks)
 
@@ -131,8 +121,6 @@ class WeightSender:
     def opened(self) -> None:
         """Note that every receiver has opened the offer."""
         self._buckets.opened()
-        if self._turns is not None:
-            self._turns.opened()
 
     @torch.no_grad()
     def encode(
@@ -178,8 +166,6 @@ class WeightSender:
         Returns:
             The checksum of every slice in the bucket, in order, if requested.
         """
-        if self._turns is not None:
-            self._turns.wait(round_number)
         self._relay(round_number)
         sums = []
         own = self._schedule.buckets[self._rank]
@@ -194,8 +180,6 @@ class WeightSender:
                         for offset, copy in self._plan.slices(placed.transfer, placed.offset)
                     ]
             self._buckets.post(round_number, own[round_number])
-            if self._turns is not None:
-                self._turns.give(round_number, own[round_number])
         if self._state is not None and round_number == self._schedule.num_rounds - 1:
             self._state.drop_sections()
         return sums

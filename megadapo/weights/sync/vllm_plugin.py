@@ -201,8 +201,6 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Release the trainer's buckets."""
-        if self._receiver is not None:
-            self._receiver.close()
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None

@@ -13,7 +13,6 @@ from megadapo.weights.sync.delta import combine
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from tests.support.models.tiny_models import make_model
 from tests.support.weights.connection import BUCKET, Shards, rank_params, receiver_of
 from tests.support.weights.message_order import Message, stuck_ranks
@@ -42,8 +41,10 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     place = divmod(rank - 2, engine.num_ranks)
     receiver, inbox, target = None, None, Shards()
     if rank >= 2:
-        inbox = SharedMemoryInbox(offers)
         receiver = receiver_of(plan, layout, receiver=place[0], engine_rank=place[1])
+        inbox = receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
+    dist.barrier()
+    sender.opened()
     sender.begin(None)
     relay_rounds(sender, receiver, inbox, target, pack(plan, BUCKET), version=1)
     if receiver is not None:

@@ -10,8 +10,6 @@ from megadapo.weights.sync.delta import combine
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
-from megadapo.weights.sync.transports.interface import Message
 from tests.support.weights.ranks import import_weights
 
 BUCKET = 4096
@@ -95,22 +93,29 @@ class Connection:
             for sender in self.senders
         ]  # fmt: skip
         assert all(offer["num_bytes"] <= BUCKET for offer in offers)
-        self.inbox = SharedMemoryInbox(offers)
-        for sender in self.senders:
-            sender.opened()
         self.receivers = [
             receiver_of(self.plan, self.layout, engine_rank=rank, dtype=dtype)
             for rank in range(engine.num_ranks)
         ]
+        self.connect(offers)
+
+    def connect(self, offers):
+        """Open the buckets that the senders offer."""
+        self.inboxes = [
+            receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
+            for receiver in self.receivers
+        ]
+        for sender in self.senders:
+            sender.opened()
 
     def run(self, *, with_checksums=None, damage=None, targets=None, version=0, delta=None):
         """Run one update, with the senders one round ahead as in a real update."""
         if with_checksums is None:
             with_checksums = delta is None
         targets = targets or [Shards(self.dtype) for _ in self.receivers]
-        for receiver, target in zip(self.receivers, targets, strict=True):
+        for receiver, target, inbox in zip(self.receivers, targets, self.inboxes, strict=True):
             receiver.start(
-                target, self.inbox, with_checksums=with_checksums, version=version, delta=delta
+                target, inbox, with_checksums=with_checksums, version=version, delta=delta
             )
         count = self.begin(delta)
         sums = [self.fill(0, with_checksums)]
@@ -151,8 +156,7 @@ class Connection:
 
     def flip_bit(self, rank, number, offset):
         """Flip a bit in the bucket of a trainer rank."""
-        message = Message(sender=rank, target=0, offset=offset, num_bytes=1)
-        self.inbox.receive(number, [message])[0][0] ^= 4
+        self.senders[rank]._outbox._memory[number % 2, offset] ^= 4
 
     def fill(self, number, with_checksums):
         return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]

@@ -21,7 +21,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,40 +45,82 @@ _HANDLE_FIELDS = (
 TURN = b"\1"
 
 
-class InPlaceInbox:
-    """The buckets of the trainer ranks whose memory this process can open.
+class InPlaceOutbox(Outbox):
+    """Two buckets that engine ranks read in turn.
 
     Args:
-        offers: Offer of every trainer rank; None for ranks that this engine rank does not read.
-        open_offer: Returns both buckets of an offer, [2, n] bytes.
+        patience_s: Seconds after which a reader that does not answer is left out.
     """
 
-    def __init__(
-        self, offers: Sequence[Offer | None], open_offer: Callable[[Offer], torch.Tensor]
-    ) -> None:
-        self._memory = [None if offer is None else open_offer(offer) for offer in offers]
+    def __init__(self, memory: torch.Tensor, patience_s: float) -> None:
+        super().__init__(memory)
+        self._patience_s = patience_s
+        self._listener = socket.socket(socket.AF_UNIX)
+        # the socket has no file, so none is left if the process is killed
+        self._name = f"\0megadapo-{secrets.token_hex(16)}"
+        self._listener.bind(self._name)
+        self._listener.listen(1024)
+        self._readers: dict[int, list[socket.socket]] = {}
+        self._reading: list[list[socket.socket]] = [[] for _ in range(NUM_BUCKETS)]
 
-    def receive(self, round_number: int, messages: Sequence[Message]) -> list[torch.Tensor]:
-        views = []
-        for message in messages:
-            memory = self._memory[message.sender]
-            assert memory is not None, "the plan sends from a rank that made no offer"
-            bucket = memory[round_number % NUM_BUCKETS]
-            views.append(bucket.narrow(0, message.offset, message.num_bytes))
-        return views
+    def offer(self) -> Offer:
+        return {"turns": self._name, "num_bytes": self._memory.shape[1]}
+
+    def opened(self) -> None:
+        """Accept the readers, all of which have connected."""
+        self._listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                reader, _ = self._listener.accept()
+                peer = reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                if struct.unpack("3i", peer)[1] == os.getuid():
+                    number = int.from_bytes(reader.recv(8), "little")
+                    self._readers.setdefault(number, []).append(reader)
+        self._listener.close()
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        """Return the bytes to fill, once all readers have read their previous content.
+
+        A reader that has ended or hangs is left out from now on; it gets no more turns.
+        """
+        half = round_number % NUM_BUCKETS
+        until = time.monotonic() + self._patience_s
+        for reader in self._reading[half]:
+            if not _is_told(reader, max(0.0, until - time.monotonic())):
+                reader.close()
+        self._reading[half] = []
+        return self._memory[half]
+
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
+        """Tell the readers of a round that its bucket is full."""
+        if self._memory.is_cuda:
+            # they read from another process
+            torch.cuda.synchronize(self._memory.device)
+        readers = [
+            reader
+            for target in dict.fromkeys(message.target for message in messages)
+            for reader in self._readers.get(target, ())
+            if reader.fileno() >= 0
+        ]
+        for reader in readers:
+            # `bucket` finds one that has ended
+            with contextlib.suppress(OSError):
+                reader.send(TURN)
+        self._reading[round_number % NUM_BUCKETS] = readers
 
     def close(self) -> None:
-        self._memory = []
+        for one in (self._listener, *(one for some in self._readers.values() for one in some)):
+            one.close()
+        super().close()
 
 
-class SharedMemoryOutbox(Outbox):
+class SharedMemoryOutbox(InPlaceOutbox):
     """Two buckets in one mapped file."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, patience_s: float = 60.0) -> None:
         folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
         handle, name = tempfile.mkstemp(prefix="megadapo-weights-", dir=folder)
         self._path = Path(name)
-        self._size = num_bytes
         try:
             # Reserve now: touching a page that the file system cannot give kills the process.
             os.posix_fallocate(handle, 0, NUM_BUCKETS * num_bytes)
@@ -90,29 +132,25 @@ class SharedMemoryOutbox(Outbox):
             ) from error
         finally:
             os.close(handle)
-        super().__init__(_map(self._path, num_bytes))
+        memory = open_shared_memory({"path": name, "num_bytes": num_bytes})
+        super().__init__(memory, patience_s)
 
     def offer(self) -> Offer:
-        return {"path": str(self._path), "num_bytes": self._size}
+        return super().offer() | {"path": str(self._path)}
 
     def opened(self) -> None:
-        """Remove the name; the memory exists until no process maps it."""
+        """Remove the name as well; the memory exists until no process maps it."""
+        super().opened()
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.opened()
+        self._path.unlink(missing_ok=True)
         super().close()
 
 
-class SharedMemoryInbox(InPlaceInbox):
-    """The shared-memory buckets of the trainer ranks on this machine."""
-
-    def __init__(self, offers: Sequence[Offer | None]) -> None:
-        super().__init__(offers, lambda offer: _map(Path(offer["path"]), offer["num_bytes"]))
-
-
-def _map(path: Path, num_bytes: int) -> torch.Tensor:
-    """Map a file that must have exactly two buckets; returns [2, num_bytes] bytes."""
+def open_shared_memory(offer: Offer) -> torch.Tensor:
+    """Map the file of an offer, which must have exactly two buckets; returns [2, n] bytes."""
+    path, num_bytes = Path(offer["path"]), offer["num_bytes"]
     if not path.is_file() or path.stat().st_size != NUM_BUCKETS * num_bytes:
         raise InfraError(
             f"Shared memory {path} is not there with {NUM_BUCKETS} x {num_bytes} bytes."
@@ -121,11 +159,12 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
     return flat.view(NUM_BUCKETS, num_bytes)
 
 
-class CudaIpcOutbox(Outbox):
+class CudaIpcOutbox(InPlaceOutbox):
     """Two buckets on this trainer rank's GPU."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        super().__init__(torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device))
+    def __init__(self, num_bytes: int, device: torch.device, patience_s: float = 60.0) -> None:
+        memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
+        super().__init__(memory, patience_s)
         self._references: list[tuple[bytes, int]] = []
         """torch's count of each offer's receivers: its file and the place in it."""
 
@@ -139,32 +178,21 @@ class CudaIpcOutbox(Outbox):
             for name, value in values.items()
         }
         uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
-        return fields | {"num_bytes": self._memory.shape[1], "gpu": uuid}
+        return super().offer() | fields | {"gpu": uuid}
 
     def opened(self) -> None:
         """Let `close` free the memory at once; torch would wait until a receiver closes it."""
-        # a killed one never does, and the others do when they have opened the next offer
+        super().opened()
+        self._release()
+
+    def close(self) -> None:
+        self._release()
+        super().close()
+
+    def _release(self) -> None:
+        # a killed receiver never closes it, and the others do when they have opened the next offer
         while self._references:
             torch.UntypedStorage._release_ipc_counter_cuda(*self._references.pop())
-
-    def close(self) -> None:
-        self.opened()
-        super().close()
-
-    def post(self, round_number: int, messages: Sequence[Message]) -> None:
-        """Wait for the copies into the bucket, since receivers read from another process."""
-        torch.cuda.synchronize(self._memory.device)
-
-
-class CudaIpcInbox(InPlaceInbox):
-    """The GPU buckets of the trainer ranks on this machine."""
-
-    def __init__(self, offers: Sequence[Offer | None], device: torch.device) -> None:
-        super().__init__(offers, lambda offer: _open_cuda(offer, device))
-
-    def close(self) -> None:
-        super().close()
-        torch.cuda.ipc_collect()
 
 
 def _open_cuda(offer: Offer, device: torch.device) -> torch.Tensor:
@@ -194,67 +222,8 @@ def _open_cuda(offer: Offer, device: torch.device) -> torch.Tensor:
     return flat[: NUM_BUCKETS * offer["num_bytes"]].view(NUM_BUCKETS, offer["num_bytes"])
 
 
-class FillingTurns:
-    """The turns of a trainer rank, which fills buckets.
-
-    Args:
-        patience_s: Seconds after which a reader that does not answer is left out.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        # the socket has no file, so none is left if the process is killed
-        self.name = f"\0megadapo-{secrets.token_hex(16)}"
-        self._patience_s = patience_s
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.name)
-        self._listener.listen(1024)
-        self._readers: dict[int, list[socket.socket]] = {}
-        self._reading: list[list[socket.socket]] = [[] for _ in range(NUM_BUCKETS)]
-
-    def opened(self) -> None:
-        """Accept the readers, all of which have connected."""
-        self._listener.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                reader, _ = self._listener.accept()
-                peer = reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                if struct.unpack("3i", peer)[1] == os.getuid():
-                    number = int.from_bytes(reader.recv(8), "little")
-                    self._readers.setdefault(number, []).append(reader)
-        self._listener.close()
-
-    def wait(self, round_number: int) -> None:
-        """Wait until all readers have read the last content of a round's bucket.
-
-        A reader that has ended or hangs is left out from now on; it gets no more turns.
-        """
-        until = time.monotonic() + self._patience_s
-        for reader in self._reading[round_number % NUM_BUCKETS]:
-            if not _is_told(reader, max(0.0, until - time.monotonic())):
-                reader.close()
-        self._reading[round_number % NUM_BUCKETS] = []
-
-    def give(self, round_number: int, messages: Sequence[Message]) -> None:
-        """Tell the readers of a round that its bucket is full."""
-        readers = [
-            reader
-            for target in dict.fromkeys(message.target for message in messages)
-            for reader in self._readers.get(target, ())
-            if reader.fileno() >= 0
-        ]
-        for reader in readers:
-            # `wait` finds one that has ended
-            with contextlib.suppress(OSError):
-                reader.send(TURN)
-        self._reading[round_number % NUM_BUCKETS] = readers
-
-    def close(self) -> None:
-        for one in (self._listener, *(one for some in self._readers.values() for one in some)):
-            one.close()
-
-
-class ReadingTurns:
-    """The turns of an engine rank, which reads buckets.
+class InPlaceInbox:
+    """The buckets of the trainer ranks whose memory this process can open.
 
     Args:
         offers: Offer of every trainer rank; None for ranks that this engine rank does not read.
@@ -264,9 +233,14 @@ class ReadingTurns:
 
     def __init__(self, offers: Sequence[Offer | None], target: int, device: torch.device) -> None:
         self._device = device
+        self._memory: dict[int, torch.Tensor] = {}
         self._senders: dict[int, socket.socket] = {}
         for number, offer in enumerate(offers):
             if offer is not None:
+                is_shared = "path" in offer
+                self._memory[number] = (
+                    open_shared_memory(offer) if is_shared else _open_cuda(offer, device)
+                )
                 sender = self._senders[number] = socket.socket(socket.AF_UNIX)
                 sender.connect(offer["turns"])
                 sender.send(target.to_bytes(8, "little"))
@@ -276,8 +250,11 @@ class ReadingTurns:
         senders = dict.fromkeys(message.sender for message in messages)
         return all(_is_told(self._senders[number]) for number in senders)
 
-    def give(self, messages: Sequence[Message]) -> None:
-        """Tell the trainer ranks that their buckets are read."""
+    def receive(self, round_number: int, messages: Sequence[Message]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each message, then tell the trainer ranks that they are read."""
+        for message in messages:
+            bucket = self._memory[message.sender][round_number % NUM_BUCKETS]
+            yield bucket.narrow(0, message.offset, message.num_bytes)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for number in dict.fromkeys(message.sender for message in messages):
@@ -290,8 +267,12 @@ class ReadingTurns:
                 ) from None
 
     def close(self) -> None:
+        """Leave the trainer ranks, so that none waits for this one, and release the buckets."""
         for sender in self._senders.values():
             sender.close()
+        self._memory = {}
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
 
 
 def _is_told(other: socket.socket, timeout_s: float | None = None) -> bool:

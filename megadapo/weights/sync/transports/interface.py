@@ -69,6 +69,9 @@ class Outbox:
 class Inbox(Protocol):
     """An engine rank's access to the buckets."""
 
+    def wait(self, messages: Sequence[Message]) -> bool:
+        """Wait until these messages can be read; False if a trainer rank has ended."""
+
     def receive(self, round_number: int, messages: Sequence[Message]) -> Iterable[torch.Tensor]:
         """Yield the bytes of each message, in order of waves; read each before the next."""
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address, use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
-from megadapo.weights.sync.plan import ChainPosition
 from megadapo.weights.sync.transports.interface import NUM_BUCKETS, Message, Offer, Outbox
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
@@ -112,23 +111,35 @@ class PointToPointOutbox(Outbox):
 
 
 class PointToPointInbox:
-    """A receive buffer for one wave of this engine rank."""
+    """A receive buffer for one wave of this engine rank.
+
+    Args:
+        rank: Number of this engine rank among all ranks.
+        previous: Engine rank that forwards messages to this one; None: trainer ranks send them.
+        following: Engine rank that this one forwards messages to.
+    """
 
     def __init__(
         self,
         offers: Sequence[Offer | None],
         num_bytes: int,
         device: torch.device,
-        position: ChainPosition,
+        *,
+        rank: int,
+        num_ranks: int,
+        previous: int | None,
+        following: int | None,
     ) -> None:
-        self._device, self._position = device, position
+        self._device, self._previous, self._following = device, previous, following
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._forwarding: list[dist.Work] = []
         self._group: Messenger | None
         self._store: dist.TCPStore | None
-        self._group, self._store = join_group(
-            offers, device, rank=position.rank, num_ranks=position.num_ranks
-        )
+        self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
+
+    def wait(self, messages: Sequence[Message]) -> bool:
+        """Return at once, as `receive` waits."""
+        return True
 
     def receive(self, round_number: int, messages: Sequence[Message]) -> Iterator[torch.Tensor]:
         """Yield the bytes of each message; the buffer is reused from wave to wave."""
@@ -137,7 +148,7 @@ class PointToPointInbox:
 
     def _receive(self, wave: Sequence[Message]) -> list[torch.Tensor]:
         """Wait for the messages of a wave, and start to forward them."""
-        group, previous, following = self._group, self._position.previous, self._position.next
+        group, previous, following = self._group, self._previous, self._following
         assert group is not None, "closed"
         for work in self._forwarding:
             work.wait()

@@ -7,7 +7,7 @@ from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.delta import HEADER_BYTES, Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
+from megadapo.weights.sync.transports.in_place import InPlaceInbox
 from tests.support.weights.connection import BUCKET, Connection, Live
 
 TRAINER = {"tp_size": 2, "pp_size": 2}
@@ -118,11 +118,13 @@ def test_lost_repeated_and_unfinished_updates_are_refused(published):
 
     delta = connection.encode(4, 5)
     receiver = connection.receivers[0]
-    receiver.start(targets[0], connection.inbox, with_checksums=False, version=5, delta=delta)
+    receiver.start(targets[0], connection.inboxes[0], with_checksums=False, version=5, delta=delta)
     with pytest.raises(WeightError, match="Incomplete weight update"):
         receiver.finish()
     with pytest.raises(WeightError, match="the engine has None"):
-        receiver.start(targets[0], connection.inbox, with_checksums=False, version=5, delta=delta)
+        receiver.start(
+            targets[0], connection.inboxes[0], with_checksums=False, version=5, delta=delta
+        )
 
 
 def test_reconnected_sender_sends_all_weights(published):
@@ -131,9 +133,9 @@ def test_reconnected_sender_sends_all_weights(published):
     connection.run(targets=targets, version=2, delta=connection.encode(1, 2))
     sizes = {"bucket_bytes": BUCKET, "dtype": torch.bfloat16, "transport": "shared_memory"}
     offers = [sender.prepare(connection.plan, **sizes) for sender in connection.senders]
-    inbox = SharedMemoryInbox(offers)
+    connection.connect(offers)
     new = live_targets(connection)
-    for receiver, target in zip(connection.receivers, new, strict=True):
+    for receiver, target, inbox in zip(connection.receivers, new, connection.inboxes, strict=True):
         receiver.start(target, inbox, with_checksums=False)
     for number in range(connection.num_rounds):
         connection.fill(number, False)
@@ -142,15 +144,16 @@ def test_reconnected_sender_sends_all_weights(published):
     assert_same_bits(targets, new)
 
 
-def test_section_of_previous_update_is_refused(published):
+def test_section_of_previous_update_is_refused(published, monkeypatch):
     connection, targets = published
+    monkeypatch.setattr(InPlaceInbox, "wait", lambda inbox, messages: True)
     train(connection, 0.02)
     first = connection.encode(1, 2)
     connection.run(targets=targets, version=2, delta=first)
     again = connection.encode(2, 3)
     connection.begin(again)
     kept = connection.receivers[0]
-    kept.start(targets[0], connection.inbox, with_checksums=False, version=3, delta=again)
+    kept.start(targets[0], connection.inboxes[0], with_checksums=False, version=3, delta=again)
     with pytest.raises(WeightError, match=r"A delta has (base version|magic|version|bundle)"):
         kept.take(0)
 

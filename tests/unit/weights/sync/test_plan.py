@@ -490,8 +490,15 @@ def message_batches(case, schedule, monkeypatch):
     for number in range(len(engine.nodes)):
         for member in range(plan.num_members(number)):
             for engine_rank in range(engine.num_ranks):
-                position = plan.chain_position(number, engine_rank, member)
-                inbox = point_to_point.PointToPointInbox([], num_bytes, device, position)
+                ranks = [
+                    plan.engine_rank_number(number, engine_rank, other)
+                    for other in range(plan.num_members(number))
+                ]
+                before, after = [None, *ranks][member], [*ranks, None][member + 1]
+                inbox = point_to_point.PointToPointInbox(
+                    [], num_bytes, device, rank=ranks[member], num_ranks=plan.num_ranks,
+                    previous=before, following=after,
+                )  # fmt: skip
                 for round_number in range(schedule.num_rounds):
                     own = arriving.get((number, engine_rank, round_number), [])
                     list(inbox.receive(round_number, sorted(own, key=lambda one: one.wave)))

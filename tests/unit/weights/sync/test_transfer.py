@@ -24,11 +24,8 @@ from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.transports.in_place import (
     _HANDLE_FIELDS,
     MEMORY_FOLDER,
-    CudaIpcInbox,
     CudaIpcOutbox,
-    FillingTurns,
-    ReadingTurns,
-    SharedMemoryInbox,
+    InPlaceInbox,
     SharedMemoryOutbox,
 )
 from megadapo.weights.sync.transports.interface import Message
@@ -140,15 +137,15 @@ def test_shared_memory_leaves_no_file_behind():
     folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
     before = set(folder.glob("megadapo-weights-*"))
     outbox = SharedMemoryOutbox(64)
-    inbox = SharedMemoryInbox([outbox.offer(), None])
+    inbox = InPlaceInbox([outbox.offer(), None], 2, CPU)
     outbox.opened()
     assert set(folder.glob("megadapo-weights-*")) == before
     outbox.bucket(3)[5] = 77
     message = Message(sender=0, target=2, offset=4, num_bytes=8)
-    assert inbox.receive(1, [message])[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
-    assert inbox.receive(2, [message])[0].tolist() == [0] * 8
+    assert [one.tolist() for one in inbox.receive(1, [message])] == [[0, 77, 0, 0, 0, 0, 0, 0]]
+    assert [one.tolist() for one in inbox.receive(2, [message])] == [[0] * 8]
     with pytest.raises(InfraError, match="is not there"):
-        SharedMemoryInbox([outbox.offer()])
+        InPlaceInbox([outbox.offer()], 2, CPU)
 
 
 @pytest.mark.parametrize("can_reach", [True, False])
@@ -169,12 +166,14 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
-    plain = dict.fromkeys(_HANDLE_FIELDS, 0) | {"event_sync_required": True}
+    outbox = SharedMemoryOutbox(8)
+    turns = {"turns": outbox.offer()["turns"]}
+    plain = dict.fromkeys(_HANDLE_FIELDS, 0) | {"event_sync_required": True} | turns
     offers = [
         plain | {"device": 0, "handle": "aGFuZGxl", "num_bytes": BUCKET, "gpu": f"GPU-{gpu}"}
         for gpu in (2, 1)
     ]
-    CudaIpcInbox([*offers, None], torch.device("cuda"))
+    InPlaceInbox([*offers, None], 0, torch.device("cuda"))
     assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
 
 
@@ -209,10 +208,9 @@ def test_receiver_opens_only_buckets_it_reads(model_folders):
         source_nodes=["engine 0", "engine 1", ""],
     )  # fmt: skip
     receiver = receiver_of(plan, layout, receiver=1)
-    filling = FillingTurns(1.0)
-    turns = {"turns": filling.name}
-    elsewhere = {"path": "/nowhere", "num_bytes": BUCKET, **turns}
-    offers = [elsewhere, SharedMemoryOutbox(BUCKET).offer() | turns, elsewhere]
+    outbox = SharedMemoryOutbox(BUCKET)
+    elsewhere = outbox.offer() | {"path": "/nowhere"}
+    offers = [elsewhere, outbox.offer(), elsewhere]
     receiver.open_inbox("shared_memory", offers, torch.device("cpu"))
     receiver.open_inbox("cuda_ipc", [elsewhere, None, elsewhere], torch.device("cpu"))
     with pytest.raises(InfraError, match="is not there"):
@@ -344,29 +342,26 @@ def test_generation_is_stopped_also_without_an_engine_to_update():
     assert versions.base is None
 
 
-def connected(*targets: int, patience_s: float = 30.0) -> tuple[FillingTurns, list[ReadingTurns]]:
-    filling = FillingTurns(patience_s)
-    readers = [ReadingTurns([{"turns": filling.name}], target, CPU) for target in targets]
-    filling.opened()
-    return filling, readers
+def connected(
+    *targets: int, patience_s: float = 30.0
+) -> tuple[SharedMemoryOutbox, list[InPlaceInbox]]:
+    outbox = SharedMemoryOutbox(8, patience_s)
+    readers = [InPlaceInbox([outbox.offer()], target, CPU) for target in targets]
+    outbox.opened()
+    return outbox, readers
+
+
+def read(reader: InPlaceInbox) -> bool:
+    return reader.wait([MESSAGE]) and len([*reader.receive(0, [MESSAGE])]) == 1
 
 
 @pytest.mark.parametrize("late", ["sender", "receiver"])
 def test_many_rounds_in_one_call_move_every_bit(model_folders, late):
     """Catches a bucket that is filled again before it is read, or read before it is full."""
     connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape(tp_size=2))
-    # both read both senders' buckets
-    filling = [FillingTurns(30.0) for _ in connection.senders]
-    for sender, turns in zip(connection.senders, filling, strict=True):
-        sender._turns.close()
-        sender._turns = turns
-    offers = [{"turns": turns.name} for turns in filling]
-    for rank, receiver in enumerate(connection.receivers):
-        receiver._turns = ReadingTurns(offers, receiver._plan.engine_rank_number(0, rank), CPU)
-        receiver.start(targets := Shards(), connection.inbox, with_checksums=False)
+    for receiver, inbox in zip(connection.receivers, connection.inboxes, strict=True):
+        receiver.start(targets := Shards(), inbox, with_checksums=False)
         receiver.target_of_test = targets
-    for turns in filling:
-        turns.opened()
     rounds = range(connection.num_rounds)
     assert len(rounds) > 4
 
@@ -392,13 +387,12 @@ def test_many_rounds_in_one_call_move_every_bit(model_folders, late):
 
 def test_reader_that_ends_is_not_waited_for():
     """Catches an update that a killed engine stops, and a turn that goes to another engine rank."""
-    filling, (first, second, _) = connected(7, 7, 8)
+    outbox, (first, second, _) = connected(7, 7, 8)
     started = time.monotonic()
     for number in range(4):
-        filling.wait(number)
-        filling.give(number, [MESSAGE])
-        second.wait([MESSAGE])
-        second.give([MESSAGE])
+        outbox.bucket(number)
+        outbox.post(number, [MESSAGE])
+        assert read(second)
         if number == 0:
             first.close()
     assert time.monotonic() - started < 10.0
@@ -406,20 +400,18 @@ def test_reader_that_ends_is_not_waited_for():
 
 def test_reader_that_hangs_is_left_out_and_learns_it():
     """It may have read a bucket that was filled again: its weights must not count."""
-    filling, (hanging, other) = connected(7, 7, patience_s=0.2)
-    filling.give(0, [MESSAGE])
-    for one in (hanging, other):
-        one.wait([MESSAGE])
-    other.give([MESSAGE])
-    filling.wait(2)
-    filling.give(2, [MESSAGE])
-    other.wait([MESSAGE])
+    outbox, (hanging, other) = connected(7, 7, patience_s=0.2)
+    outbox.post(0, [MESSAGE])
+    assert read(other) and hanging.wait([MESSAGE])
+    outbox.bucket(2)
+    outbox.post(2, [MESSAGE])
+    assert other.wait([MESSAGE])
     with pytest.raises(InfraError, match="Trainer rank 0 left out"):
-        hanging.give([MESSAGE])
+        list(hanging.receive(0, [MESSAGE]))
     assert not hanging.wait([MESSAGE])
 
 
 def test_reader_learns_that_its_sender_has_ended():
-    filling, (reader,) = connected(7)
-    filling.close()
+    outbox, (reader,) = connected(7)
+    outbox.close()
     assert not reader.wait([MESSAGE])
