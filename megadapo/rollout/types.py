@@ -5,17 +5,18 @@ Driver and engines exchange one object per group, and the engines' load.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.environments.environment import Action, Observation, Task
+from megadapo.environments.environment import Action, Observation, Task, ToolCall
 from megadapo.rollout.config import BranchingConfig
 
 SEED_BITS = 63
@@ -348,17 +349,6 @@ class ActivityCounter:
 
 
 @dataclass(frozen=True)
-class SampledTurn:
-    """A turn of the model that an environment answers."""
-
-    digest: str
-    """Digest of the turn's sampled token ids; equal for equal ids only."""
-    sampled: bytes
-    """Token ids, log-probs and policy versions as the engine encodes them, opaque to the host."""
-    action: Action
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The answer to a turn: either an observation or a failure."""
 
@@ -369,12 +359,53 @@ class Outcome:
     """Time that the environment took for it."""
 
 
-@dataclass(frozen=True)
-class RecordedTurn:
-    """A turn that was sampled and answered already."""
+@dataclass
+class SampledTurn:
+    """A turn of the model, and the answer of its environment once there is one."""
 
+    digest: str
+    """Digest of the turn's sampled token ids; equal for equal ids only."""
     sampled: bytes
-    outcome: Outcome
+    """Token ids, log-probs and policy versions as the engine encodes them, opaque to the host."""
+    action: Action
+    weights: str = ""
+    """Weights that were current when the action arrived."""
+    outcome: Outcome | None = None
+    state: Any = None
+    """State of the environment after it, for `recovery = "state"`."""
+
+    def to_json(self) -> dict[str, Any]:
+        known = self.outcome is not None and self.outcome.observation is not None
+        return {
+            "digest": self.digest,
+            "sampled": base64.b64encode(self.sampled).decode(),
+            "action": asdict(self.action),
+            "weights": self.weights,
+            **(self.answer_to_json() if known else {}),
+        }
+
+    def answer_to_json(self) -> dict[str, Any]:
+        assert self.outcome is not None and self.outcome.observation is not None
+        observation = asdict(self.outcome.observation)
+        seconds = self.outcome.seconds
+        return {"observation": observation, "seconds": seconds, "state": self.state}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> SampledTurn:
+        given = entry["action"]
+        calls = tuple(ToolCall(**call) for call in given["tool_calls"])
+        action = Action(**{**given, "tool_calls": calls})
+        sampled = base64.b64decode(entry["sampled"])
+        turn = cls(entry["digest"], sampled, action, entry["weights"])
+        if "observation" in entry:
+            turn.answer(entry)
+        return turn
+
+    def answer(self, entry: Mapping[str, Any]) -> None:
+        """Set the answer from its JSON values."""
+        observation = Observation(**entry["observation"])
+        self.outcome = Outcome(observation, None, entry["seconds"])
+        self.state = entry["state"]
 
 
 @dataclass(frozen=True)
@@ -383,7 +414,7 @@ class Opened:
 
     observation: Observation | None
     """Observation of `reset`; None if it returned none, or failed."""
-    recorded: tuple[RecordedTurn, ...]
+    recorded: tuple[SampledTurn, ...]
     """Turns after those of the response, which continues after the last of them."""
     failure: str | None
     """Reason why the episode cannot continue: "CAUSE: details", with a cause of `CAUSES`."""

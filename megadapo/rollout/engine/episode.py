@@ -336,6 +336,7 @@ class EpisodeResponse(InFlightResponse):
             # a turn that this response has sampled is requested again instead
             if len(current) or self._finish_reason != "unfinished":
                 break
+            assert turn.outcome is not None, "recorded turns have been answered"
             sampled = decode_response(json.loads(turn.sampled))
             length = len(self._token_ids) + len(sampled.token_ids)
             if self._stop_at is not None and length > self._stop_at:

@@ -24,8 +24,8 @@ from megadapo.environments.processes import (
 )
 from megadapo.errors import ConfigError
 from megadapo.rewards.workers.processes import LOST, CallError, TimeLimit
-from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind, TurnRecord
-from megadapo.rollout.types import Opened, Outcome, RecordedTurn, SampledTurn
+from megadapo.rollout.episodes.journal import EpisodeJournal, EpisodeRecord, Kind
+from megadapo.rollout.types import Opened, Outcome, SampledTurn
 
 MAX_ATTEMPTS = 3
 """Number of attempts to reset, and to repeat what a lost process has not answered."""
@@ -92,12 +92,8 @@ class Episode:
             if self._failure is not None:
                 return Opened(self.record.observation, (), self._failure)
             turns = self.record.turns[len(digests) :]
-            recorded = tuple(
-                RecordedTurn(turn.sampled, turn.outcome)
-                for turn in turns
-                if turn.outcome is not None
-            )
-            return Opened(self.record.observation, recorded, None)
+            recorded = (replace(turn, state=None) for turn in turns if turn.outcome is not None)
+            return Opened(self.record.observation, tuple(recorded), None)
 
     async def step(self, turn: int, given: SampledTurn, weights: str) -> Outcome:
         """Act once; return the recorded answer if this turn was done already."""
@@ -154,7 +150,7 @@ class Episode:
             if known or not can_replay:
                 raise CallError("lost records", f"of {len(digests)} turns that the response has")
             pairs = zip(digests, actions, strict=True)
-            record.turns = [TurnRecord(digest, b"", action, weights) for digest, action in pairs]
+            record.turns = [SampledTurn(digest, b"", action, weights) for digest, action in pairs]
         if self._is_loaded:
             kept = len(digests)
             while kept < len(known) and record.turns[kept].weights == weights:
@@ -265,7 +261,7 @@ class Episode:
 
     async def _act(self, given: SampledTurn, weights: str) -> Outcome:
         record = self.record
-        record.pending = TurnRecord(given.digest, given.sampled, given.action, weights)
+        record.pending = replace(given, weights=weights)
         is_written = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -333,7 +329,7 @@ def identity_of(config: EnvironmentConfig, task: Task) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_done(turn: TurnRecord) -> bool:
+def _is_done(turn: SampledTurn) -> bool:
     outcome = turn.outcome
     return bool(outcome and outcome.observation and outcome.observation.done)
 

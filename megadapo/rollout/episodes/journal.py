@@ -9,7 +9,6 @@ serial replaces what earlier records, also those of other files, say of the epis
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import re
@@ -20,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megadapo.environments.environment import Action, Observation, ToolCall
+from megadapo.environments.environment import Observation
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.types import Outcome
+from megadapo.rollout.types import SampledTurn
 
 FORMAT = 1
 """Version of the records; others are ignored."""
@@ -31,53 +30,6 @@ MAX_COPIES = 32
 _FILE_NAME = re.compile(r"environments-version-(\d+)\.log")
 
 Kind = Literal["open", "act", "answer", "close"]
-
-
-@dataclass
-class TurnRecord:
-    """One turn of the model, and its answer once there is one."""
-
-    digest: str
-    sampled: bytes
-    action: Action
-    weights: str
-    """Weights that were current when the action arrived."""
-    outcome: Outcome | None = None
-    state: Any = None
-    """State of the environment after it, for `recovery = "state"`."""
-
-    def to_json(self) -> dict[str, Any]:
-        known = self.outcome is not None and self.outcome.observation is not None
-        return {
-            "digest": self.digest,
-            "sampled": base64.b64encode(self.sampled).decode(),
-            "action": asdict(self.action),
-            "weights": self.weights,
-            **(self.answer_to_json() if known else {}),
-        }
-
-    def answer_to_json(self) -> dict[str, Any]:
-        assert self.outcome is not None and self.outcome.observation is not None
-        observation = asdict(self.outcome.observation)
-        seconds = self.outcome.seconds
-        return {"observation": observation, "seconds": seconds, "state": self.state}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> TurnRecord:
-        given = entry["action"]
-        calls = tuple(ToolCall(**call) for call in given["tool_calls"])
-        action = Action(**{**given, "tool_calls": calls})
-        sampled = base64.b64decode(entry["sampled"])
-        turn = cls(entry["digest"], sampled, action, entry["weights"])
-        if "observation" in entry:
-            turn.answer(entry)
-        return turn
-
-    def answer(self, entry: Mapping[str, Any]) -> None:
-        """Set the answer from its JSON values."""
-        observation = Observation(**entry["observation"])
-        self.outcome = Outcome(observation, None, entry["seconds"])
-        self.state = entry["state"]
 
 
 @dataclass
@@ -90,9 +42,9 @@ class EpisodeRecord:
     """Whether `reset` has returned; then it returned `observation`."""
     observation: Observation | None = None
     state: Any = None
-    turns: list[TurnRecord] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     """Turns that were answered."""
-    pending: TurnRecord | None = None
+    pending: SampledTurn | None = None
     """Turn after them whose action the environment may have got, and has not answered."""
     serial: int = 0
 
@@ -109,7 +61,7 @@ class EpisodeRecord:
     def from_json(cls, entry: Mapping[str, Any], serial: int) -> EpisodeRecord:
         observation = entry["observation"] and Observation(**entry["observation"])
         record = cls(entry["identity"], True, observation, entry["state"], serial=serial)
-        for turn in map(TurnRecord.from_json, entry["turns"]):
+        for turn in map(SampledTurn.from_json, entry["turns"]):
             if turn.outcome is None:
                 record.pending = turn
             else:
@@ -334,7 +286,7 @@ def _apply(
     if kind == "act":
         # an action at an answered turn has replaced the turns from there on
         del record.turns[body["turn"] :]
-        record.pending = TurnRecord.from_json(body)
+        record.pending = SampledTurn.from_json(body)
     elif record.pending is not None:
         turn, record.pending = record.pending, None
         turn.answer(body)

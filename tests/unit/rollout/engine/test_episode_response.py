@@ -18,8 +18,8 @@ from megadapo.environments.environment import Action, Observation, Task
 from megadapo.rollout.engine.episode import EpisodeTexts
 from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.host import identity_of
-from megadapo.rollout.episodes.journal import EpisodeRecord, TurnRecord
-from megadapo.rollout.types import OpenGroup, Outcome, SamplingSettings
+from megadapo.rollout.episodes.journal import EpisodeRecord
+from megadapo.rollout.types import OpenGroup, Outcome, SampledTurn, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 
 
@@ -312,7 +312,7 @@ async def test_a_response_is_cut_at_its_length(tmp_path, tokenizer):
 
 def test_journals_of_earlier_versions_are_read():
     """They have no token ids in observations, actions and tasks."""
-    turn = TurnRecord("digest", b"ids", Action(text="one"), "weights")
+    turn = SampledTurn("digest", b"ids", Action(text="one"), "weights")
     turn.outcome = Outcome(Observation(text="1"), None, 0.5)
     record = EpisodeRecord("identity", True, Observation(text="0"), turns=[turn])
     entry = json.loads(json.dumps(record.to_json()))
