@@ -243,7 +243,8 @@ class Engines:
         must have answered before the engines sleep or take weights.
         """
         wait_s = self._config.engine_progress_timeout_s
-        return PendingScores(self._in([State.SERVING]), requests, wait_s=wait_s, check=self.check)
+        serving, check = self._in([State.SERVING]), self.check
+        return PendingScores(serving, requests, wait_s=wait_s, check=check, warn=self.warn)
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Leave the memory of shared GPUs to the trainer until `wake_cache`.

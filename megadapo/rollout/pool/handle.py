@@ -393,21 +393,22 @@ class PendingScores:
         *,
         wait_s: float,
         check: Callable[[], None],
+        warn: Callable[[str], None],
     ) -> None:
         """Call the engines.
 
         Args:
             wait_s: seconds after which an engine gives its scores up.
             check: called every few seconds of waiting; notices dead engines.
+            warn: receives one line for each engine that gave no scores.
         """
         self._deadline = time.monotonic() + wait_s + LATE_S
-        self._check = check
+        self._check, self._warn = check, warn
         self._calls: dict[ObjectRef[Any], tuple[EngineHandle, EngineIncarnation]] = {
             engine.actor.score.remote(list(requests), wait_s): (engine, engine.incarnation)
             for engine in engines
         }
-        self.warnings: list[str] = []
-        """One line for each engine that gave no scores."""
+        self._found: list[list[np.ndarray]] = []
 
     def result(self) -> list[list[np.ndarray]]:
         """Wait for the engines, and return the log-probs of each request per engine that answered.
@@ -416,7 +417,6 @@ class PendingScores:
         """
         import ray
 
-        found: list[list[np.ndarray]] = []
         while self._calls:
             left = self._deadline - time.monotonic()
             ready, _ = ray.wait(list(self._calls), timeout=max(0.0, min(left, WATCH_S)))
@@ -424,13 +424,13 @@ class PendingScores:
                 engine, _ = self._calls.pop(call)
                 scores = self._read(engine, call)
                 if scores is None:
-                    self._warn(engine)
+                    self._miss(engine)
                 else:
-                    found.append(scores)
+                    self._found.append(scores)
             if not ready:
                 self._check()
                 self._leave_out_dead(is_late=left <= 0)
-        return found
+        return self._found
 
     def _read(self, engine: EngineHandle, call: ObjectRef[Any]) -> list[np.ndarray] | None:
         try:
@@ -445,10 +445,10 @@ class PendingScores:
             is_same = engine.incarnation == incarnation and engine.state in GENERATING
             if is_late or not is_same:
                 del self._calls[call]
-                self._warn(engine)
+                self._miss(engine)
 
-    def _warn(self, engine: EngineHandle) -> None:
-        self.warnings.append(
+    def _miss(self, engine: EngineHandle) -> None:
+        self._warn(
             f"{engine.name} died or had no free slot: its weights are not compared with the "
             "trainer's in this step (parity/probe_abs_*)"
         )

@@ -52,7 +52,7 @@ def probed_sequences(batch: PackedBatch, config: RunConfig, *, policy_version: i
     is_stale = (versions != NO_VERSION) & (versions != policy_version)
     if not is_stale.any():
         return {}
-    is_scored = is_stale & batch.is_trained
+    is_scored = is_stale & (batch.loss_weights != 0.0) & np.isfinite(batch.logprobs_rollout)
     found: dict[int, ScoreRequest] = {}
     for first, end in pairwise(np.cumsum([0, *batch.group_sizes]).tolist()):
         requests = {
@@ -105,39 +105,32 @@ class ParityProbe:
 
     def __init__(self, config: RunConfig, engines: Engines) -> None:
         self._config, self._engines = config, engines
-        self._chosen: Probed = {}
-        self._pending: PendingScores | None = None
-        """Calls of the engines, which work beside the update."""
-        self._scores: list[list[np.ndarray]] = []
+        self._pending: tuple[PackedBatch, Probed, PendingScores] | None = None
 
     def begin(self, batch: PackedBatch, *, policy_version: int) -> None:
         """Let the engines score stale tokens of the batch, if it has any.
 
-        Engines that share the trainer's memory have answered when it returns.
+        Engines that share the trainer's memory have answered when it returns; others work beside
+        the update.
         """
-        self._chosen = probed_sequences(batch, self._config, policy_version=policy_version)
-        if self._chosen:
-            self._pending = self._engines.score([*self._chosen.values()])
+        self._pending = None
+        chosen = probed_sequences(batch, self._config, policy_version=policy_version)
+        if chosen:
+            scores = self._engines.score([*chosen.values()])
             if self._engines.shares_gpus:
-                self._wait()
+                scores.result()
+            self._pending = (batch, chosen, scores)
 
-    def metrics(self, batch: PackedBatch, recorded: RecordedTokens | None) -> Metrics:
-        """Return the probe's metrics, given the tokens of the batch's recorded sequences.
+    def metrics(self, recorded: RecordedTokens | None) -> Metrics:
+        """Wait for the engines and return the probe's metrics; empty without stale tokens.
 
-        They are empty for a batch without stale tokens.
+        `recorded`: the tokens of the batch's recorded sequences.
         """
-        if not self._chosen:
+        if self._pending is None:
             return {}
         assert recorded is not None, "the update records the probed sequences"
-        self._wait()
-        return compare(trainer_logprobs(batch, self._chosen, recorded), self._scores)
-
-    def _wait(self) -> None:
-        """Wait for the engines, so that they may take weights."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._scores = pending.result()
-            self._engines.warn(*pending.warnings)
+        (batch, chosen, scores), self._pending = self._pending, None
+        return compare(trainer_logprobs(batch, chosen, recorded), scores.result())
 
 
 def trainer_logprobs(

@@ -243,7 +243,7 @@ class StepWriter(RecordWriter):
         with self._run.phase("rollout"):
             self._rollouts.wait()
         with self._run.phase("train"):
-            return self._with_probe(batch, update)
+            return self._with_probe(update)
 
     def finish_step(
         self,

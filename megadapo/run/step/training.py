@@ -157,15 +157,14 @@ class StepTrainer(TrainerState):
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         return result
 
-    def with_probe(self, batch: PackedBatch, result: UpdateResult) -> UpdateResult:
+    def with_probe(self, result: UpdateResult) -> UpdateResult:
         """Return the update's result with the metrics of the engines' scores; wait for them.
 
         Engines may fail here, so the step must already count as complete.
         """
         if self._probe is None:
             return result
-        metrics = self._probe.metrics(batch, result.recorded)
-        return replace(result, metrics=result.metrics | metrics)
+        return replace(result, metrics=result.metrics | self._probe.metrics(result.recorded))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore the ranks, and what `state_dict` returned."""

@@ -123,13 +123,13 @@ def trained(batch: PackedBatch, change: Callable[[np.ndarray], np.ndarray]) -> U
             change(of_places(first + request.positions))
             for first, request in zip(firsts, requests, strict=True)
         ]
-        return SimpleNamespace(result=lambda: [scores], warnings=[])
+        return SimpleNamespace(result=lambda: [scores])
 
     ranks: Any = SimpleNamespace(update=update, check_others=lambda: None)
-    engines: Any = SimpleNamespace(score=score, warn=lambda: None, shares_gpus=False)
+    engines: Any = SimpleNamespace(score=score, shares_gpus=False)
     probe = ParityProbe(CONFIG, engines)
     trainer = StepTrainer(ranks, GpuSharing(ranks), CONFIG.algorithm, probe=probe)
-    return trainer.with_probe(batch, trainer.update(batch, PRESENT + 1))
+    return trainer.with_probe(trainer.update(batch, PRESENT + 1))
 
 
 def check(update: UpdateResult, *, token_share: float) -> None:

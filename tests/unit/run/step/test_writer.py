@@ -39,7 +39,7 @@ def workers_at(step: int) -> Any:
     """Workers without processes, whose trainer has updated `step`."""
     ranks = SimpleNamespace(checkpoint_bytes=1, all_alive=lambda: True)
     trainer = SimpleNamespace(step=step, begin_save=write_shard, ranks=ranks, state_dict=dict)
-    trainer.with_probe = lambda batch, update: update
+    trainer.with_probe = lambda update: update
     return SimpleNamespace(trainer=trainer, rollouts=FailingRollouts(), tokenizer=None)
 
 
@@ -121,7 +121,7 @@ def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
         step=3, begin_save=write_shard, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
     )
     trainer.ranks.all_alive = lambda: True
-    trainer.with_probe = lambda batch, update: fail(error) if where == "probing" else update
+    trainer.with_probe = lambda update: fail(error) if where == "probing" else update
     workers: Any = SimpleNamespace(trainer=trainer, rollouts=rollouts, tokenizer=None)
     with pytest.raises(type(error)), Run.open(config_of(tmp_path)) as run:
         for step in (1, 2):
