@@ -23,7 +23,13 @@ from megadapo.weights.config import PUBLISHED_GROUP, SenderName, WeightsConfig
 from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta import MAX_DELTA, Delta, Encoded, UpdateVersions, combine
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
-from megadapo.weights.sync.planning import find_topology, make_plan, topology_beside_training
+from megadapo.weights.sync.planning import (
+    Device,
+    Topology,
+    find_topology,
+    make_plan,
+    topology_beside_training,
+)
 from megadapo.weights.sync.sender import SenderInfo
 from megadapo.weights.sync.transports.interface import Transport
 
@@ -347,14 +353,11 @@ class Publisher:
         layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
         nodes = self._call_engines("node", doing="find engines")
         targets = list(nodes)
-        if self._sender == "published":
-            topology = topology_beside_training(len(infos), len(targets))
-        else:
-            topology = find_topology(
-                [(info.node, info.gpu) for info in infos],
-                [nodes[index] for index in targets],
-                [self._engines.handles[index].spec.gpus for index in targets],
-            )
+        topology = self._topology(
+            [(info.node, info.gpu) for info in infos],
+            [nodes[index] for index in targets],
+            [self._engines.handles[index].spec.gpus for index in targets],
+        )
         self._transport = topology.transport
         plan = make_plan(
             layout,
@@ -396,6 +399,17 @@ class Publisher:
         self._wait_ranks(connecting, "connect", least_s=MEETING_S)
         self._call_ranks("opened")
         return pack(plan, bucket_bytes)
+
+    def _topology(
+        self,
+        ranks: Sequence[Device],
+        engine_nodes: Sequence[str],
+        engine_gpus: Sequence[Sequence[str]],
+    ) -> Topology:
+        """Decide which engines read from which trainer ranks, and over which transport."""
+        if self._sender == "published":
+            return topology_beside_training(len(ranks), len(engine_nodes))
+        return find_topology(ranks, engine_nodes, engine_gpus)
 
     @property
     def _updating(self) -> list[int]:
