@@ -19,11 +19,18 @@ from megadapo.data.batch import in_training_order
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.trainer.types import UpdateRequest
 
+ASYNC = (
+    "sampling.mode=async",
+    "sampling.max_staleness=3",
+    "cluster.placement=separate",
+    "evaluation.every=0",
+)
+
 
 def main() -> None:
     """Train on the next full batch, publish, and repeat, while the sampler's thread works."""
     words = [word.removeprefix("--") for word in sys.argv[1:]]
-    config = load_config(RECIPE, ["sampling.mode=async", *words])
+    config = load_config(RECIPE, [*ASYNC, *words])
     with ExitStack() as stack:
         pieces = start(config, stack)
         engines, trainer, publisher = pieces.engines, pieces.trainer, pieces.publisher
