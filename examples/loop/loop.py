@@ -115,10 +115,14 @@ def make_batch(groups: list[Group], config: RunConfig) -> PackedBatch:
 
 def show(step: int, groups: list[Group], update: UpdateResult) -> None:
     """Print one line on a step."""
-    scores = [score.reward for group in groups for score in group.scores]
-    reward = sum(scores) / len(scores)
-    loss, ratio = update.metrics["policy/loss"], update.metrics["policy/ratio_first_max_error"]
-    print(f"step={step} reward={reward:.4f} loss={loss:.3e} first_ratio_error={ratio}", flush=True)
+    rewards = [score.reward for group in groups for score in group.scores]
+    print(
+        f"step={step} reward={sum(rewards) / len(rewards):.4f} "
+        f"loss={update.metrics['policy/loss']:.3e} "
+        f"first_ratio_error={update.metrics['policy/ratio_first_max_error']} "
+        f"stale_tokens={update.metrics['staleness/token_share']:.4f}",
+        flush=True,
+    )
 
 
 def main() -> None:
