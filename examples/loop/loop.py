@@ -37,7 +37,7 @@ RECIPE = "configs/quickstart.toml"
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a loop works with."""
+    """The processes and objects of a loop."""
 
     sampler: Sampler
     """Requests groups of responses, scores them, and keeps the mixed ones."""
