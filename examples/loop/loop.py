@@ -23,6 +23,7 @@ from megadapo.data.group import Group
 from megadapo.models.folder import path_from_anywhere
 from megadapo.rewards.scorer import Scorer
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from megadapo.run.inputs import RunPrompts, load_tokenizer
@@ -30,7 +31,6 @@ from megadapo.run.processes import trainer_settings
 from megadapo.tokens.stops import stop_ids
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
-from megadapo.weights.sync.publish import Publisher
 
 RECIPE = "configs/quickstart.toml"
 
