@@ -102,10 +102,8 @@ class Run:
             if not run.finished:
                 run.log.metrics.open_writers()
             stack.enter_context(run.checkpoints.opened())
-            try:
-                yield run
-            finally:
-                run._stop.uninstall()
+            # a signal while the run closes does not end it; a second one does
+            yield run
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
         # the log also ends if the last save fails

@@ -44,7 +44,7 @@ from faults.disturbed_run import (  # noqa: E402
 )
 from tests.support import REPOSITORY  # noqa: E402
 from tests.support.processes.small_disk import fill, mount  # noqa: E402
-from tests.support.runs.whole_runs import command, descendants  # noqa: E402
+from tests.support.runs.whole_runs import NUM_STEPS, command, descendants  # noqa: E402
 
 LONGEST_CELL = 8
 """The most steps that a cell needs."""
@@ -161,7 +161,7 @@ class Stops:
             before = None
         if cell.phase == "closing":
             # even: the last step is evaluated, as it is in the undisturbed run
-            num_steps = ((before.step if before else 0) + 3) // 2 * 2
+            num_steps = max(NUM_STEPS, ((before.step if before else 0) + 3) // 2 * 2)
         temporary = temporary_folder(self._number)
         self._start(cell, temporary, num_steps)
         try:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def test_signals_save_and_evaluate_the_step_in_progress(tmp_path):
             os.kill(os.getpid(), number)
         assert run.saves(1) and run.evaluates(1)
         assert not run.saves(2) and not run.evaluates(2)
+
+
+def test_signal_to_a_run_that_closes_does_not_end_it(tmp_path, monkeypatch):
+    """All steps are done: an exit code of the signal would have a scheduler start it again."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 5)
+        close = run.log.metrics.close
+        monkeypatch.setattr(
+            run.log.metrics, "close", lambda: (os.kill(os.getpid(), signal.SIGTERM), close())
+        )
+    signal.signal(signal.SIGTERM, before)
+    assert ended == [] and read_status(tmp_path).state == "finished"
+    assert saved_steps(tmp_path) == ["step-4", "step-5"]
 
 
 def test_evaluation_without_problems_is_a_message(tmp_path):
