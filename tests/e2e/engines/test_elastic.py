@@ -118,7 +118,10 @@ def test_engine_joins_while_others_generate(pool, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("any_time", [False, True], ids=["own weights", "kept weights"])
+@pytest.mark.parametrize(
+    "any_time",
+    [pytest.param(False, id="own weights", marks=pytest.mark.slow), pytest.param(True, id="kept")],
+)
 def test_engine_that_joins_during_an_update_gets_no_unfinished_weights(pool, any_time):
     """The trainer's weights in mid-step belong to no version; kept ones can be sent at any time."""
     give_version(pool.engines, [0, 1], 1, any_time=any_time)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.runs.whole_runs import NUM_STEPS
 
 pytestmark = pytest.mark.fault
 
@@ -31,9 +32,10 @@ def stop(folder, *cells, num_steps):
 
 
 @pytest.mark.timeout(900)
-def test_six_stops_lose_no_completed_step(tmp_path):
+def test_six_stops_lose_no_completed_step(uninterrupted, tmp_path):
     """A signal to the driver's group must not reach Ray, and a lost service costs no step."""
-    stop(tmp_path, *SIX, num_steps=20)
+    (tmp_path / "undisturbed").symlink_to(uninterrupted)
+    stop(tmp_path, *SIX, num_steps=NUM_STEPS)
 
 
 @pytest.mark.full
