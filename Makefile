@@ -1,6 +1,6 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make real         a pretrained model learns arithmetic; REAL="--run.num_steps=5" sets keys of its recipe
-# make test         the shortest test of each failure, three parts at once, with a line a minute
+# make test         the shortest test of each failure, two parts at once, with a line a minute
 # make test-slow    what takes longer: kills of whole runs, further splits and kernels; .ci/run has both
 # make test-all     all tests, also those of hours; each tests the report's page if chromium is installed
 # make test-unit    tests/unit and tests/project alone

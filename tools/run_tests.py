@@ -1,4 +1,4 @@
-"""Run make targets with tests, three at a time: python tools/run_tests.py TARGET ...
+"""Run make targets with tests, two at a time: python tools/run_tests.py TARGET ...
 
 It prints a line a minute, the output of each target when it ends, and the minutes of all.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NUM_AT_ONCE = 3
-"""Targets that run together: some compute while others wait for processes that start."""
+NUM_AT_ONCE = 2
+"""Targets that run together: one computes while another waits for processes that start."""
 PERCENT = re.compile(r"\[ *(\d+)%\]")
 
 
