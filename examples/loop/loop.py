@@ -20,14 +20,13 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, load_config
 from megadapo.data.batch import PackedBatch, in_training_order, pack
 from megadapo.data.group import Group
-from megadapo.models.folder import path_from_anywhere
 from megadapo.rewards.scorer import Scorer
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from megadapo.run.inputs import RunPrompts, load_tokenizer
-from megadapo.run.processes import trainer_settings
+from megadapo.run.processes import start_engines, trainer_settings
 from megadapo.tokens.stops import stop_ids
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
@@ -62,15 +61,15 @@ def start(config: RunConfig, stack: ExitStack) -> Pieces:
         engine_ranks=rollout.ranks_per_engine,
     )
     stack.callback(cluster.shutdown)
-    engines = Engines.start(
-        rollout,
+    engines = start_engines(
+        config,
         cluster,
-        model=path_from_anywhere(config.model.path),
-        dtype=config.model.dtype,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        stack,
+        numbers=range(rollout.num_engines),
         log_folder=logs,
+        weights_from="trainer",
+        shares_gpus=config.cluster.placement == "colocated",
     )
-    stack.callback(engines.shutdown)
     trainer = Trainer.start(trainer_settings(config), cluster, log_folder=logs)
     stack.callback(trainer.shutdown)
     engines.wait_until_ready()

@@ -90,7 +90,7 @@ def start_processes(
     }
     first, last = config.rollout.num_engines, config.num_engines
     with phases.phase("start engines"):
-        engines = _start_engines(
+        engines = start_engines(
             config,
             cluster,
             stack,
@@ -101,7 +101,7 @@ def start_processes(
         )
         reserved = None
         if last > first:
-            reserved = _start_engines(config, cluster, stack, numbers=range(first, last), **options)
+            reserved = start_engines(config, cluster, stack, numbers=range(first, last), **options)
         if one_by_one:
             engines.wait_until_ready()
             engines.sleep()
@@ -211,7 +211,7 @@ def start_engines_alone(
     )
     host = start_environments(config, phases, stack, log_folder=log_folder, folder=folder)
     with phases.phase("start engines"):
-        engines = _start_engines(
+        engines = start_engines(
             config,
             cluster,
             stack,
@@ -225,7 +225,7 @@ def start_engines_alone(
     return engines, host
 
 
-def _start_engines(
+def start_engines(
     config: RunConfig,
     cluster: Cluster,
     stack: ExitStack,
@@ -235,6 +235,7 @@ def _start_engines(
     watch: Watch | None = None,
     **settings: Any,
 ) -> Engines:
+    """Start engines; end them with `stack`. `settings`: further fields of `EngineSpec`."""
     spec = EngineSpec(
         index=0,
         model=path_from_anywhere(config.model.path),

@@ -37,7 +37,9 @@ def test_loop_has_the_numbers_of_a_run(uninterrupted, tmp_path):
 
 def test_asynchronous_loop_trains(tmp_path):
     """With one slot publications stop responses, which are continued with the new weights."""
-    printed = run_loop("async_loop.py", tmp_path, "--rollout.max_num_seqs=1")
+    printed = run_loop(
+        "async_loop.py", tmp_path, "--evaluation.every=0", "--rollout.max_num_seqs=1"
+    )
     assert [one["step"] for one in printed] == ["1", "2", "3", "4"]
     assert {one["first_ratio_error"] for one in printed} == {"0.0"}
     assert any(float(one["stale_tokens"]) > 0 for one in printed)

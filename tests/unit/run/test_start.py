@@ -88,7 +88,7 @@ def test_ranks_know_whether_engines_use_their_gpu(monkeypatch, device, placement
     """Catches ranks that keep memory which their engines need, or free it for no engine."""
     started: list[bool] = []
     engines: Any = Calls("engines", [])
-    monkeypatch.setattr(processes, "_start_engines", lambda *args, **keys: engines)
+    monkeypatch.setattr(processes, "start_engines", lambda *args, **keys: engines)
     monkeypatch.setattr(
         processes.Trainer,
         "start",
