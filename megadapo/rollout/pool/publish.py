@@ -24,7 +24,6 @@ from megadapo.weights.sync.buckets import Schedule, max_bundle_bytes, pack
 from megadapo.weights.sync.delta import MAX_DELTA, Delta, Encoded, UpdateVersions, combine
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.planning import (
-    Device,
     Topology,
     find_topology,
     make_plan,
@@ -350,28 +349,10 @@ class Publisher:
         import ray
 
         infos: list[SenderInfo] = self._call_ranks("describe")
-        layout, bucket_bytes = infos[0].layout, int(self._config.bucket_mib * MIB)
         nodes = self._call_engines("node", doing="find engines")
-        targets = list(nodes)
-        topology = self._topology(
-            [(info.node, info.gpu) for info in infos],
-            [nodes[index] for index in targets],
-            [self._engines.handles[index].spec.gpus for index in targets],
-        )
+        bucket_bytes = int(self._config.bucket_mib * MIB)
+        topology, plan = self._make_plan(infos, nodes, bucket_bytes)
         self._transport = topology.transport
-        plan = make_plan(
-            layout,
-            [info.position for info in infos],
-            replace(
-                self._engine,
-                nodes=tuple(topology.receivers),
-                engines_per_receiver=topology.engines_per_receiver,
-            ),
-            itemsize=self._dtype.itemsize,
-            max_bundle_bytes=max_bundle_bytes(bucket_bytes),
-            source_nodes=topology.sources,
-            hosts=topology.hosts,
-        )
         both: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "transport": topology.transport,
@@ -385,9 +366,9 @@ class Publisher:
             patience_s=self._config.deadline_s / 2,
             **both,
         )
-        both |= {"plan": plan.to_json(), "shape": asdict(layout.shape), "offers": offers}
+        both |= {"plan": plan.to_json(), "shape": asdict(infos[0].layout.shape), "offers": offers}
         connecting = self._submit_ranks("connect", offers)
-        own = zip(targets, topology.receiver_of, topology.member_of_each, strict=True)
+        own = zip(nodes, topology.receiver_of, topology.member_of_each, strict=True)
         opening = self._engines.call(
             "init_weight_transfer",
             {
@@ -400,16 +381,35 @@ class Publisher:
         self._call_ranks("opened")
         return pack(plan, bucket_bytes)
 
-    def _topology(
-        self,
-        ranks: Sequence[Device],
-        engine_nodes: Sequence[str],
-        engine_gpus: Sequence[Sequence[str]],
-    ) -> Topology:
-        """Decide which engines read from which trainer ranks, and over which transport."""
+    def _make_plan(
+        self, infos: Sequence[SenderInfo], nodes: Mapping[int, str], bucket_bytes: int
+    ) -> tuple[Topology, UpdatePlan]:
+        """Decide which engines read what from which trainer ranks, and over which transport.
+
+        `nodes`: Node of each engine that is updated.
+        """
         if self._sender == "published":
-            return topology_beside_training(len(ranks), len(engine_nodes))
-        return find_topology(ranks, engine_nodes, engine_gpus)
+            topology = topology_beside_training(len(infos), len(nodes))
+        else:
+            topology = find_topology(
+                [(info.node, info.gpu) for info in infos],
+                list(nodes.values()),
+                [self._engines.handles[index].spec.gpus for index in nodes],
+            )
+        plan = make_plan(
+            infos[0].layout,
+            [info.position for info in infos],
+            replace(
+                self._engine,
+                nodes=tuple(topology.receivers),
+                engines_per_receiver=topology.engines_per_receiver,
+            ),
+            itemsize=self._dtype.itemsize,
+            max_bundle_bytes=max_bundle_bytes(bucket_bytes),
+            source_nodes=topology.sources,
+            hosts=topology.hosts,
+        )
+        return topology, plan
 
     @property
     def _updating(self) -> list[int]:

@@ -193,7 +193,7 @@ def check_config_diff(
     *,
     accepted: Collection[str] = (),
     keys: tuple[str, ...] = LEARNING_KEYS,
-    models: Mapping[str, Mapping[str, str]] | None = None,
+    models: Mapping[str, ModelFiles] | None = None,
 ) -> list[str]:
     """Compare a configuration, and the models it names, with those of the run of a checkpoint.
 
@@ -215,15 +215,7 @@ def check_config_diff(
         key: f"{json.dumps(before)} -> {json.dumps(after)}"
         for key, (before, after) in changed_keys(checkpoint.config, to_dict(config)).items()
     }
-    equal = set()
-    for key, files in (models or {}).items():
-        before = checkpoint.models.get(key)
-        if before == files:
-            equal.add(key)
-        elif before is not None:
-            names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
-            listed = f"other {', '.join(names[:MAX_LISTED])} than at the start of the run"
-            changes[key] = f"{changes[key]}, {listed}" if key in changes else listed
+    equal = _equal_models(checkpoint, models or {}, changes)
     refused = [
         key
         for key in changes
@@ -242,6 +234,22 @@ def check_config_diff(
             )
         )
     return [f"changed: {key}: {line}" for key, line in changes.items()]
+
+
+def _equal_models(
+    checkpoint: Checkpoint, models: Mapping[str, ModelFiles], changes: dict[str, str]
+) -> set[str]:
+    """Return the keys of models with the files of the checkpoint's; add the others to `changes`."""
+    equal = set()
+    for key, files in models.items():
+        before = checkpoint.models.get(key)
+        if before == files:
+            equal.add(key)
+        elif before is not None:
+            names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
+            listed = f"other {', '.join(names[:MAX_LISTED])} than at the start of the run"
+            changes[key] = f"{changes[key]}, {listed}" if key in changes else listed
+    return equal
 
 
 def _is_own(config: RunConfig, checkpoint: Checkpoint) -> bool:
