@@ -10,15 +10,13 @@ from tests.support.runs.whole_runs import NUM_STEPS
 
 pytestmark = pytest.mark.fault
 
-OFTEN = (
+CELLS = (
     "signal=TERM,target=group,phase=rollout",
     "signal=HUP,target=group,phase=publication",
-    "signal=control service,phase=rollout",
-)
-FURTHER = (
     "signal=INT,target=session,phase=update",
     "signal=TERM,target=driver,phase=save",
     "signal=INT,target=group,phase=evaluation",
+    "signal=control service,phase=rollout",
 )
 
 
@@ -34,14 +32,10 @@ def stop(folder, *cells, num_steps):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "cells",
-    [pytest.param(OFTEN, id="often"), pytest.param(FURTHER, id="further", marks=pytest.mark.slow)],
-)
-def test_stops_lose_no_completed_step(uninterrupted, tmp_path, cells):
+def test_stops_lose_no_completed_step(uninterrupted, tmp_path):
     """A signal to the driver's group must not reach Ray, and a lost service costs no step."""
     (tmp_path / "undisturbed").symlink_to(uninterrupted)
-    stop(tmp_path, *cells, num_steps=NUM_STEPS)
+    stop(tmp_path, *CELLS, num_steps=NUM_STEPS)
 
 
 @pytest.mark.full
