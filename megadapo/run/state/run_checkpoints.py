@@ -131,7 +131,11 @@ class RunCheckpoints:
         if self.current is None or self._has_target:
             raise error
         self._store.damaged[self.current.path] = str(error)
+        accepts = self.current.accepts_other_data
         point = find_resume_point(self._config, self._store)
+        if point.checkpoint is not None:
+            earlier = replace(point.checkpoint, accepts_other_data=accepts)
+            point = replace(point, checkpoint=earlier)
         self.resume_from(point)
         self._log.metrics.open_writers()
 

@@ -77,6 +77,15 @@ def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
     assert log.count("resuming after step") == 3
 
 
+def test_earlier_checkpoint_accepts_the_same_changes(tmp_path):
+    """Rows that were replaced under the same name would be refused after all."""
+    with Run.open(config_of(tmp_path, {"checkpoint.every": 1})) as run:
+        advance(run, 2)
+    with Run.open(config_of(tmp_path), accept_changes=["data.train"]) as run:
+        found_damaged(run)
+        assert (run.step, run.checkpoints.current.accepts_other_data) == (1, True)
+
+
 def test_run_ends_if_every_checkpoint_is_damaged(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
