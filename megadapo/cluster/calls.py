@@ -102,7 +102,8 @@ class Watch:
         self, *, without: Callable[[], None] | None = None, during_update: bool = False
     ) -> None:
         """Call every check except the one of the part that waits."""
-        for check in self._checks + ([] if during_update else self._deferred):
+        # Ray's daemons first: their end explains that of others
+        for check in ([] if during_update else self._deferred) + self._checks:
             if check != without:
                 check()
 

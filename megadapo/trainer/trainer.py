@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megadapo.cluster.calls import Watch, gather
+from megadapo.cluster.calls import GRACE_S, Watch, gather
 from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.process_log import trainer_log
 from megadapo.cluster.processes import cpu_environment, fp32_products, full_precision
@@ -25,7 +25,13 @@ from megadapo.cluster.watch.diagnostics import (
 )
 from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive, heartbeat_file
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import CheckpointError, InfraError, MegadapoError, ProcessHungError
+from megadapo.errors import (
+    CheckpointError,
+    InfraError,
+    MegadapoError,
+    NodeDiedError,
+    ProcessHungError,
+)
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.types import RankReport, TrainerSettings, UpdateRequest, UpdateResult
 from megadapo.trainer.worker import TrainerWorker
@@ -285,6 +291,10 @@ class Trainer:
             )
         except MegadapoError as error:
             self._kill(writes_stacks=isinstance(error, ProcessHungError))
+            if isinstance(error, NodeDiedError):
+                # a daemon of Ray that has ended explains it, and its watch needs a moment
+                time.sleep(GRACE_S)
+                self._watch.check(without=self.check)
             raise
 
     def _watch_heartbeats(self) -> HeartbeatWatch:
