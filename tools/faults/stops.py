@@ -151,7 +151,8 @@ class Stops:
     def close(self) -> None:
         """Unmount the disk, which loses the run."""
         if self._disk.is_mount():
-            subprocess.run(["umount", str(self._disk)], check=True)
+            # a killed process may still be there
+            subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
 
     def stop(self, cell: Cell) -> None:
         """Start the driver, stop it, and note what became of it."""
