@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.health import nodes_to_leave_out
 from megadapo.cluster.local_ray import LocalRay
-from megadapo.cluster.nodes import NodeFolders, check_node_folders, lost_nodes
-from megadapo.cluster.places import (
-    Place,
-    PlaceRequest,
-    Slot,
-    alive_nodes,
-    create_group,
-    locate,
-    slot_resources,
-)
+from megadapo.cluster.nodes import NodeFolders, alive_nodes, lost_nodes
+from megadapo.cluster.places import Place, PlaceRequest, Slot, wait_for_places
 from megadapo.cluster.ray_connection import (
     RayDaemonWatch,
     connect_to_ray,
@@ -31,9 +22,6 @@ from megadapo.cluster.ray_connection import (
     watch_daemons,
 )
 from megadapo.errors import InfraError
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
 
 
 class Cluster:
@@ -86,10 +74,14 @@ class Cluster:
         layout = _layout(config, num_trainer_ranks, num_engines, engine_ranks)
         local = connect_to_ray(config, sum(layout))
         daemons = watch_daemons(local)
-        groups = reserve_all(config, layout, without=nodes_to_leave_out(config))
+        left_out = nodes_to_leave_out(config)
+        requests = [
+            PlaceRequest(config, size, without=left_out, folders=folders, strategy="PACK")
+            for size in layout
+        ]
         places = [
-            Place(group, sorted(locate(group, size, config), key=_sort_key))
-            for group, size in zip(groups, layout, strict=True)
+            replace(place, slots=sorted(place.slots, key=_sort_key))
+            for place in wait_for_places(requests, config)
         ]
         trainer = Place(None, [])
         if num_trainer_ranks:
@@ -104,13 +96,8 @@ class Cluster:
         check_nodes(trainer.slots, engine_slots, tensor_parallel=tensor_parallel)
         by_number = dict(enumerate(engines))
         cluster = cls(config, trainer, by_number, daemons, local=local, folders=folders)
-        if folders is not None and config.address is not None:
-            one_of_each = {
-                slot.node: place.options(number)
-                for place in reversed(places)
-                for number, slot in reversed(list(enumerate(place.slots)))
-            }
-            cluster._num_cores = check_node_folders(one_of_each, folders)
+        for request in requests:
+            cluster._num_cores |= request.num_cores
         return cluster
 
     def trainer_cores(self) -> list[int]:
@@ -157,7 +144,9 @@ class Cluster:
     def alive_nodes(self) -> Collection[str] | None:
         """Return the addresses of the nodes that are up; None if Ray does not answer now."""
         # asking a control service that does not answer would never return
-        return set(alive_nodes().values()) if self.daemons.answers else None
+        if not self.daemons.answers:
+            return None
+        return {node["NodeManagerAddress"] for node in alive_nodes()}
 
     def trainer_nodes(self) -> list[str]:
         """Return the addresses of the nodes with trainer ranks."""
@@ -168,8 +157,8 @@ class Cluster:
 
         `without`: addresses of nodes to leave out.
         """
-        alive = alive_nodes().items() if without else ()
-        left_out = [node for node, address in alive if address in without]
+        alive = alive_nodes() if without else ()
+        left_out = [node["NodeID"] for node in alive if node["NodeManagerAddress"] in without]
         left_out += nodes_to_leave_out(self._config)
         return PlaceRequest(self._config, num_ranks, without=left_out, folders=self._folders)
 
@@ -211,46 +200,6 @@ def _layout(
     # an engine with a group of its own can return its slots
     trainer = [num_trainer_ranks] if num_trainer_ranks else []
     return trainer + [engine_ranks] * num_engines
-
-
-def reserve(config: ClusterConfig, num_slots: int, *, without: Sequence[str]) -> PlacementGroup:
-    """Reserve slots on nodes of the cluster.
-
-    Args:
-        without: ids of nodes to leave out.
-    """
-    (group,) = reserve_all(config, [num_slots], without=without)
-    return group
-
-
-def reserve_all(
-    config: ClusterConfig, sizes: Sequence[int], *, without: Sequence[str]
-) -> list[PlacementGroup]:
-    """Reserve several groups of slots at once.
-
-    Args:
-        sizes: number of slots of each group.
-        without: ids of nodes to leave out.
-
-    Raises:
-        InfraError: the cluster has too few slots in time.
-    """
-    import ray
-
-    deadline = time.monotonic() + config.start_timeout_s
-    groups = [create_group(config, size, without=without) for size in sizes]
-    for group in groups:
-        if group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
-            continue
-        have = ray.cluster_resources()
-        left_out = f" ({len(without)} nodes that fail the health check included)" if without else ""
-        raise InfraError(
-            f"the layout asks for {sum(sizes)} slots of {slot_resources(config)}, the Ray cluster "
-            f"has {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs{left_out}: start "
-            "more nodes, or lower trainer.* / rollout.* parallel sizes or rollout.num_engines "
-            '(beside which evaluation.placement = "engine" takes one more)'
-        )
-    return groups
 
 
 def _sort_key(slot: Slot) -> tuple[str, int, str]:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from megadapo.cluster import machine
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.nodes import answers_of, ask, on_node
+from megadapo.cluster.nodes import alive_nodes, answers_of, ask, on_node
 from megadapo.cluster.this_node import LOOPBACK, use_interface_towards
 from megadapo.errors import MegadapoError
 
@@ -154,13 +154,7 @@ def unhealthy_nodes(
     Args:
         check: receives the number of GPUs that Ray offers on a node, and returns its problems.
     """
-    import ray
-
-    nodes = {
-        node["NodeID"]: node
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("GPU", 0) > 0
-    }
+    nodes = {node["NodeID"]: node for node in alive_nodes() if node["Resources"].get("GPU", 0) > 0}
     calls = {
         node_id: ask(partial(check, int(node["Resources"]["GPU"])), on_node(node_id))
         for node_id, node in nodes.items()

@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import result_of, timeout_error
 from megadapo.cluster.this_node import node_address
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.errors import MegadapoError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -83,41 +82,16 @@ class NodeFolders:
     """Folders that must exist, by config key."""
 
 
-def check_node_folders(
-    options: Mapping[str, dict[str, Any]], folders: NodeFolders
-) -> dict[str, int]:
-    """Check that every node has what a run needs; return the number of cores by node.
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return Ray's facts about each node that it counts as alive."""
+    import ray
 
-    Args:
-        options: Ray options of a task on each node, by the node's address.
-
-    Raises:
-        InfraError: nodes lack something or do not answer; the error names them.
-    """
-    problems: list[str] = []
-    num_cores: dict[str, int] = {}
-    with visibility_files(folders.shared) as files:
-        question = partial(check_this_node, folders, files)
-        calls = {node: ask(question, entry) for node, entry in options.items()}
-        answers = answers_of(calls, doing="the search for what the run needs")
-        for node, answer in answers.items():
-            if isinstance(answer, MegadapoError):
-                problems.append(f"node {node}: {answer}")
-                continue
-            num_cores[node], lacks = answer
-            problems += folder_problems(node, lacks, folders, files)
-    if problems:
-        raise InfraError("\n".join(problems))
-    return num_cores
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def lost_nodes(nodes: Collection[str]) -> list[str]:
     """Return the nodes that Ray has lost, or whose daemon accepts no connection."""
-    import ray
-
-    daemons = {
-        node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]
-    }
+    daemons = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in alive_nodes()}
     return sorted(node for node in nodes if node not in daemons or not listens(node, daemons[node]))
 
 

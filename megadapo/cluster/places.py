@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megadapo.cluster.calls import gather, result_of
+from megadapo.cluster.calls import timeout_error
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.nodes import (
     NodeFolders,
+    answers_of,
     ask,
     check_this_node,
     folder_problems,
     visibility_files,
 )
 from megadapo.cluster.this_node import node_address
-from megadapo.errors import InfraError
+from megadapo.errors import InfraError, MegadapoError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.util.placement_group import PlacementGroup
 
+POLL_S = 0.2
+"""Seconds between two questions about the slots of a start."""
 GPU_SHARE = 0.4
 """Ray's bookkeeping share of a GPU per process, so that trainer and engine both fit on one."""
 
@@ -78,12 +82,13 @@ class Place:
 
 
 class PlaceRequest:
-    """A request for slots on one node, for which it waits without blocking.
+    """A request for slots, for which it waits without blocking.
 
     Args:
-        num_slots: slots of the process that joins, all on one node.
+        num_slots: slots of the processes.
         without: ids of nodes to leave out.
-        folders: folders that the node must see, if a cluster was joined.
+        folders: folders that their nodes must see, if a cluster was joined.
+        strategy: Ray's strategy for nodes; "STRICT_PACK" takes one node only.
     """
 
     def __init__(
@@ -93,33 +98,52 @@ class PlaceRequest:
         *,
         without: Sequence[str] = (),
         folders: NodeFolders | None = None,
+        strategy: Literal["PACK", "STRICT_PACK"] = "STRICT_PACK",
     ) -> None:
-        self._config, self._num_slots = config, num_slots
+        from ray.util.placement_group import placement_group
+
+        self._config = config
+        self.num_slots, self.without = num_slots, without
         self._folders = folders if config.address is not None else None
+        self._group: PlacementGroup | None = None
         # on a laptop's CPU any number of processes is legal, see `connect_to_ray`
-        is_counted = config.uses_cuda or config.address is not None
-        self._group = (
-            create_group(config, num_slots, without=without, strategy="STRICT_PACK")
-            if is_counted
-            else None
-        )
-        self._calls: list[ObjectRef[Any]] = []
-        self._names: list[str] = []
+        if config.uses_cuda or config.address is not None:
+            others = {"ray.io/node-id": f"!in({','.join(without)})"} if without else {}
+            self._group = placement_group(
+                [slot_resources(config) for _ in range(num_slots)],
+                strategy=strategy,
+                bundle_label_selector=[dict(others) for _ in range(num_slots)],
+            )
+        self.num_cores: dict[str, int] = {}
+        """Number of cores by node; empty unless a cluster was joined."""
+        self._nodes: list[str] = []
+        """Address of each slot's node."""
+        self._calls: dict[str, ObjectRef[Any]] = {}
+        """Questions to the nodes, by the name of the one who answers."""
         self._open = ExitStack()
 
+    @property
+    def waits_for(self) -> list[str]:
+        """Slots and nodes that have not answered; empty while Ray does not have the slots."""
+        import ray
+
+        calls = [*self._calls.values()]
+        late = ray.wait(calls, num_returns=len(calls), timeout=0)[1] if calls else []
+        return [name for name, call in self._calls.items() if call in late]
+
     def poll(self) -> Place | None:
-        """Return the place once Ray has the slots and their node has answered.
+        """Return the place once Ray has the slots and their nodes have answered.
 
         Raises:
-            InfraError: the node lacks something, or is gone again; the request is cancelled.
+            InfraError: nodes lack something, or are gone again; the request is cancelled.
         """
         if self._group is None:
             here = node_address()
-            return Place(None, [Slot(number, here, None) for number in range(self._num_slots)])
+            return Place(None, [Slot(number, here, None) for number in range(self.num_slots)])
         try:
-            if not self._calls and not self._ask(self._group):
+            if not self._nodes and not self._ask(self._group):
                 return None
-            return self._answer(self._group)
+            return None if self.waits_for else self._answer(self._group)
         except InfraError:
             self.cancel()
             raise
@@ -131,67 +155,82 @@ class PlaceRequest:
             remove_group(self._group)
 
     def _ask(self, group: PlacementGroup) -> bool:
-        """Ask the node once Ray has the slots; return whether it has."""
+        """Ask the nodes once Ray has the slots; return whether it has."""
+        import ray
         from ray.util.placement_group import placement_group_table
 
-        if placement_group_table(group)["state"] != "CREATED":
+        table = placement_group_table(group)
+        if table["state"] != "CREATED":
             return False
-        try:
-            places = bundle_nodes(group, self._num_slots)
-        except KeyError:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        ids = [table["bundles_to_node_id"].get(bundle) for bundle in range(self.num_slots)]
+        if not addresses.keys() >= set(ids):
             return False  # a node has died since, and Ray looks for another one
-        self._slots = [Slot(bundle, node, None) for bundle, node in enumerate(places)]
-        self._names = [f"a slot on {node}" for node in places]
-        self._calls = locate_gpus(group, self._num_slots) if self._config.uses_cuda else []
+        self._nodes = [addresses[node] for node in ids]
+        place = Place(group, [Slot(bundle, "", "") for bundle in range(self.num_slots)])
+        if self._config.uses_cuda:
+            # only a task in the slot can tell its GPU
+            for bundle, node in enumerate(self._nodes):
+                self._calls[f"slot {bundle} on {node}"] = ask(_own_gpu, place.options(bundle))
         if self._folders is not None:
             self._files = self._open.enter_context(visibility_files(self._folders.shared))
-            options = {**Place(group, self._slots).options(), "num_gpus": 0}
             question = partial(check_this_node, self._folders, self._files)
-            self._calls.append(ask(question, options))
-            self._names.append(f"node {places[0]}")
+            for node in dict.fromkeys(self._nodes):
+                options = place.options(self._nodes.index(node)) | {"num_gpus": 0}
+                self._calls[f"node {node}"] = ask(question, options)
         return True
 
-    def _answer(self, group: PlacementGroup) -> Place | None:
-        """Return the place if all questions are answered."""
-        import ray
-
-        calls = self._calls
-        if calls and len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) < len(calls):
-            return None
-        answers = [
-            result_of(call, name=name, doing="get ready for an engine")
-            for call, name in zip(calls, self._names, strict=True)
+    def _answer(self, group: PlacementGroup) -> Place:
+        """Return the place by the answers to all questions."""
+        answers = answers_of(self._calls, doing="the search for what the run needs")
+        problems = [
+            f"{name}: {answer}"
+            for name, answer in answers.items()
+            if isinstance(answer, MegadapoError)
         ]
-        if self._folders is not None:
-            node = self._slots[0].node
-            _, lacks = answers.pop()
-            if problems := folder_problems(node, lacks, self._folders, self._files):
-                raise InfraError("\n".join(problems))
-        slots = self._slots
-        if answers:
-            slots = [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
+        if self._folders is not None and not problems:
+            for node in dict.fromkeys(self._nodes):
+                self.num_cores[node], lacks = answers[f"node {node}"]
+                problems += folder_problems(node, lacks, self._folders, self._files)
+        if problems:
+            raise InfraError("\n".join(problems))
         self._open.close()
-        return Place(group, slots)
+        names = [f"slot {bundle} on {node}" for bundle, node in enumerate(self._nodes)]
+        gpus = [answers.get(name) for name in names]
+        return Place(group, list(map(Slot, range(self.num_slots), self._nodes, gpus)))
 
 
-def create_group(
-    config: ClusterConfig, num_slots: int, *, without: Sequence[str], strategy: str = "PACK"
-) -> PlacementGroup:
-    """Ask Ray for slots, without waiting for them.
+def wait_for_places(requests: Sequence[PlaceRequest], config: ClusterConfig) -> list[Place]:
+    """Return the places of several requests, once Ray has the slots of all.
 
-    Args:
-        without: ids of nodes to leave out.
-        strategy: Ray's strategy; "STRICT_PACK" takes one node only.
+    Raises:
+        InfraError: the cluster has too few slots in time, or a node lacks something.
     """
-    from ray.util.placement_group import placement_group
+    import ray
 
-    others = {"ray.io/node-id": f"!in({','.join(without)})"} if without else {}
-    group: PlacementGroup = placement_group(
-        [slot_resources(config) for _ in range(num_slots)],
-        strategy=strategy,
-        bundle_label_selector=[dict(others) for _ in range(num_slots)],
+    deadline = time.monotonic() + config.start_timeout_s
+    places: list[Place | None] = [None] * len(requests)
+    while None in places:
+        if time.monotonic() > deadline:
+            break
+        places = [place or request.poll() for place, request in zip(places, requests, strict=True)]
+        time.sleep(POLL_S if None in places else 0.0)
+    found = [place for place in places if place is not None]
+    if len(found) == len(requests):
+        return found
+    late = [request.waits_for for place, request in zip(places, requests, strict=True) if not place]
+    if all(late):
+        key = "cluster.start_timeout_s"
+        raise timeout_error(sum(late, []), "the start", config.start_timeout_s, key)
+    have, without = ray.cluster_resources(), requests[0].without
+    left_out = f" ({len(without)} nodes that fail the health check included)" if without else ""
+    raise InfraError(
+        f"the layout asks for {sum(request.num_slots for request in requests)} slots of "
+        f"{slot_resources(config)}, the Ray cluster has {have.get('CPU', 0):g} CPUs and "
+        f"{have.get('GPU', 0):g} GPUs{left_out}: start more nodes, or lower trainer.* / rollout.* "
+        "parallel sizes or rollout.num_engines (beside which "
+        'evaluation.placement = "engine" takes one more)'
     )
-    return group
 
 
 def slot_resources(config: ClusterConfig) -> dict[str, float]:
@@ -208,45 +247,7 @@ def remove_group(group: PlacementGroup) -> None:
         remove_placement_group(group)
 
 
-def bundle_nodes(group: PlacementGroup, num_slots: int) -> list[str]:
-    """Return the address of each bundle's node."""
-    import ray
-    from ray.util.placement_group import placement_group_table
-
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return [addresses[nodes[bundle]] for bundle in range(num_slots)]
-
-
-def locate_gpus(group: PlacementGroup, num_slots: int) -> list[ObjectRef[Any]]:
-    """Ask for node and GPU of each slot; only a task on the node can tell the GPU."""
-    place = Place(group, [Slot(bundle, "", "") for bundle in range(num_slots)])
-    return [ask(_own_gpu, place.options(number)) for number in range(num_slots)]
-
-
-def _own_gpu() -> tuple[str, str]:
+def _own_gpu() -> str:
     import ray
 
-    return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
-
-
-def locate(group: PlacementGroup, num_slots: int, config: ClusterConfig) -> list[Slot]:
-    """Return the slot of each bundle of a group that Ray has placed."""
-    places = bundle_nodes(group, num_slots)
-    if not config.uses_cuda:
-        return [Slot(bundle, node, None) for bundle, node in enumerate(places)]
-    answers = gather(
-        locate_gpus(group, num_slots),
-        names=[f"slot {bundle} on {node}" for bundle, node in enumerate(places)],
-        doing="find its GPU",
-        timeout_s=config.start_timeout_s,
-        limit="cluster.start_timeout_s",
-    )
-    return [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
-
-
-def alive_nodes() -> Mapping[str, str]:
-    """Return the id and the address of each node that Ray counts as alive."""
-    import ray
-
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return str(ray.get_gpu_ids()[0])

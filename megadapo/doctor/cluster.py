@@ -17,6 +17,7 @@ import megadapo
 from megadapo.cluster.machine import GIB, Machine, inspect_machine
 from megadapo.cluster.nodes import (
     ANSWER_TIMEOUT_S,
+    alive_nodes,
     answers_of,
     ask,
     create_visibility_file,
@@ -98,7 +99,7 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
     join_cluster(address)
     try:
         alive = sorted(
-            (node for node in ray.nodes() if node["Alive"]),
+            alive_nodes(),
             key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]),
         )
         names = [f"{n} ({node['NodeManagerAddress']})" for n, node in enumerate(alive)]
@@ -210,25 +211,17 @@ _MIN_GB_PER_S = 0.2
 """Lowest acceptable speed; a network of 1 Gb/s reaches about half of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterDiagnosis(Diagnosis):
-    """Facts and problems of a cluster."""
-
-    facts: ClusterFacts
-
-
-def diagnose_cluster(facts: ClusterFacts) -> ClusterDiagnosis:
+def diagnose_cluster(facts: ClusterFacts) -> Diagnosis:
     """Check each node, and the nodes against each other."""
-    return ClusterDiagnosis(
-        facts=facts, errors=tuple(_errors(facts)), warnings=tuple(_warnings(facts))
-    )
+    errors, warnings = list(_errors(facts)), list(_warnings(facts))
+    return Diagnosis(errors=errors, warnings=warnings, facts={"facts": facts})
 
 
 def doctor_cluster(address: str, folder: Path | None, *, as_json: bool = False) -> int:
     """Check a cluster, print the diagnosis and return the exit code."""
-    diagnosis = diagnose_cluster(inspect_cluster(address, folder))
-    table = _table(diagnosis.facts, folder)
-    return report(diagnosis, table, as_json=as_json, healthy="the nodes fit together")
+    facts = inspect_cluster(address, folder)
+    healthy = "the nodes fit together"
+    return report(diagnose_cluster(facts), _table(facts, folder), as_json=as_json, healthy=healthy)
 
 
 def _errors(facts: ClusterFacts) -> Iterator[str]:

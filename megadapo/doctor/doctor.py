@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -43,39 +44,32 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Problems of a machine or a cluster."""
+    """Facts and problems of a machine, a cluster or a chat template."""
 
-    errors: tuple[str, ...]
+    errors: Sequence[str]
     """Problems that keep megadapo from running, or from being correct."""
-    warnings: tuple[str, ...]
+    warnings: Sequence[str]
     """Problems that make it slower or riskier."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Values and dataclasses by their names in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineDiagnosis(Diagnosis):
-    """Facts and problems of one machine."""
-
-    version: str
-    machine: Machine
-    choices: tuple[Choice, ...]
-
-
-def diagnose(machine: Machine | None = None) -> MachineDiagnosis:
+def diagnose(machine: Machine | None = None) -> Diagnosis:
     """Check the given machine, or this one."""
     machine = machine or inspect_machine()
-    return MachineDiagnosis(
-        version=__version__,
-        machine=machine,
-        choices=tuple(_choices(machine)),
-        errors=tuple(_errors(machine)),
-        warnings=tuple(_warnings(machine)),
+    choices = list(_choices(machine))
+    return Diagnosis(
+        errors=list(_errors(machine)),
+        warnings=list(_warnings(machine)),
+        facts={"version": __version__, "machine": machine, "choices": choices},
     )
 
 
 def doctor(*, as_json: bool = False) -> int:
     """Check this machine, print the diagnosis and return the exit code."""
     diagnosis = diagnose()
-    return report(diagnosis, _tables(diagnosis), as_json=as_json, healthy="no problem found")
+    tables = _tables(**diagnosis.facts)
+    return report(diagnosis, tables, as_json=as_json, healthy="no problem found")
 
 
 def doctor_node(num_gpus: int | None, *, as_json: bool = False) -> int:
@@ -85,8 +79,8 @@ def doctor_node(num_gpus: int | None, *, as_json: bool = False) -> int:
         num_gpus: GPUs that the node must have; None: as many as it has device files.
     """
     name = socket.gethostname()
-    errors = tuple(f"node {name}: {problem}" for problem in node_problems(num_gpus))
-    diagnosis = Diagnosis(errors=errors, warnings=())
+    errors = [f"node {name}: {problem}" for problem in node_problems(num_gpus)]
+    diagnosis = Diagnosis(errors=errors, warnings=[])
     return report(diagnosis, "", as_json=as_json, healthy=f"node {name}: a run can use it")
 
 
@@ -99,7 +93,8 @@ def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) ->
         healthy: line to print if there is no problem.
     """
     if as_json:
-        print(json.dumps(asdict(diagnosis), indent=2))
+        problems = {"errors": diagnosis.errors, "warnings": diagnosis.warnings}
+        print(json.dumps({**problems, **diagnosis.facts}, indent=2, default=asdict))
         return 1 if diagnosis.errors else 0
     console = Console(highlight=False)
     if tables:
@@ -191,8 +186,7 @@ def _gpu_warnings(machine: Machine) -> Iterator[str]:
         yield "the GPUs differ: the slowest sets the speed, and the smallest sets the memory limit"
 
 
-def _tables(diagnosis: MachineDiagnosis) -> str:
-    machine = diagnosis.machine
+def _tables(version: str, machine: Machine, choices: Sequence[Choice]) -> str:
     facts = [
         ("system", f"{machine.system}, Python {machine.python}"),
         ("cores", f"{machine.num_cores}"),
@@ -201,8 +195,8 @@ def _tables(diagnosis: MachineDiagnosis) -> str:
         ("driver", machine.driver or "none"),
         *((name, version or "not installed") for name, version in machine.packages.items()),
     ]
-    choices = [(choice.what, choice.used, choice.why) for choice in diagnosis.choices]
-    title = f"megadapo {diagnosis.version} on this machine"
+    title = f"megadapo {version} on this machine"
     first = TextTable(title=title, head=("", ""), rows=facts)
-    second = TextTable(title="what megadapo will use", head=("", "", ""), rows=choices)
+    used = [astuple(choice) for choice in choices]
+    second = TextTable(title="what megadapo will use", head=("", "", ""), rows=used)
     return f"{first.text()}\n\n{second.text()}\n"

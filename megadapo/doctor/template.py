@@ -87,17 +87,6 @@ class Smuggled:
     examples: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateDiagnosis(Diagnosis):
-    """Facts and problems of one chat template."""
-
-    model: str
-    answers: tuple[Answer, ...] = ()
-    glue: tuple[Glue, ...] = ()
-    smuggled: tuple[Smuggled, ...] = ()
-    ends: dict[str, str]
-
-
 def doctor_template(model: str, *, as_json: bool = False) -> int:
     """Check a chat template, print the diagnosis and return the exit code.
 
@@ -112,12 +101,12 @@ def doctor_template(model: str, *, as_json: bool = False) -> int:
     else:
         diagnosis = diagnose_template(model)
     healthy = "no problem: glue is exact, and no text becomes a control token"
-    return report(diagnosis, _tables(diagnosis), as_json=as_json, healthy=healthy)
+    return report(diagnosis, _tables(**diagnosis.facts), as_json=as_json, healthy=healthy)
 
 
 def diagnose_template(
     model: str, variables: Mapping[str, TemplateValue] | None = None, *, key: str = "--template"
-) -> TemplateDiagnosis:
+) -> Diagnosis:
     """Check the chat template of a model's folder or Hub name.
 
     Args:
@@ -126,17 +115,23 @@ def diagnose_template(
     """
     tokenizer = read_tokenizer(model, key=key, chat_template_kwargs=variables)
     warnings = list(_end_warnings(tokenizer))
+    facts: dict[str, Any] = {
+        "model": model,
+        "answers": [],
+        "glue": [],
+        "smuggled": [],
+        "ends": _ends(tokenizer),
+    }
     if refusal := _refusal(tokenizer, "user"):
-        return TemplateDiagnosis(
-            model=model, ends=_ends(tokenizer), errors=(refusal,), warnings=tuple(warnings)
-        )
+        return Diagnosis(errors=[refusal], warnings=warnings, facts=facts)
     roles = ["user"]
     if refusal := _refusal(tokenizer, "tool"):
         warnings.append(refusal)
     else:
         roles.append("tool")
     checks = _Checks(tokenizer, Turns(tokenizer, roles))
-    glue, smuggled = tuple(checks.glue()), tuple(checks.smuggled())
+    glue, smuggled = list(checks.glue()), list(checks.smuggled())
+    facts |= {"answers": list(checks.answers()), "glue": glue, "smuggled": smuggled}
     errors = [
         f"the glue of ({one.messages}) is not the template's: report this with the template"
         for one in glue
@@ -153,15 +148,7 @@ def diagnose_template(
             f"the template writes {', '.join(changing)} in another way after an earlier turn of "
             "the kind: megadapo always writes the first way, a server with this template does not"
         )
-    return TemplateDiagnosis(
-        model=model,
-        answers=tuple(checks.answers()),
-        glue=glue,
-        smuggled=smuggled,
-        ends=_ends(tokenizer),
-        errors=tuple(errors),
-        warnings=tuple(warnings),
-    )
+    return Diagnosis(errors=errors, warnings=warnings, facts=facts)
 
 
 def _refusal(tokenizer: PreTrainedTokenizerBase, role: str) -> str | None:
@@ -330,28 +317,38 @@ def _end_warnings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         )
 
 
-def _tables(diagnosis: TemplateDiagnosis) -> str:
-    ends = TextTable(
-        title=f"ends of turns, {diagnosis.model}", head=("", ""), rows=[*diagnosis.ends.items()]
-    )
-    answers = TextTable(
+def _tables(
+    model: str,
+    answers: Sequence[Answer],
+    glue: Sequence[Glue],
+    smuggled: Sequence[Smuggled],
+    ends: Mapping[str, str],
+) -> str:
+    tables = [TextTable(title=f"ends of turns, {model}", head=("", ""), rows=[*ends.items()])]
+    if glue:
+        tables += _turn_tables(answers, glue, smuggled)
+    # tokens and templates of a folder may have escape sequences
+    return printable("\n\n".join(table.text() for table in tables)) + "\n"
+
+
+def _turn_tables(
+    answers: Sequence[Answer], glue: Sequence[Glue], smuggled: Sequence[Smuggled]
+) -> Iterator[TextTable]:
+    yield TextTable(
         title="answers, if the conversation is rendered again (megadapo never does so)",
         head=("answer", "before user", "before tool", "at the end"),
-        rows=[astuple(answer) for answer in diagnosis.answers],
+        rows=[astuple(answer) for answer in answers],
     )
-    glue = TextTable(
+    yield TextTable(
         title="glue after an answer, beside the rendering of the whole conversation",
         head=("messages", "first turn", "later turn", "text"),
-        rows=[astuple(glue) for glue in diagnosis.glue],
+        rows=[astuple(one) for one in glue],
     )
-    smuggled = TextTable(
+    yield TextTable(
         title="control tokens that a text with all their names becomes",
         head=("way", "special", "others", "examples"),
         rows=[
             (one.way, f"{one.special}", f"{one.others}", "  ".join(one.examples))
-            for one in diagnosis.smuggled
+            for one in smuggled
         ],
     )
-    tables = (ends, answers, glue, smuggled) if diagnosis.glue else (ends,)
-    # tokens and templates of a folder may have escape sequences
-    return printable("\n\n".join(table.text() for table in tables)) + "\n"

@@ -12,6 +12,7 @@ from functools import partial
 from math import lcm
 
 from megadapo.cluster.health import nodes_to_leave_out
+from megadapo.cluster.nodes import alive_nodes
 from megadapo.cluster.ray_connection import connect_to_ray
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.errors import ConfigError, InfraError
@@ -65,9 +66,7 @@ def fit_to_cluster(config: RunConfig, *, has_engines: bool = True) -> tuple[RunC
 
 def _slots(config: RunConfig, *, without: Container[str] = ()) -> list[int]:
     """Return the number of GPUs, or cores without GPUs, of each node that is up."""
-    import ray
-
-    nodes = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without)
+    nodes = (node for node in alive_nodes() if node["NodeID"] not in without)
     return [int(node["Resources"].get(_resource(config), 0)) for node in nodes]
 
 

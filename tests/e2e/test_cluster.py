@@ -29,8 +29,9 @@ PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 import psutil, ray
-from megadapo.cluster.cluster import Cluster, locate, reserve
+from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.places import PlaceRequest, wait_for_places
 from megadapo.errors import ConfigError, InfraError
 
 ONE_EACH = {"num_trainer_ranks": 1, "num_engines": 1, "engine_ranks": 1}
@@ -260,17 +261,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
 config = ClusterConfig(device="cuda", start_timeout_s=3)
 # Cluster.start leaves no moment between
-group = reserve(config, 1, without=[])
+request = PlaceRequest(config, 1)
+ray.get(request._group.ready())
 
 @ray.remote(num_cpus=0, num_gpus=1)
 class Holder:
     def holds(self):
         return True
 
-slot = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+slot = PlacementGroupSchedulingStrategy(request._group, placement_group_bundle_index=0)
 holder = Holder.options(scheduling_strategy=slot).remote()
 ray.get(holder.holds.remote())
-locate(group, 1, config)
+wait_for_places([request], config)
 """
 
 
@@ -429,10 +431,10 @@ def check(num_gpus):
 
 left_out = unhealthy_nodes(check, answer_s=10.0)
 config = ClusterConfig(device="cuda", start_timeout_s=3)
-group = reserve(config, 2, without=left_out)
-used = set(placement_group_table(group)["bundles_to_node_id"].values())
+(place,) = wait_for_places([PlaceRequest(config, 2, without=left_out)], config)
+used = set(placement_group_table(place.group)["bundles_to_node_id"].values())
 try:
-    reserve(config, 1, without=left_out)
+    wait_for_places([PlaceRequest(config, 1, without=left_out)], config)
 except Exception as error:
     refusal = str(error)
 all_fail = unhealthy_nodes(lambda num_gpus: ["an old driver"])

@@ -50,7 +50,7 @@ def without(machine: Machine, *packages: str) -> Machine:
 
 
 def choices(machine: Machine) -> dict[str, str]:
-    return {choice.what: choice.used for choice in diagnose(machine).choices}
+    return {choice.what: choice.used for choice in diagnose(machine).facts["choices"]}
 
 
 def problems(machine: Machine) -> str:
@@ -199,7 +199,7 @@ def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
 def test_equal_nodes_have_no_problems():
     links = tuple(Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "10"))
     diagnosis = diagnose_cluster(cluster(SOUND, OTHER, links=links))
-    assert diagnosis.errors == diagnosis.warnings == ()
+    assert diagnosis.errors == diagnosis.warnings == []
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_slow_or_risky_nodes_are_warnings():
     links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]
     links.append(Link(source="0", target="2", gb_per_s=0.5))
     diagnosis = diagnose_cluster(cluster(*nodes, links=tuple(links)))
-    assert diagnosis.errors == ()
+    assert diagnosis.errors == []
     said = "\n".join(diagnosis.warnings)
     assert "clock is +3.00 s off" in said and said.count("clock") == 1
     assert "node 2: 3.0 GiB of disk are free" in said

@@ -35,26 +35,28 @@ def test_small_tokenizers_are_healthy(diagnosed, name):
     """Gemma's template has no messages of tools; the Unigram one closes turns with no end."""
     found = diagnosed(name)
     warned = {"gemma3": "leave 'tool' out", "unigram": "closes turns with <|im_end|>, which is"}
-    assert found.errors == () and len(found.warnings) == (name in warned)
+    assert found.errors == [] and len(found.warnings) == (name in warned)
     assert warned.get(name, "") in "".join(found.warnings)
-    ours = [one for one in found.smuggled if one.way.startswith("megadapo")]
+    ours = [one for one in found.facts["smuggled"] if one.way.startswith("megadapo")]
     assert len(ours) == (1 if name == "gemma3" else 2)
     assert all(one.special == one.others == 0 and one.examples == () for one in ours)
-    naive = next(one for one in found.smuggled if one.way == "apply_chat_template, user")
+    naive = next(one for one in found.facts["smuggled"] if one.way == "apply_chat_template, user")
     assert naive.special > 0 and naive.examples
-    assert {one.first for one in found.glue if one.messages == "user"} == {"exact"}
+    assert {one.first for one in found.facts["glue"] if one.messages == "user"} == {"exact"}
 
 
 def test_changed_turns_are_shown(diagnosed):
-    qwen = rows(diagnosed("qwen3").answers)
+    qwen = rows(diagnosed("qwen3").facts["answers"])
     assert qwen["plain text, 'a b'"] == ("kept", "kept", r"becomes '<think>\n\n</think>\n\na b'")
     thought = next(row for name, row in qwen.items() if name.startswith("with a thought"))
     assert thought == ("becomes 'b'", "kept", "kept")
     assert qwen["'and then', sampled letter by letter"][:2] == ("other tokens",) * 2
     assert qwen["tool_calls, content empty"] == ("left out",) * 3
-    gemma = rows(diagnosed("gemma3").answers)
+    gemma = rows(diagnosed("gemma3").facts["answers"])
     assert gemma[r"blanks at its ends, ' a\n'"] == ("becomes 'a'", "refused", "becomes 'a'")
-    head = rows(diagnosed("smollm2", chat_template=CHATML[:-12] + "bot\n{% endif %}").answers)
+    head = rows(
+        diagnosed("smollm2", chat_template=CHATML[:-12] + "bot\n{% endif %}").facts["answers"]
+    )
     assert head["plain text, 'a b'"][:2] == ("begins otherwise",) * 2
 
 
@@ -76,7 +78,7 @@ def test_tool_calls_of_servers_are_compared(diagnosed, filters, end, result):
     call = f"{{{{ m.content }}}}{CALLS.replace('ARGUMENTS', filters)}"
     end = f"{{{{ '{end}' if m.tool_calls else '<|im_end|>' }}}}"
     template = CHATML.replace("{{ m.content }}<|im_end|>", call + end)
-    answers = rows(diagnosed("smollm2", chat_template=template).answers)
+    answers = rows(diagnosed("smollm2", chat_template=template).facts["answers"])
     assert answers["tool_calls, content empty"] == (result,) * 3
 
 
@@ -85,9 +87,9 @@ def test_second_turn_with_tools_may_differ(diagnosed):
     first = "{{ '[' if m.role == 'tool' and loop.index0 == 2 else '' }}"
     template = CHATML.replace("{{ m.content", first + "{{ m.content")
     found = diagnosed("smollm2", chat_template=template)
-    assert found.errors == ()
+    assert found.errors == []
     assert "(tool), (tool, tool), (tool, user) in another way" in found.warnings[0]
-    assert {name: row[:2] for name, row in rows(found.glue).items()} == {
+    assert {name: row[:2] for name, row in rows(found.facts["glue"]).items()} == {
         "user": ("exact", "exact"),
         **dict.fromkeys(("tool", "tool, tool", "tool, user"), ("exact", "differs")),
     }
@@ -107,10 +109,10 @@ def test_ends_of_turns_are_compared(diagnosed, tmp_path):
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     found = diagnose_template(str(folder))
     assert "closes turns with <|im_end|>, which is neither" in found.warnings[0]
-    close, eos, of_model, ours = found.ends.values()
+    close, eos, of_model, ours = found.facts["ends"].values()
     assert "<|im_end|>" in close and "<|endoftext|>" in eos and of_model == "none"
     assert ours == f"{close}, {eos}"
-    assert diagnosed("qwen3").warnings == ()
+    assert diagnosed("qwen3").warnings == []
 
 
 def test_exit_codes_and_json(tmp_path, capsys):
@@ -148,7 +150,7 @@ def test_recipe_sets_the_variables_of_its_models_template(tmp_path, capsys):
     [plain] = [one for one in found["answers"] if one["answer"].startswith("plain text")]
     assert code == 0 and plain["before_user"] == "begins otherwise"
     assert diagnosed("{}")[1]["answers"] == json.loads(
-        json.dumps([asdict(one) for one in diagnose_template(str(folder)).answers])
+        json.dumps([asdict(one) for one in diagnose_template(str(folder)).facts["answers"]])
     )
     code, said = diagnosed("{enable_thoughts = false}")
     assert code == 2 and "data.chat_template_kwargs.enable_thoughts" in said
