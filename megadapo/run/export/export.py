@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from megadapo import __version__
 from megadapo.errors import CheckpointError, ConfigError, DataError
@@ -41,31 +41,17 @@ GENERATION_CONFIG = "generation_config.json"
 _END = "eos_token_id"
 _SPECIAL_TOKENS = ("bos_token_id", _END, "pad_token_id")
 CARD_FILE = "README.md"
+CARD_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 Kind = Literal["policy", "critic", "reward model"]
 """Kind of an exported model."""
 RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "evaluation")
 """Sections of the configuration that the card shows."""
 _RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))
-_TITLES = {
-    "policy": "{step} steps of DAPO",
-    "fine-tuned": "{step} steps of supervised fine-tuning",
-    "critic": "{step} steps of PPO, critic",
-    "reward model": "{step} steps as a reward model",
-}
 _TAGS = {
     "policy": ["dapo", "reinforcement-learning"],
     "fine-tuned": ["sft"],
     "critic": ["ppo", "reinforcement-learning"],
     "reward model": ["reward-model", "reinforcement-learning"],
-}
-_VALUE_MODELS = {
-    "critic": "The critic after step {step}, initialised from {base}. Its one label is the value "
-    "of a state: the expected reward of the response under the policy of that step. Every token "
-    "has a value, not only the last.",
-    "reward model": "A reward model after step {step}, initialised from {base} and trained on "
-    "pairs with the Bradley-Terry loss. Its one label is the score of a conversation, read at the "
-    "last token; only differences between answers to one prompt have a meaning. Pad batches with a "
-    "token that ends no conversation: transformers reads the last token that is not padding.",
 }
 _LOCAL = ("run.folder", "run.resume")
 """Keys of those sections that depend on the machine only."""
@@ -271,78 +257,41 @@ def _model_card(
         config: the run's resolved configuration as plain values; may be empty.
         base_model: folder or Hub name of the trained model.
     """
-    step = source.checkpoint.step
-    recipe = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
     what = "fine-tuned" if source.is_fine_tuned else kind
-    parts = [
-        f"---\n{_front_matter(base_model, what)}\n---",
-        f"# {Path(base_model).name}, {_TITLES[what].format(step=step)}",
-        *(
-            [_what_it_is(base_model, source, config, quantized), _accuracy_table(source, config)]
-            if kind == "policy"
-            else [_VALUE_MODELS[kind].format(step=step, base=_code(base_model))]
-        ),
-        *(["\n".join(["## Recipe", "", "```toml", *recipe, "```"])] if recipe else []),
-        f"Written by megadapo {__version__}.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _front_matter(base_model: str, what: str) -> str:
-    """Return the metadata block for the Hub."""
-    # a base model in a folder has no name on the Hub
-    is_folder = Path(base_model).is_dir()
+    is_text = what in ("policy", "fine-tuned")
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-classification" if what in _VALUE_MODELS else "text-generation",
+        pipeline_tag="text-generation" if is_text else "text-classification",
         tags=["megadapo", *_TAGS[what]],
-        base_model=None if is_folder else base_model,
+        # a base model in a folder has no name on the Hub
+        base_model=None if Path(base_model).is_dir() else base_model,
     )
-    return data.to_yaml()
-
-
-def _what_it_is(
-    base_model: str, source: ExportSource, config: Mapping[str, Any], quantized: str | None
-) -> str:
-    planned = _value(config, "run", "num_steps")
-    of_all = "" if planned is None else f" of {planned}"
-    weights = "unquantised" if quantized is None else f"quantised to {quantized}"
-    how = (
-        "reinforcement learning with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization)"
-    )
-    if source.is_fine_tuned:
-        how = "supervised fine-tuning"
-    step = source.checkpoint.step
-    return f"The weights of {_code(base_model)} after step {step}{of_all} of {how}, {weights}."
-
-
-def _accuracy_table(source: ExportSource, config: Mapping[str, Any]) -> str:
-    """Return a table of the held-out accuracy at this step and before training."""
-    step = source.checkpoint.step
     evaluations = [] if source.run_folder is None else RunRecords(source.run_folder).evaluations
     by_step = {record.step: record for record in evaluations}
-    if step not in by_step:
-        return "Not evaluated on held-out problems at this step."
-    rows = [
-        f"| {label} | {record.mean:.4f} ± {record.standard_error:.4f} "
-        f"| {record.response_length:.1f} |"
-        for label, record in (("before training", by_step.get(0)), ("this model", by_step[step]))
-        if record is not None
-    ]
-    record = by_step[step]
-    what = f"avg@{record.samples_per_problem} on {record.num_problems} held-out problems"
-    held_out = _value(config, "data", "held_out")
-    if held_out is not None:
-        sources = held_out.values() if isinstance(held_out, dict) else (held_out,)
-        what += " of " + ", ".join(_code(str(source)) for source in sources)
+    held_out = _value(config, "data", "held_out") or ()
+    sources = [held_out] if isinstance(held_out, str) else [*dict(held_out).values()]
     sampling = [
-        f"{name.replace('_', '-')} {value}"
+        (name.replace("_", "-"), value)
         for name in ("temperature", "top_p")
         if (value := _value(config, "evaluation", name)) is not None
     ]
-    columns = f"| | {record.measure}, with standard error | mean response length (tokens) |"
-    head = f"{columns}\n|---|---|---|"
-    return "\n".join([", ".join([what, *sampling]) + ":", "", head, *rows])
+    card = ModelCard.from_template(
+        data,
+        template_path=str(CARD_TEMPLATE),
+        kind=what,
+        name=Path(base_model).name,
+        base=_code(base_model),
+        step=source.checkpoint.step,
+        num_steps=_value(config, "run", "num_steps"),
+        quantized=quantized,
+        evaluation=by_step.get(source.checkpoint.step),
+        base_evaluation=by_step.get(0),
+        held_out=[_code(str(one)) for one in sources],
+        sampling=sampling,
+        recipe="\n".join(line for table in _RECIPE_TABLES for line in _lines(config, table)),
+        version=__version__,
+    )
+    return f"{card}\n"
 
 
 def _lines(config: Mapping[str, Any], table: tuple[str, ...]) -> Iterator[str]:
@@ -364,4 +313,5 @@ def _value(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _code(text: str) -> str:
-    return f"`{text.replace('`', chr(39))}`"
+    """Return a text that a pair of backquotes may enclose."""
+    return text.replace("`", "'")
