@@ -161,14 +161,13 @@ def _summary(
         fullest,
         gpu_kinds,
         host_items,
-        itemsize_of,
         longest_sequence,
         replayed_bytes,
     )
     from megadapo.plan.ranks import engine_bytes
     from megadapo.plan.responses import PROMPT_TOKENS, mean_response
 
-    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    engine = engine_bytes(config, models.policy, card)
     longest, cache = longest_sequence(config), engine.cache_tokens
     half = PROMPT_TOKENS + mean_response(config) / 2
     num_tokens, limit = largest_sequence(config, models, card)
@@ -182,7 +181,7 @@ def _summary(
         f"{max(refit.sent, refit.received) / GIB:.2f} GiB through the busiest network card "
         "(megadapo weights plan)",
     ]
-    host = host_items(config, models, engine, gpus_per_node)
+    host = host_items(config, models, card, gpus_per_node)
     parts = " + ".join(f"{size / GIB:.0f} {name}" for name, size in host.items() if size)
     lines.append(f"main memory of a node: {sum(host.values()) / GIB:.0f} GiB = {parts}")
     kinds = gpu_kinds(config, models, card)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from megadapo.config import RunConfig
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
-from megadapo.plan.phases import itemsize_of
 from megadapo.plan.ranks import engine_bytes
 from megadapo.plan.responses import Responses
 from megadapo.plan.step_time import forward_flops
@@ -87,7 +86,7 @@ def speed_of(
 ) -> EngineSpeed:
     """Return the speed of the recipe's engines on a card."""
     rollout, shape = config.rollout, model.shape
-    engine = engine_bytes(model, rollout, card, itemsize=itemsize_of(config))
+    engine = engine_bytes(config, model, card)
     read = READ_SHARE * card.memory_bandwidth
     # each token passes through the stages of an engine in sequence
     weights_s = rollout.pipeline_parallel * engine.weights / read
@@ -108,7 +107,7 @@ def speed_of(
 
 def slots_of(config: RunConfig, model: ModelDescription, card: Card, responses: Responses) -> int:
     """Return the responses that an engine runs at once, in its slots and in its cache."""
-    engine = engine_bytes(model, config.rollout, card, itemsize=itemsize_of(config))
+    engine = engine_bytes(config, model, card)
     num_cached = engine.cache_tokens / responses.running_context
     return max(1, min(config.rollout.max_num_seqs, int(num_cached)))
 

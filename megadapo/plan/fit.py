@@ -14,7 +14,6 @@ from megadapo.plan.phases import (
     Phase,
     gpu_kinds,
     host_items,
-    itemsize_of,
     longest_sequence,
     replayed_bytes,
 )
@@ -54,8 +53,7 @@ def main_memory_warnings(
 ) -> list[str]:
     """Describe the main memory of a trainer's node if it may not suffice; [] otherwise."""
     main_memory_gib = main_memory_gib or MAIN_MEMORY_GIB
-    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
-    items = host_items(config, models, engine, gpus_per_node)
+    items = host_items(config, models, card, gpus_per_node)
     items["replayed experts"] = replayed_bytes(config, models.policy)
     total = sum(items.values()) / GIB
     if total <= CROWDED * main_memory_gib:
@@ -87,7 +85,7 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
         f"{(phase.total - card.memory_bytes) / GIB:.1f} GiB; {advice}"
         for kind, phase, advice in _advised(config, models, card, 1.0)
     ]
-    cache_tokens = _cache_tokens(config, models, card)
+    cache_tokens = engine_bytes(config, models.policy, card).cache_tokens
     longest = longest_sequence(config)
     if cache_tokens < longest:
         found.append(
@@ -104,7 +102,7 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
     Returns:
         Tokens with the prompt (0 if no sequence fits), and the name of the limit.
     """
-    cache = _cache_tokens(config, models, card)
+    cache = engine_bytes(config, models.policy, card).cache_tokens
     bounds = {
         "the KV cache of an engine": cache // STEP_TOKENS * STEP_TOKENS,
         "max_position_embeddings of the model": models.policy.max_positions,
@@ -120,11 +118,6 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
         else:
             high = middle
     return low * STEP_TOKENS, "the trainer's memory"
-
-
-def _cache_tokens(config: RunConfig, models: Models, card: Card) -> int:
-    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
-    return engine.cache_tokens
 
 
 def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:

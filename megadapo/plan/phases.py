@@ -8,7 +8,7 @@ that share GPUs wake at the end of "sync", and then need the memory of "rollout"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 
 from megadapo.cluster.machine import inspect_machine
@@ -25,6 +25,7 @@ from megadapo.plan.ranks import (
     StateBytes,
     engine_bytes,
     engine_process_bytes,
+    itemsize_of,
     rank_kinds,
     sleeping_bytes,
     state_bytes,
@@ -89,7 +90,7 @@ def models_of(config: RunConfig) -> Models:
 def gpu_kinds(config: RunConfig, models: Models, card: Card) -> list[GpuKind]:
     """Return every kind of GPU of the run, the trainer's stages first."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
-    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    engine = engine_bytes(config, models.policy, card)
     kinds = [
         _trainer_gpu(config, models, kind, engine) for kind in rank_kinds(layout, config.trainer)
     ]
@@ -127,11 +128,6 @@ def fullest(kinds: list[GpuKind]) -> str:
 def longest_sequence(config: RunConfig) -> int:
     """Return the tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def itemsize_of(config: RunConfig) -> int:
-    """Return the bytes of an element of weights and activations."""
-    return 4 if config.model.dtype == "float32" else 2
 
 
 def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: EngineBytes) -> GpuKind:
@@ -245,18 +241,10 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
         )
         for one, optimizer in kinds
     ]
-    return StateBytes(
-        weights=sum(state.weights for state in states),
-        gradients=sum(state.gradients for state in states),
-        optimizer=sum(state.optimizer for state in states),
-        main_memory=sum(state.main_memory for state in states),
-        snapshot=sum(state.snapshot for state in states),
-    )
+    return StateBytes(*map(sum, zip(*map(astuple, states), strict=True)))
 
 
-def host_items(
-    config: RunConfig, models: Models, engine: EngineBytes, gpus_per_node: int
-) -> dict[str, int]:
+def host_items(config: RunConfig, models: Models, card: Card, gpus_per_node: int) -> dict[str, int]:
     """Return a node's main memory by purpose; the processes' own memory is extra."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     kinds = rank_kinds(layout, config.trainer)
@@ -268,7 +256,7 @@ def host_items(
         offload = config.trainer.offload
         if config.weights.mode == "delta":
             # engines keep them while the trainer works
-            engine_share += engine.weights
+            engine_share += engine_bytes(config, models.policy, card).weights
         if config.rollout.vllm.get("sleep_mode_offload_cudagraph"):
             engine_share += GRAPH_BYTES
     algorithm = config.algorithm

@@ -153,7 +153,7 @@ class RankKind:
         return f"trainer rank of stage {self.stage + 1} of {self.num_stages}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StateBytes:
     """Memory that a trainer rank keeps from step to step."""
 
@@ -242,10 +242,14 @@ def state_bytes(
     )
 
 
-def engine_bytes(
-    model: ModelDescription, rollout: RolloutConfig, card: Card, *, itemsize: int
-) -> EngineBytes:
+def itemsize_of(config: RunConfig) -> int:
+    """Return the bytes of an element of weights and activations."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def engine_bytes(config: RunConfig, model: ModelDescription, card: Card) -> EngineBytes:
     """Return an engine rank's share of a card."""
+    rollout, itemsize = config.rollout, itemsize_of(config)
     shape, tp = model.shape, rollout.tensor_parallel
     layout = ModelLayout(model.family, model.shape)
     positions = tuple(

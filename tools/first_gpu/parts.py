@@ -15,8 +15,7 @@ from megadapo.cluster.machine import GIB, Machine
 from megadapo.config import RunConfig, load_config
 from megadapo.plan.cards import H100, Card, card_of
 from megadapo.plan.fit import problems
-from megadapo.plan.phases import Phase, gpu_kinds, host_items, itemsize_of, models_of
-from megadapo.plan.ranks import engine_bytes
+from megadapo.plan.phases import Phase, gpu_kinds, host_items, models_of
 from megadapo.trainer.trainer import rank_environment
 
 RECIPE = "configs/quickstart.toml"
@@ -424,9 +423,7 @@ def misfit(overrides: Iterable[str], setting: Setting) -> str | None:
     models = models_of(config)
     if found := problems(config, models, setting.card):
         return found[0].partition(";")[0]
-    itemsize = itemsize_of(config)
-    engine = engine_bytes(models.policy, config.rollout, setting.card, itemsize=itemsize)
-    items = host_items(config, models, engine, 1)
+    items = host_items(config, models, setting.card, 1)
     needed = sum(items.values()) / GIB
     if needed > MAIN_MEMORY_SHARE * setting.machine.memory_gib:
         return f"needs {needed:.0f} GiB of main memory, and the machine has too little"

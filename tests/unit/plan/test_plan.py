@@ -224,13 +224,12 @@ def test_teacher_takes_memory_in_training_only():
     taught = recipe("qwen2.5-7b", *student, "algorithm.reference.path=Qwen2.5-32B")
     alone = recipe("qwen2.5-7b", *student)
     (kind,) = kinds_of(taught)
-    engine = engine_bytes(models_of(taught).policy, taught.rollout, H100, itemsize=2)
     ranks = taught.trainer.tensor_parallel * taught.trainer.pipeline_parallel
     weights = items_in(kind, "train")["teacher's weights"]
     assert weights == pytest.approx(32.76e9 * 2 / ranks, rel=0.02)
     assert items_in(kind, "start trainer")["teacher's weights"] == weights
     assert "teacher's weights" not in items_in(kind, "rollout")
-    hosts = [host_items(config, models_of(config), engine, 8) for config in (alone, taught)]
+    hosts = [host_items(config, models_of(config), H100, 8) for config in (alone, taught)]
     before, after = (host["offloaded by the trainer"] for host in hosts)
     policy = items_in(kind, "train")["weights"]
     assert after - before == 8 * (weights - policy)
@@ -238,7 +237,7 @@ def test_teacher_takes_memory_in_training_only():
 
 def test_cache_is_the_rest_of_the_engines_share():
     config = recipe("qwen2.5-32b")
-    engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
+    engine = engine_bytes(config, models_of(config).policy, H100)
     assert engine.token == 2 * 64 * 2 * 128 * 2
     budget = engine.weights + engine.workspace + engine.cache
     assert budget == pytest.approx(0.81 * H100.memory_bytes, rel=1e-6)
@@ -272,8 +271,7 @@ def test_quantised_engines_halve_all_but_the_vocabulary():
     config = recipe("qwen2.5-32b", "rollout.quantization=fp8", "algorithm.importance.scope=all")
     model, ranks = models_of(config).policy, config.rollout.tensor_parallel
     whole, halved = (
-        engine_bytes(model, rollout, H100, itemsize=2).weights
-        for rollout in (recipe("qwen2.5-32b").rollout, config.rollout)
+        engine_bytes(one, model, H100).weights for one in (recipe("qwen2.5-32b"), config)
     )
     vocabulary = 2 * 2 * model.shape.vocab_size * model.shape.hidden_size // ranks
     assert halved == pytest.approx((whole + vocabulary) / 2, rel=1e-3)
@@ -378,10 +376,9 @@ def test_position_tables_are_as_many_as_megatron_core_keeps():
 
 def test_main_memory_has_offloaded_tensors_and_the_snapshot_of_a_save():
     models = models_of(recipe("qwen2.5-7b"))
-    engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
 
     def counted(*overrides: str) -> tuple[float, ...]:
-        items = host_items(recipe("qwen2.5-7b", *overrides), models, engine, 8)
+        items = host_items(recipe("qwen2.5-7b", *overrides), models, H100, 8)
         return tuple(size / GIB for size in items.values())
 
     size = NUM_PARAMETERS / GIB
@@ -417,8 +414,7 @@ def test_main_memory_has_the_weights_that_ranks_keep_for_engines(overrides, num_
     """Ranks of the largest stage, eight on a node: each copies its own parameters in bf16."""
     config = recipe("qwen2.5-32b", "trainer.offload=[]", *overrides)
     models = models_of(config)
-    engine = engine_bytes(models.policy, config.rollout, H100, itemsize=2)
-    size = host_items(config, models, engine, 8)["weights for engines that join or evaluate"]
+    size = host_items(config, models, H100, 8)["weights for engines that join or evaluate"]
     # 16 model-parallel ranks
     assert size / GIB == pytest.approx(8 * num_copies * 32.76e9 * 2 / 16 / GIB, rel=0.02)
     evaluates = config.evaluation.every > 0 and config.evaluation.placement == "engine"
