@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -80,14 +81,8 @@ def has_gpu() -> bool:
     return done.stdout.startswith(b"GPU")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClockReading:
-    """A reading of a node's clock."""
-
-    machine: str
-    """Boot of the machine: all containers of a machine share one clock."""
-    time_ns: int
-    """Nanoseconds since 1970."""
+ClockReading: TypeAlias = tuple[str, int]
+"""The boot of a machine, whose containers all share one clock, and its nanoseconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +96,7 @@ class ClockOffset:
 
 def read_clock() -> ClockReading:
     """Read the clock of this process's node."""
-    return ClockReading(machine=this_machine(), time_ns=time.time_ns())
+    return this_machine(), time.time_ns()
 
 
 def this_machine() -> str:
@@ -121,12 +116,12 @@ def clock_offset(read_other: Callable[[], ClockReading]) -> ClockOffset:
     best: ClockOffset | None = None
     for _ in range(CLOCK_READINGS):
         sent = time.time_ns()
-        reading = read_other()
+        machine, time_ns = read_other()
         answered = time.time_ns()
-        if reading.machine == here:
+        if machine == here:
             return ClockOffset(ahead_ns=0, error_ns=0)
         error = (answered - sent) // 2
         if best is None or error < best.error_ns:
-            best = ClockOffset(ahead_ns=reading.time_ns - sent - error, error_ns=error)
+            best = ClockOffset(ahead_ns=time_ns - sent - error, error_ns=error)
     assert best is not None
     return best

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.commands.common import Commands, add_command, seconds
-from megadapo.observe.tables import formatted, printable
+from megadapo.observe.tables import TextTable, formatted, printable
 
 if TYPE_CHECKING:
     from megadapo.rollout.pool.request import EngineRequest
@@ -180,13 +180,14 @@ def _list(status: Status, request: EngineRequest, *, as_json: bool) -> None:
     if report is None:
         print(f"the run is {status.state}; engines wanted: {request.num_engines}")
         return
-    print("engine  node             state                  load    tokens  tokens/s")
-    for engine in report["engines"]:
-        speed = formatted(engine["tokens_per_s"], ".1f")
-        print(
-            f"{engine['number']:<8}{printable(str(engine['node'])):17}{printable(str(engine['state'])):21}"
-            f"{engine['load']:>6}{engine['tokens']:>10}{speed:>10}"
-        )
+    rows = [
+        [printable(str(engine[name])) for name in ("number", "node", "state", "load", "tokens")]
+        + [formatted(engine["tokens_per_s"], ".1f")]
+        for engine in report["engines"]
+    ]
+    print(
+        TextTable(head=("engine", "node", "state", "load", "tokens", "tokens/s"), rows=rows).text()
+    )
     waiting = report["waiting_for_slots"]
     print(f"engines wanted: {request.num_engines}; waiting for free slots: {waiting}")
     if report["problem"]:

@@ -140,7 +140,5 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _absence(text: str) -> Absence:
-    from megadapo.lab.simulate.policies import Absence
-
     number, _, seconds = text.partition(":")
-    return Absence(num_engines=int(number), seconds=float(seconds))
+    return int(number), float(seconds)

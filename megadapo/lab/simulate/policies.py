@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from megadapo.config import RunConfig
 from megadapo.data.group import Group
@@ -120,12 +120,8 @@ class FirstFinished:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Absence:
-    """Engines that leave after the first measured step and return later."""
-
-    num_engines: int
-    seconds: float
+Absence: TypeAlias = tuple[int, float]
+"""Number of engines that leave after the first measured step, and seconds until they return."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +202,13 @@ def policies_on_gpus(
         split = steps.by_estimate(found, mode)[0] if mode.overlaps else shared
         policies.append(policy_on_split(steps, mode, split))
     if absence is not None:
-        if not 1 <= absence.num_engines < split.num_engines:
+        num_away, _ = absence
+        if not 1 <= num_away < split.num_engines:
             raise ConfigError(
-                f"--away {absence.num_engines}: at least 1 engine must leave, and at least 1 of "
+                f"--away {num_away}: at least 1 engine must leave, and at least 1 of "
                 f"async's {split.num_engines} must stay"
             )
-        name = f"async, {absence.num_engines} of {split.num_engines} engines away"
+        name = f"async, {num_away} of {split.num_engines} engines away"
         policies.append(replace(policies[-1], name=name, absence=absence))
     return policies
 

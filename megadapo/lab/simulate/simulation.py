@@ -168,7 +168,7 @@ def simulate(
     before = engines.totals()
     measured = [next(steps)]
     if policy.absence is not None:
-        engines.plan_absence(policy.absence.num_engines, policy.absence.seconds)
+        engines.plan_absence(*policy.absence)
     measured += islice(steps, num_steps - 1)
     present, busy, running, num_tokens, mixed_tokens = (engines.totals() - before).tolist()
     seconds = tuple(step.seconds for step in measured)

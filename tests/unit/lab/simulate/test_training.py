@@ -15,7 +15,7 @@ import pytest
 
 from megadapo.config import load_config
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.policies import Absence, Policy, policies_on_gpus
+from megadapo.lab.simulate.policies import Policy, policies_on_gpus
 from megadapo.lab.simulate.simulation import SimulatedStep, compare, steps_of
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import CARDS, H100
@@ -94,8 +94,7 @@ def test_modes_on_equally_many_gpus():
     sizes = ["sampling.prompts_per_step=32", "algorithm.responses_per_mini_batch=32"]
     config = load_config(str(REPOSITORY / "configs" / "qwen2.5-32b.toml"), sizes)
     task = TaskSettings(keep_rate=0.35, solved_share=0.4)
-    absence = Absence(num_engines=2, seconds=1000.0)
-    policies = policies_on_gpus(config, CARDS["H200"], task, 32, staleness=4, absence=absence)
+    policies = policies_on_gpus(config, CARDS["H200"], task, 32, staleness=4, absence=(2, 1000.0))
     found = compare(policies, task, num_steps=6)
     by_name = {one.name: one for one in found}
     sync, ahead = by_name["sync"], by_name["one_step_off"]
