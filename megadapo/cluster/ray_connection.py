@@ -205,28 +205,6 @@ def has_node(node_id: str) -> bool:
         return True
 
 
-class MainThread:
-    """The main thread's position: whether it stays in one call of Ray."""
-
-    def __init__(self) -> None:
-        self._frame: FrameType | None = None
-        self._instruction = -1
-
-    def is_stuck_in_ray(self) -> bool:
-        """Return whether the thread is in the same call of Ray as at the last check."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        before = self._frame, self._instruction
-        # the reference keeps the frame object from being reused by another call
-        self._frame, self._instruction = frame, -1 if frame is None else frame.f_lasti
-        if frame is None or before != (frame, frame.f_lasti):
-            return False
-        return str(frame.f_globals.get("__name__")).startswith("ray.")
-
-    def forget(self) -> None:
-        """Release the last position."""
-        self._frame = None
-
-
 def _end_process(problem: str) -> None:
     _LOGGER.error("%s, and this process waits for it: it ends", problem)
     logging.shutdown()
@@ -240,7 +218,6 @@ class RayDaemonWatch:
         ping: returns once the control service has answered, and whether this node is alive. It must
             not start Ray, as many of Ray's own functions do if Ray does not run.
         end: ends this process if it would wait forever for a daemon.
-        main: tells whether the main thread waits in Ray.
         every_s: seconds between two pings.
     """
 
@@ -250,12 +227,13 @@ class RayDaemonWatch:
         end: Callable[[str], None] = _end_process,
         *,
         lost_daemon: Callable[[], str | None] = lambda: None,
-        main: MainThread | None = None,
         every_s: float = PING_S,
     ) -> None:
         self._ping, self._end, self._every_s = ping, end, every_s
         self._lost_daemon = lost_daemon
-        self._main = main or MainThread()
+        self._frame: FrameType | None = None
+        self._instruction = -1
+        """Position of the main thread at the last check."""
         self._num_answers = self._seen = 0
         self._has_node = True
         self._silent_s = self._stuck_s = 0.0
@@ -294,13 +272,22 @@ class RayDaemonWatch:
         else:
             self._problem = None if self._has_node else ProcessHungError(LOST)
         if self._problem is None:
-            self._main.forget()
-            self._stuck_s = 0.0
+            self._frame, self._stuck_s = None, 0.0
             return
-        self._stuck_s = self._stuck_s + self._every_s if self._main.is_stuck_in_ray() else 0.0
+        self._stuck_s = self._stuck_s + self._every_s if self.is_stuck_in_ray() else 0.0
         if self._stuck_s > limit_s:
             self.before_end(f"{type(self._problem).__name__}: {self._problem}")
             self._end(str(self._problem))
+
+    def is_stuck_in_ray(self) -> bool:
+        """Return whether the main thread is in the same call of Ray as at the last check."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        before = self._frame, self._instruction
+        # the reference keeps the frame object from being reused by another call
+        self._frame, self._instruction = frame, -1 if frame is None else frame.f_lasti
+        if frame is None or before != (frame, frame.f_lasti):
+            return False
+        return str(frame.f_globals.get("__name__")).startswith("ray.")
 
     def close(self) -> None:
         """Stop both threads."""

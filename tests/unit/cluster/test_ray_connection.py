@@ -17,7 +17,6 @@ from megadapo.cluster.ray_connection import (
     LIMIT_S,
     LOST,
     SILENT,
-    MainThread,
     RayDaemonWatch,
     _own_sigterm_handler,
 )
@@ -66,20 +65,18 @@ def test_folder_of_sockets_is_private_and_short(tmp_path, monkeypatch, name):
 EVERY_S = LIMIT_S / 4
 
 
-class Main(MainThread):
-    """A main thread with a scripted position."""
+class Watch(RayDaemonWatch):
+    """A watch whose main thread has a scripted position."""
 
-    def __init__(self, *, in_ray: bool) -> None:
-        super().__init__()
-        self.in_ray = in_ray
+    in_ray = True
 
     def is_stuck_in_ray(self) -> bool:
         return self.in_ray
 
 
-def manual_watch(ended: list[str], *, in_ray: bool = True) -> RayDaemonWatch:
+def manual_watch(ended: list[str]) -> Watch:
     """Return a watch whose intervals pass only when the test counts them."""
-    watch = RayDaemonWatch(lambda: True, ended.append, main=Main(in_ray=in_ray), every_s=3600)
+    watch = Watch(lambda: True, ended.append, every_s=3600)
     watch._every_s = EVERY_S
     return watch
 
@@ -135,14 +132,15 @@ def test_dead_daemon_is_named_at_once_and_ends_a_driver_that_waits_for_it() -> N
 def test_working_driver_is_never_ended() -> None:
     """A final save needs no daemon, and may take minutes."""
     ended: list[str] = []
-    watch = manual_watch(ended, in_ray=False)
+    watch = manual_watch(ended)
+    watch.in_ray = False
     for _ in range(100):
         watch.tick()
     assert ended == [] and not watch.answers
 
 
 def test_only_one_unfinished_call_of_ray_counts_as_stuck() -> None:
-    main, gate, seen = MainThread(), threading.Lock(), list[bool]()
+    watch, gate, seen = RayDaemonWatch(lambda: True, every_s=3600), threading.Lock(), list[bool]()
     wait_in: dict[str, Callable[[threading.Lock], None]] = {}
     for module in ("ray._private.worker", "megadapo.cluster.calls"):
         space = {"__name__": module}
@@ -151,8 +149,8 @@ def test_only_one_unfinished_call_of_ray_counts_as_stuck() -> None:
 
     def look() -> None:
         time.sleep(0.2)
-        main.is_stuck_in_ray()
-        seen.append(main.is_stuck_in_ray())
+        watch.is_stuck_in_ray()
+        seen.append(watch.is_stuck_in_ray())
         gate.release()
 
     for module in (*wait_in, "ray._private.worker"):
@@ -185,7 +183,7 @@ def test_threads_ping_and_count() -> None:
         pinged.set()
         return forever.wait()
 
-    watch = RayDaemonWatch(ping, ended.append, main=Main(in_ray=True), every_s=0.001)
+    watch = Watch(ping, ended.append, every_s=0.001)
     watch._silent_s = LIMIT_S
     assert pinged.wait(30)
     wait_until(lambda: not watch.answers)
