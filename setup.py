@@ -15,5 +15,6 @@ setup(
         "megadapo.kernels.cpu": ["*.c", "*.h"],
         "megadapo.models": ["configs/*/config.json"],
         "megadapo.observe.report": ["assets/*", "assets/uplot/*"],
+        "megadapo.run.export": ["*.jinja"],
     },
 )
