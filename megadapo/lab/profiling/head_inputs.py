@@ -44,11 +44,6 @@ class HeadShape:
             shape = f"{shape} of TP {self.tensor_parallel}"
         return shape if self.temperature == 1.0 else f"{shape} temperature={self.temperature}"
 
-    @property
-    def useful_tflop(self) -> float:
-        """TFLOP of the three products that every exact head computes."""
-        return 6e-12 * self.num_tokens * self.hidden_size * self.vocab_size
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInputs:
