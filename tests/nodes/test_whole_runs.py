@@ -33,7 +33,7 @@ def test_node_without_run_folder_is_named(lan, shared):
         done = train(lan.machines[0], folder, *sizes)
         assert done.returncode == 5, done.stdout
         reason = str(read_status(folder).reason)
-        assert f"node {third.address}: it and the driver do not see each other's files" in reason
+        assert f"node {third.address}: the driver does not see its files in {folder}" in reason
         assert all(one.address not in reason for one in lan.machines[:2])
     finally:
         third.die()
