@@ -209,16 +209,27 @@ def wait_for_places(requests: Sequence[PlaceRequest], config: ClusterConfig) -> 
     import ray
 
     deadline = time.monotonic() + config.start_timeout_s
-    places: list[Place | None] = [None] * len(requests)
-    while None in places:
-        if time.monotonic() > deadline:
+    waiting, places, problems = [*requests], dict[PlaceRequest, Place](), list[str]()
+    while waiting and time.monotonic() <= deadline:
+        for request in [*waiting]:
+            try:
+                place = request.poll()
+            except InfraError as error:
+                problems.append(str(error))
+            else:
+                if place is None:
+                    continue
+                places[request] = place
+            waiting.remove(request)
+        # the other nodes that have been asked may lack something too
+        if problems and not any(request.waits_for for request in waiting):
             break
-        places = [place or request.poll() for place, request in zip(places, requests, strict=True)]
-        time.sleep(POLL_S if None in places else 0.0)
-    found = [place for place in places if place is not None]
-    if len(found) == len(requests):
-        return found
-    late = [request.waits_for for place, request in zip(places, requests, strict=True) if not place]
+        time.sleep(POLL_S if waiting else 0.0)
+    if problems:
+        raise InfraError("\n".join(dict.fromkeys(problems)))
+    if not waiting:
+        return [places[request] for request in requests]
+    late = [request.waits_for for request in waiting]
     if all(late):
         key = "cluster.start_timeout_s"
         raise timeout_error(sum(late, []), "the start", config.start_timeout_s, key)

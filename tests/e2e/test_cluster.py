@@ -255,36 +255,6 @@ def test_engine_that_joins_waits_for_slots_and_for_a_node_that_has_the_model(tmp
     assert answers == expected
 
 
-BUSY_SLOT = """
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
-config = ClusterConfig(device="cuda", start_timeout_s=3)
-# Cluster.start leaves no moment between
-request = PlaceRequest(config, 1)
-ray.get(request._group.ready())
-
-@ray.remote(num_cpus=0, num_gpus=1)
-class Holder:
-    def holds(self):
-        return True
-
-slot = PlacementGroupSchedulingStrategy(request._group, placement_group_bundle_index=0)
-holder = Holder.options(scheduling_strategy=slot).remote()
-ray.get(holder.holds.remote())
-wait_for_places([request], config)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.fault
-def test_slot_that_runs_no_task_ends_the_start():
-    """A node that dies after its reservation would be waited for without end."""
-    result = execute(BUSY_SLOT, CUDA_VISIBLE_DEVICES="0")
-    (last,) = result.stderr.strip().splitlines()[-1:]
-    assert "slot 0 on " in last and "within 3 s (cluster.start_timeout_s)" in last
-
-
 def test_zero_timeout_is_refused():
     with pytest.raises(ConfigError, match="cluster.start_timeout_s"):
         ClusterConfig(start_timeout_s=0)
@@ -430,10 +400,11 @@ def check(num_gpus):
     return [f"one of its {num_gpus} GPUs is sick"] if me == sick else []
 
 left_out = unhealthy_nodes(check, answer_s=10.0)
-config = ClusterConfig(device="cuda", start_timeout_s=3)
+config = ClusterConfig(device="cuda", start_timeout_s=120)
 (place,) = wait_for_places([PlaceRequest(config, 2, without=left_out)], config)
 used = set(placement_group_table(place.group)["bundles_to_node_id"].values())
 try:
+    config = config.model_copy(update={"start_timeout_s": 3.0})
     wait_for_places([PlaceRequest(config, 1, without=left_out)], config)
 except Exception as error:
     refusal = str(error)

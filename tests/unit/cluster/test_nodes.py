@@ -15,6 +15,7 @@ from megadapo.cluster.nodes import (
     listens,
     visibility_files,
 )
+from megadapo.cluster.places import Place, PlaceRequest, wait_for_places
 from megadapo.cluster.ray_connection import check_device
 from megadapo.cluster.this_node import INTERFACE_VARIABLES, interface_towards, use_interface_towards
 from megadapo.errors import ConfigError, InfraError
@@ -75,6 +76,32 @@ def test_error_names_node_without_run_folder_or_model(tmp_path: Path) -> None:
         _, lacks = check_this_node(folders, files, "10.0.0.9")
         assert folder_problems("10.0.0.9", lacks, folders, files, wait_s=0.0) == []
     assert not list(run.iterdir())
+
+
+class Scripted(PlaceRequest):
+    """A request whose polls return or raise what a test says, the last of it again."""
+
+    num_slots, without, waits_for = 1, (), ["node late"]
+
+    def __init__(self, *answers: Place | InfraError | None) -> None:
+        self._answers = list(answers)
+
+    def poll(self) -> Place | None:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, InfraError):
+            raise answer
+        return answer
+
+
+def test_start_names_every_node_that_lacks_something_or_is_late() -> None:
+    """Otherwise a user mends one node at each start."""
+    config, place = ClusterConfig(start_timeout_s=1), Place(None, slots(1, per_node=1))
+    assert wait_for_places([Scripted(None, place), Scripted(place)], config) == [place, place]
+    lacking = [Scripted(InfraError("node a: no model")), Scripted(None, InfraError("node b: too"))]
+    with pytest.raises(InfraError, match="^node a: no model\nnode b: too$"):
+        wait_for_places([Scripted(place), *lacking], config)
+    with pytest.raises(InfraError, match=r"^node late did not .* 1 s \(cluster.start_timeout_s\)"):
+        wait_for_places([Scripted(place), Scripted(None)], config)
 
 
 def test_dead_daemon_accepts_no_connection() -> None:
