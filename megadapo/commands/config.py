@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.markdown:
         print(manual.markdown(), end="")
     elif arguments.metrics:
-        from megadapo.observe.metrics.names import metrics_page
+        from megadapo.observe.metrics.page import metrics_page
 
         print(metrics_page(), end="")
     else:

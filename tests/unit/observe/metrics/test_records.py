@@ -14,7 +14,8 @@ import pytest
 from megadapo.cli import main, run_command
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.config import ObserveConfig
-from megadapo.observe.metrics.names import METRIC_NAMES, METRICS, metrics_page
+from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
+from megadapo.observe.metrics.page import metrics_page
 from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
