@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.observe.files import replaced
-from megadapo.observe.panels import HELD_OUT, Panel, sections_with_values
+from megadapo.observe.metrics.names import Panel
+from megadapo.observe.panels import HELD_OUT, sections_with_values
 from megadapo.observe.run_records import RunRecords
 from megadapo.observe.tables import count
 

@@ -36,13 +36,15 @@ from megadapo.trainer.model.model_layout import validate_critic
 from megadapo.trainer.model.parallel import add_up_over_context, has_results
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
-from megadapo.trainer.update.metrics import Sums, mean_of
+from megadapo.trainer.update.metrics import Sums, mean_of, summed
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import run_schedule
 from megadapo.weights.disk.sources import TensorSource, open_weights
 from megadapo.weights.layout.layout import ModelLayout
 
 (_HEAD,) = VALUE_HEAD.hf
+CRITIC_SUMS = (*summed(critic=True), "squared_returns", "errors", "squared_errors")
+"""Sums over the trained tokens of one mini-batch; the last ones are of `explained_variance`."""
 
 
 class ValueHead(torch.nn.Module):
@@ -202,30 +204,30 @@ class Critic(TrainedModel):
             order: the mini-batch of each update.
         """
         lr = self.optimizer_config.lr_at(step)
-        measured: list[CriticSums] = []
+        measured: list[Sums] = []
         grad_norms: list[float] = []
         for number in order:
             sums = self.gradients(split[number])
             measured.append(sums)
-            norm = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
+            norm = step_if_finite(self.optimizer, loss=sums["critic/loss"], lr=lr)
             grad_norms += [] if norm is None else [norm]
         # saves read the weights after this
         gather_weights_now(self.chunks)
         return summarize_critic(measured, grad_norms=grad_norms, lr=lr)
 
     @record_function("megadapo::value_gradients")
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> CriticSums:
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Leave the mini-batch's summed gradients in the buffers; return the sums of all ranks."""
         work = [(one, self.head) for one in without_experts(micro_batches)]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         outputs = run_schedule(self.chunks, work, forward_only=False)
-        sums = CriticSums()
+        sums = Sums(CRITIC_SUMS)
         for (micro_batch, _), output in zip(work, outputs, strict=False):
             assert micro_batch.values_old is not None and micro_batch.returns is not None
-            sums.add(micro_batch.values_old, micro_batch.returns)
-            sums.loss += output.loss.item()
-            sums.clipped += output.clipped.item()
+            add_values(sums, micro_batch.values_old, micro_batch.returns)
+            sums["critic/loss"] += output.loss.item()
+            sums["critic/clip_fraction"] += output.clipped.item()
         return sums.reduced(self.device)
 
     def load(self, folder: Path) -> None:
@@ -243,62 +245,46 @@ class Critic(TrainedModel):
         load_checkpoint(self.runs, self.chunks, self.optimizer, folder / CRITIC_FOLDER)
 
 
-@dataclass(kw_only=True)
-class CriticSums(Sums):
-    """Sums over the trained tokens of one mini-batch."""
-
-    loss: float = 0.0
-    num_tokens: float = 0.0
-    clipped: float = 0.0
-    values: float = 0.0
-    returns: float = 0.0
-    squared_returns: float = 0.0
-    errors: float = 0.0
-    squared_errors: float = 0.0
-
-    def add(self, values: Tensor, returns: Tensor) -> None:
-        """Add tokens, given their values [R] and returns [R] before the step's first update."""
-        values, returns = values.double(), returns.double()
-        errors = returns - values
-        self.num_tokens += len(values)
-        self.values += values.sum().item()
-        self.returns += returns.sum().item()
-        self.squared_returns += returns.square().sum().item()
-        self.errors += errors.sum().item()
-        self.squared_errors += errors.square().sum().item()
-
-    def explained_variance(self) -> float | None:
-        """Return 1 - Var(returns - values) / Var(returns): 1 for exact values, 0 for a constant.
-
-        None if all returns are equal.
-        """
-        tokens = self.num_tokens
-        of_returns = self.squared_returns / tokens - (self.returns / tokens) ** 2
-        of_errors = self.squared_errors / tokens - (self.errors / tokens) ** 2
-        # the difference of two sums has about this rounding error
-        if of_returns <= 1e-12 * self.squared_returns / tokens:
-            return None
-        return 1.0 - of_errors / of_returns
-
-
 def summarize_critic(
-    mini_batches: Sequence[CriticSums], *, grad_norms: Sequence[float], lr: float
+    mini_batches: Sequence[Sums], *, grad_norms: Sequence[float], lr: float
 ) -> Metrics:
     """Return the critic's metrics of a step from its mini-batches' reduced sums."""
-    total = CriticSums.merged(mini_batches)
-    tokens = total.num_tokens
-    if not tokens:
+    total = Sums.merged(mini_batches)
+    if not total["tokens"]:
         return {"critic/lr": lr}
     return {
-        "critic/loss": total.loss / len(mini_batches),
-        "critic/explained_variance": total.explained_variance(),
-        "critic/value_mean": total.values / tokens,
-        "critic/return_mean": total.returns / tokens,
-        "critic/clip_fraction": total.clipped / tokens,
+        **total.metrics(),
+        "critic/explained_variance": explained_variance(total),
         "critic/grad_norm": mean_of(sum(grad_norms), len(grad_norms)),
         "critic/lr": lr,
         "critic/skipped_updates": len(mini_batches) - len(grad_norms),
     }
+
+
+def add_values(sums: Sums, values: Tensor, returns: Tensor) -> None:
+    """Add tokens, given their values [R] and returns [R] before the step's first update."""
+    values, returns = values.double(), returns.double()
+    errors = returns - values
+    sums["tokens"] += len(values)
+    sums["critic/value_mean"] += values.sum().item()
+    sums["critic/return_mean"] += returns.sum().item()
+    sums["squared_returns"] += returns.square().sum().item()
+    sums["errors"] += errors.sum().item()
+    sums["squared_errors"] += errors.square().sum().item()
+
+
+def explained_variance(sums: Sums) -> float | None:
+    """Return 1 - Var(returns - values) / Var(returns): 1 for exact values, 0 for a constant.
+
+    None if all returns are equal.
+    """
+    tokens, squared_returns = sums["tokens"], sums["squared_returns"]
+    of_returns = squared_returns / tokens - (sums["critic/return_mean"] / tokens) ** 2
+    of_errors = sums["squared_errors"] / tokens - (sums["errors"] / tokens) ** 2
+    # the difference of two sums has about this rounding error
+    if of_returns <= 1e-12 * squared_returns / tokens:
+        return None
+    return 1.0 - of_errors / of_returns
 
 
 def add_token_advantages(

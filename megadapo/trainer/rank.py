@@ -46,7 +46,7 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.metrics import MiniBatchSums, recorded_tokens, summarize
+from megadapo.trainer.update.metrics import Sums, recorded_tokens, summarize
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite, wait_for_weight
 from megadapo.trainer.update.step import (
     compute_gradients,
@@ -190,7 +190,7 @@ class TrainerRank(TrainedModel):
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
         split, num_left_out = list(split), 0
-        measured: list[MiniBatchSums] = []
+        measured: list[Sums] = []
         grad_norms: list[float] = []
         bounds: list[BapoBounds] = []
         for number, texts in zip(order, pretraining, strict=True):
@@ -199,12 +199,14 @@ class TrainerRank(TrainedModel):
             sums, computed = compute_gradients(self.chunks, head, split[number], texts)
             split[number] = split[number].with_policy(computed)
             measured.append(sums)
-            if algorithm.max_kl is not None and sums.mean_kl > algorithm.max_kl:
+            divergence = sums.value("policy/approx_kl") or 0.0
+            if algorithm.max_kl is not None and divergence > algorithm.max_kl:
                 num_left_out = len(order) - len(measured) + 1
                 break
             # until here its copies to the GPU are beside the forward and backward pass
             self.offload.load("optimizer")
-            norm = step_if_finite(self.optimizer, loss=sums.loss + sums.pretraining_loss, lr=lr)
+            loss = sums["policy/loss"] + sums["pretraining/loss"]
+            norm = step_if_finite(self.optimizer, loss=loss, lr=lr)
             grad_norms += [] if norm is None else [norm]
             report_progress()
         # saves and weight updates read the weights after this
@@ -218,7 +220,6 @@ class TrainerRank(TrainedModel):
             grad_norms=grad_norms,
             lr=lr or 0.0,
             version_gaps=batch.version_gaps(request.policy_version)[batch.is_trained],
-            importance=algorithm.importance,
             bounds=bounds,
             kl_coef=algorithm.objective.kl_loss_coef + kl_coef,
         )

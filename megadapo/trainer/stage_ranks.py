@@ -37,9 +37,12 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.metrics import MiniBatchSums, mean_of, ratio
+from megadapo.trainer.update.metrics import Sums, mean_of, ratio
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import compute_gradients, run_schedule
+
+_FITTED = ("policy/loss", "policy/entropy", "policy/token_probability_mean")
+"""Sums that a loss without a ratio and without advantages has."""
 
 
 class FitRank(TrainerRank):
@@ -55,23 +58,21 @@ class FitRank(TrainerRank):
                 for mini_batch in split:
                     self.logprobs_of(mini_batch)
         lr, lengths = self.settings.trainer.optimizer.lr_at(request.step), np.diff(batch.cu_seqlens)
-        measured: list[MiniBatchSums] = []
+        measured: list[Sums] = []
         norms: list[float] = []
         for mini_batch, members in zip(split, batch.mini_batches, strict=True):
             self.experts.prepare(int(lengths[members].sum()))
             fitted = mini_batch.with_policy([_without_old_policy(one) for one in mini_batch])
             sums, _ = compute_gradients(self.chunks, self.head, fitted)
             measured.append(sums)
-            norm = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
+            norm = step_if_finite(self.optimizer, loss=sums["policy/loss"], lr=lr)
             norms += [] if norm is None else [norm]
         # saves read the weights after this
         gather_weights_now(self.chunks)
-        total = MiniBatchSums.merged(measured)
+        total = Sums.merged(measured)
         metrics: Metrics = {
-            "tokens/trained": int(total.num_tokens),
-            "policy/loss": ratio(total.loss, len(measured)),
-            "policy/entropy": ratio(total.entropy, total.num_tokens),
-            "policy/token_probability_mean": ratio(total.token_probability, total.num_tokens),
+            "tokens/trained": int(total["tokens"]),
+            **{name: total.value(name) for name in _FITTED},
             "policy/grad_norm": ratio(sum(norms), len(norms)),
             "policy/lr": lr,
             "policy/skipped_updates": len(measured) - len(norms),

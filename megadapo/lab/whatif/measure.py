@@ -30,7 +30,7 @@ from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
-from megadapo.trainer.update.metrics import MiniBatchSums, Sums, mean_of, policy_inputs
+from megadapo.trainer.update.metrics import POLICY_SUMS, Sums, mean_of, policy_inputs
 from megadapo.trainer.update.step import find_bounds, run_schedule
 
 if TYPE_CHECKING:
@@ -78,26 +78,20 @@ def dot(rank: TrainerRank, one: Gradient, other: Gradient) -> float:
     return total
 
 
-@dataclass(kw_only=True)
-class WeightSums(Sums):
-    """Sums over the tokens of a batch."""
-
-    num_moved: float = 0.0
-    weight: float = 0.0
-    squared_weight: float = 0.0
-
-    def add(self, micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective) -> None:
-        inputs = policy_inputs(micro_batch, logprobs, objective)
-        own = logprobs[micro_batch.rows]
-        terms = policy_terms(own, torch.zeros_like(own), inputs, objective)
-        counted = (inputs.loss_weights != 0) & (terms.flags < DROPPED)
-        weights = torch.ones_like(own) if objective.ratio == "none" else terms.ratio
-        if inputs.importance_weights is not None:
-            weights = weights * inputs.importance_weights
-        weights = weights[counted].double()
-        self.num_moved += (counted & (terms.d_logprobs != 0)).sum().item()
-        self.weight += weights.sum().item()
-        self.squared_weight += weights.square().sum().item()
+def _add_weights(
+    sums: Sums, micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
+) -> None:
+    inputs = policy_inputs(micro_batch, logprobs, objective)
+    own = logprobs[micro_batch.rows]
+    terms = policy_terms(own, torch.zeros_like(own), inputs, objective)
+    counted = (inputs.loss_weights != 0) & (terms.flags < DROPPED)
+    weights = torch.ones_like(own) if objective.ratio == "none" else terms.ratio
+    if inputs.importance_weights is not None:
+        weights = weights * inputs.importance_weights
+    weights = weights[counted].double()
+    sums["moved"] += (counted & (terms.d_logprobs != 0)).sum().item()
+    sums["weight"] += weights.sum().item()
+    sums["squared_weight"] += weights.square().sum().item()
 
 
 def measure(
@@ -138,7 +132,7 @@ def measure(
         for product, square in zip(products, squares, strict=True)
     ]
     found = [
-        _measured(variant, *_sums(rank, work, output), gradient.norm, cosine)
+        _measured(variant, _sums(rank, work, output), gradient.norm, cosine)
         for variant, work, output, gradient, cosine in zip(
             variants, works, outputs, gradients, cosines, strict=True
         )
@@ -149,20 +143,19 @@ def measure(
     return found, OldNumbers(logprobs=logprobs, values=values, logprobs_ref=logprobs_ref)
 
 
-def _measured(
-    variant: Variant, sums: MiniBatchSums, weights: WeightSums, norm: float, cosine: float | None
-) -> Measured:
+def _measured(variant: Variant, sums: Sums, norm: float, cosine: float | None) -> Measured:
     """Return the numbers of an objective from its sums, and from the norm of the whole gradient."""
+    tokens = sums["tokens"]
     return Measured(
-        loss=sums.loss / variant.num_mini_batches,
+        loss=sums["policy/loss"] / variant.num_mini_batches,
         grad_norm=norm / variant.num_mini_batches,
         cosine=cosine,
-        clip_low=mean_of(sums.clipped_low, sums.num_tokens),
-        clip_high=mean_of(sums.clipped_high, sums.num_tokens),
-        effective_samples=mean_of(weights.weight**2, weights.squared_weight * sums.num_tokens),
-        num_tokens=int(sums.num_tokens),
-        num_moved=int(weights.num_moved),
-        entropy=mean_of(sums.entropy, sums.num_tokens),
+        clip_low=mean_of(sums["policy/clip_low_fraction"], tokens),
+        clip_high=mean_of(sums["policy/clip_high_fraction"], tokens),
+        effective_samples=mean_of(sums["weight"] ** 2, sums["squared_weight"] * tokens),
+        num_tokens=int(tokens),
+        num_moved=int(sums["moved"]),
+        entropy=mean_of(sums["policy/entropy"], tokens),
     )
 
 
@@ -264,16 +257,14 @@ def _with_bounds(rank: TrainerRank, mini_batch: MiniBatch, variant: Variant) -> 
     return bounds.put_into(objective)
 
 
-def _sums(
-    rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]
-) -> tuple[MiniBatchSums, WeightSums]:
-    sums, weights = MiniBatchSums(), WeightSums()
+def _sums(rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]) -> Sums:
+    sums = Sums((*POLICY_SUMS, "moved", "weight", "squared_weight"))
     for (micro_batch, head), output in zip(work, outputs, strict=False):
         if micro_batch.logprobs_old is None:
             micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
-        sums.add(micro_batch, output, head.objective)
-        weights.add(micro_batch, output.logprobs, head.objective)
-    return sums.reduced(rank.device), weights.reduced(rank.device)
+        sums.add(micro_batch, output, head)
+        _add_weights(sums, micro_batch, output.logprobs, head.objective)
+    return sums.reduced(rank.device)
 
 
 def _logprobs(

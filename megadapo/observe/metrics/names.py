@@ -23,6 +23,8 @@ class Metric:
     and the updates of a step. Empty: the number is measured once a step."""
     is_max: bool = field(default=False, kw_only=True)
     """Whether the metric is the maximum over all of these, measured if the count is not 0."""
+    counted: bool = field(default=False, kw_only=True)
+    """Whether the sampler counts it from 0 in each step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +79,9 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "checkpoints since the previous record, so on the checkpoint of the previous step.",
     },
     Panel("", "beside"): {
-        Metric("time/reward_s", "scoring, beside the rollout"): "Seconds that responses waited to "
-        "be scored.",
+        Metric(
+            "time/reward_s", "scoring, beside the rollout", counted=True
+        ): "Seconds that responses waited to be scored.",
     },
     Panel("Learning", "Accuracy", "share of responses", held_out=True, in_plot=True): {
         Metric("accuracy/mean", "training"): "Share of correct responses among all generated; null "
@@ -203,17 +206,16 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "before the first update.",
     },
     Panel("Critic", "Critic's loss", "", in_plot=True): {
-        Metric("critic/loss", "loss", per="critic_updates"): "Mean value loss of the updates; null "
+        Metric("critic/loss", "loss", per="updates"): "Mean value loss of the updates; null "
         "unless the advantage is gae.",
     },
     Panel("Critic", "Values and returns", "mean", in_plot=True): {
-        Metric("critic/value_mean", "value", per="critic_tokens"): "Mean value before the first "
-        "update.",
-        Metric("critic/return_mean", "return", per="critic_tokens"): "Mean return before the first "
+        Metric("critic/value_mean", "value", per="tokens"): "Mean value before the first update.",
+        Metric("critic/return_mean", "return", per="tokens"): "Mean return before the first "
         "update.",
     },
     Panel("Critic", "Clipped values", "share of tokens"): {
-        Metric("critic/clip_fraction", "clipped", per="critic_tokens"): "Share of tokens whose "
+        Metric("critic/clip_fraction", "clipped", per="tokens"): "Share of tokens whose "
         "value was clipped.",
     },
     Panel("Critic", "Critic's gradient norm", "before clipping"): {
@@ -357,27 +359,37 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "counted; a prefix that branches share is counted once.",
         Metric("tokens/trained", "trained on"): "Response tokens with a loss weight; a shared "
         "prefix counts once per branch.",
-        Metric("tokens/stopped", "of stopped responses"): "Tokens of groups that were stopped, or "
+        Metric(
+            "tokens/stopped", "of stopped responses", counted=True
+        ): "Tokens of groups that were stopped, or "
         "completed too late to count in the step. Depends on the engines' speed if "
         "sampling.max_staleness is 0.",
-        Metric("tokens/recomputed", "read again"): "Tokens that engines read again after a "
-        "publication had stopped them.",
+        Metric(
+            "tokens/recomputed", "read again", counted=True
+        ): "Tokens that engines read again after a publication had stopped them.",
     },
     Panel("Sampling", "Groups not used", "a step"): {
-        Metric("groups/stopped", "stopped"): "Groups ended before completion. Depends on the "
+        Metric(
+            "groups/stopped", "stopped", counted=True
+        ): "Groups ended before completion. Depends on the "
         "engines' speed if sampling.max_staleness is 0.",
         Metric("groups/dropped", "dropped"): "Mixed groups that were not used. Depends on the "
         "engines' speed if sampling.max_staleness is 0.",
     },
     Panel("Sampling", "Groups left for later", "a step"): {
-        Metric("groups/carried", "carried on"): "Unfinished groups that continue in the next step.",
-        Metric("groups/overdue", "waited for, too old for a later step"): "Most groups that a "
+        Metric(
+            "groups/carried", "carried on", counted=True
+        ): "Unfinished groups that continue in the next step.",
+        Metric(
+            "groups/overdue", "waited for, too old for a later step", counted=True
+        ): "Most groups that a "
         "batch with enough mixed groups waited for, because they would have become older than "
         "sampling.max_staleness. Depends on the engines' speed.",
     },
     Panel("Sampling", "Groups from the journal", "a step"): {
-        Metric("groups/from_journal", "read"): "Groups read from the journal of a killed process "
-        "instead of being generated again.",
+        Metric(
+            "groups/from_journal", "read", counted=True
+        ): "Groups read from the journal of a killed process instead of being generated again.",
     },
     Panel(
         "Long tail",
@@ -425,8 +437,9 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "training of a token.",
     },
     Panel("Staleness", "Wait for the oldest groups", "seconds of a step"): {
-        Metric("time/overdue_s", "with enough other groups"): "Seconds that a batch with enough "
-        "mixed groups waited for groups/overdue.",
+        Metric(
+            "time/overdue_s", "with enough other groups", counted=True
+        ): "Seconds that a batch with enough mixed groups waited for groups/overdue.",
     },
     Panel("Staleness", "Drift of stale tokens", "|log-prob change|, nats", log=True): {
         Metric(
@@ -549,6 +562,9 @@ METRICS = {
 
 SUMMED = {metric.name: metric for metrics in DECLARED.values() for metric in metrics if metric.per}
 """Metrics that the trainer sums over micro-batches, ranks and updates, by name."""
+
+COUNTED = [metric.name for metrics in DECLARED.values() for metric in metrics if metric.counted]
+"""Metrics that the sampler counts."""
 
 METRIC_NAMES = tuple(METRICS)
 

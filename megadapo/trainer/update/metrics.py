@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Self
 
 import numpy as np
@@ -13,139 +13,130 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megadapo.algorithm.bapo import BapoBounds
-from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
+from megadapo.observe.metrics.names import SUMMED
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.model.head import sequence_ratios
+from megadapo.trainer.model.head import PolicyHead, sequence_ratios
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import Metrics, RecordedTokens
 
 
-@dataclass(kw_only=True)
-class Sums:
-    """A base of sums over the tokens of one mini-batch; fields named max_... are maxima."""
+def summed(*, critic: bool) -> list[str]:
+    """Return the declared sums of the critic, or of the policy, and the counts below them."""
+    metrics = [one for one in SUMMED.values() if one.name.startswith("critic/") == critic]
+    return list(dict.fromkeys(name for one in metrics for name in (one.per, one.name)))
+
+
+POLICY_SUMS = summed(critic=False)
+
+
+class Sums(dict[str, float]):
+    """Sums and maxima of one mini-batch, of one rank or all, or of a step, by name.
+
+    The names are those of metrics, and of the counts that these are divided by. The declaration of
+    a metric says what becomes of its sum (`observe/metrics/names.py:Metric`).
+    """
+
+    def __init__(self, names: Iterable[str] = POLICY_SUMS) -> None:
+        super().__init__(dict.fromkeys(names, 0.0))
 
     def reduced(self, device: torch.device) -> Self:
         """Return the sums over the ranks with results; collective, the same on all ranks."""
-        own = asdict(self if has_results() else type(self)())
-        sums = {name: value for name, value in own.items() if not name.startswith("max_")}
-        # MAX drops NaN but keeps infinity
-        maxima = {n: math.inf if math.isnan(own[n]) else own[n] for n in own.keys() - sums.keys()}
-        found: dict[str, float] = {}
-        for values, op in ((sums, ReduceOp.SUM), (dict(sorted(maxima.items())), ReduceOp.MAX)):
-            if values:
-                tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+        own, found = self if has_results() else type(self)(self), type(self)(self)
+        for is_max, op in ((False, ReduceOp.SUM), (True, ReduceOp.MAX)):
+            names = [name for name in self if _is_max(name) == is_max]
+            if names:
+                # MAX drops NaN but keeps infinity
+                lost = math.inf if is_max else math.nan
+                values = [lost if math.isnan(own[name]) else own[name] for name in names]
+                tensor = torch.tensor(values, dtype=torch.float64, device=device)
                 torch.distributed.all_reduce(tensor, op=op)
-                found |= dict(zip(values, tensor.tolist(), strict=True))
-        return type(self)(**found)
+                found.update(zip(names, tensor.tolist(), strict=True))
+        return found
 
     @classmethod
     def merged(cls, mini_batches: Sequence[Self]) -> Self:
         """Combine the sums of a step's mini-batches."""
+        found = cls(*mini_batches[:1])
+        for name in found:
+            values = [sums[name] for sums in mini_batches]
+            found[name] = max(values, default=0.0) if _is_max(name) else sum(values)
+        found["updates"] = len(mini_batches)
+        return found
 
-        def of(name: str) -> float:
-            values: list[float] = [getattr(sums, name) for sums in mini_batches]
-            return max(values, default=0.0) if name.startswith("max_") else sum(values)
+    def value(self, name: str) -> float | None:
+        """Return a metric; None if nothing was counted.
 
-        return cls(**{field.name: of(field.name) for field in fields(cls)})
+        The means over tokens and updates are NaN then, because every step has both.
+        """
+        metric = SUMMED[name]
+        if not self[metric.per]:
+            return math.nan if metric.per in ("tokens", "updates") else None
+        return self[name] if metric.is_max else self[name] / self[metric.per]
 
+    def metrics(self) -> Metrics:
+        """Return all metrics that are declared as sums."""
+        return {name: self.value(name) for name in self if name in SUMMED}
 
-@dataclass(kw_only=True)
-class MiniBatchSums(Sums):
-    """Sums and maxima over the trained tokens of one mini-batch."""
-
-    loss: float = 0.0
-    num_tokens: float = 0.0
-    entropy: float = 0.0
-    ratio: float = 0.0
-    approx_kl: float = 0.0
-    """KL divergence of the policy before the step's first update to this one."""
-    clipped_low: float = 0.0
-    clipped_high: float = 0.0
-    clipped_high_probability: float = 0.0
-    dual_clipped: float = 0.0
-    token_probability: float = 0.0
-    positive_gradient: float = 0.0
-    """Part of `gradient` from tokens with a positive advantage."""
-    gradient: float = 0.0
-    """Size of the policy term's gradient over the log-probs."""
-    pretraining_loss: float = 0.0
-    """Minus the log-probs of the pretraining tokens."""
-    num_pretraining_tokens: float = 0.0
-    num_compared: float = 0.0
-    """Number of fresh tokens, whose two log-probs must agree."""
-    logprob_difference: float = 0.0
-    num_stale: float = 0.0
-    """Number of tokens sampled from other weights."""
-    logprob_drift: float = 0.0
-    num_weighted: float = 0.0
-    """Number of tokens with an importance weight."""
-    num_outside: float = 0.0
-    """Number of weighted tokens whose ratio is out of bounds."""
-    num_with_kl: float = 0.0
-    """Number of tokens that the reference policy scored."""
-    kl: float = 0.0
-    max_ratio_error: float = 0.0
-    max_logprob_difference: float = 0.0
-    max_logprob_drift: float = 0.0
-    max_kl: float = 0.0
-
-    @property
-    def mean_kl(self) -> float:
-        """Mean divergence of the old policy to this one, in nats per token; NaN without a token."""
-        return ratio(self.approx_kl, self.num_tokens)
-
-    def add(
-        self, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
-    ) -> None:
-        """Add the head's output for one micro-batch; `objective` has the searched bounds."""
+    def add(self, micro_batch: MicroBatch, output: PolicyHeadOutput, head: PolicyHead) -> None:
+        """Measure one micro-batch: the head's output, with the bounds that were searched for it."""
         # the head drops tokens whose old log-probs are not finite. Dropped tokens here mean a
         # fault of the model, and its gradient cannot be trusted
-        self.loss += math.nan if output.num_dropped.item() else output.loss.item()
-        self.num_tokens += output.num_tokens.item()
-        self.entropy += output.entropy_sum.item()
-        self.ratio += output.ratio_sum.item()
-        self.clipped_low += output.clip_low_count.item()
-        self.clipped_high += output.clip_high_count.item()
-        self.clipped_high_probability += output.clip_high_probability_sum.item()
-        self.dual_clipped += output.dual_clip_count.item()
-        self.token_probability += output.probability_sum.item()
-        self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, output))
+        self["policy/loss"] += math.nan if output.num_dropped.item() else output.loss.item()
+        self["tokens"] += output.num_tokens.item()
+        self["policy/entropy"] += output.entropy_sum.item()
+        self["policy/ratio_mean"] += output.ratio_sum.item()
+        self["policy/clip_low_fraction"] += output.clip_low_count.item()
+        self["policy/clip_high_fraction"] += output.clip_high_count.item()
+        self["policy/clip_high_probability"] += output.clip_high_probability_sum.item()
+        self["policy/dual_clip_fraction"] += output.dual_clip_count.item()
+        self["policy/token_probability_mean"] += output.probability_sum.item()
+        self._add_most("policy/ratio_first_max_error", _ratio_error(micro_batch, output))
         self._add_old_policy(micro_batch)
-        self.approx_kl += _kl_from_old(micro_batch, output.logprobs)
+        self["weighted_tokens"] += micro_batch.num_weighted
+        if head.importance.bound == "truncate":
+            self["staleness/weight_truncated_share"] += micro_batch.num_outside
+        elif head.importance.bound == "mask":
+            self["staleness/weight_masked_share"] += micro_batch.num_outside
+        self["policy/approx_kl"] += _kl_from_old(micro_batch, output.logprobs)
         positive, size = gradient_sizes(
             output.logprobs[micro_batch.rows],
-            policy_inputs(micro_batch, output.logprobs, objective),
-            objective,
+            policy_inputs(micro_batch, output.logprobs, head.objective),
+            head.objective,
         )
-        self.positive_gradient += positive
-        self.gradient += size
+        self["policy/positive_gradient_share"] += positive
+        self["gradient"] += size
 
     def _add_old_policy(self, micro_batch: MicroBatch) -> None:
         assert micro_batch.proximal is not None, "computed before the first update"
         difference = (micro_batch.proximal[micro_batch.rows] - micro_batch.logprobs_rollout).abs()
         fresh = difference[micro_batch.is_current]
         if len(fresh):
-            self.num_compared += len(fresh)
-            self.logprob_difference += fresh.sum(dtype=torch.float64).item()
-            self.max_logprob_difference = max(self.max_logprob_difference, fresh.max().item())
+            self["fresh_tokens"] += len(fresh)
+            self["parity/logprob_abs_mean"] += fresh.sum(dtype=torch.float64).item()
+            self._add_most("parity/logprob_abs_max", fresh.max().item())
         if micro_batch.num_stale:
             drift = difference[micro_batch.is_stale]
-            self.num_stale += micro_batch.num_stale
-            self.logprob_drift += drift.sum(dtype=torch.float64).item()
-            self.max_logprob_drift = max(self.max_logprob_drift, drift.max().item())
+            self["stale_tokens"] += micro_batch.num_stale
+            self["staleness/logprob_drift_mean"] += drift.sum(dtype=torch.float64).item()
+            self._add_most("staleness/logprob_drift_max", drift.max().item())
         kl = micro_batch.kl
         if kl is not None and len(kl):
-            self.num_with_kl += len(kl)
-            self.kl += kl.sum().item()
-            self.max_kl = max(self.max_kl, kl.abs().max().item())
-        self.num_weighted += micro_batch.num_weighted
-        self.num_outside += micro_batch.num_outside
+            self["reference_tokens"] += len(kl)
+            self["kl/mean"] += kl.sum().item()
+            self._add_most("kl/max", kl.abs().max().item())
+
+    def _add_most(self, name: str, value: float) -> None:
+        self[name] = max(self[name], value)
+
+
+def _is_max(name: str) -> bool:
+    return name in SUMMED and SUMMED[name].is_max
 
 
 def _ratio_error(micro_batch: MicroBatch, output: PolicyHeadOutput) -> float:
@@ -213,14 +204,13 @@ def gradient_sizes(
 
 
 def summarize(
-    mini_batches: list[MiniBatchSums],
+    mini_batches: list[Sums],
     *,
     num_mini_batches: int,
     num_left_out: int | None,
     grad_norms: list[float],
     lr: float,
     version_gaps: np.ndarray,
-    importance: ImportanceConfig,
     bounds: Sequence[BapoBounds],
     kl_coef: float,
 ) -> Metrics:
@@ -233,64 +223,28 @@ def summarize(
         version_gaps: publications between sampling and training, of each token of the step.
         kl_coef: coefficient of the KL divergence, in the loss or the reward.
     """
-    step = MiniBatchSums.merged(mini_batches)
-    tokens = step.num_tokens
+    step = Sums.merged(mini_batches)
     num_applied = len(mini_batches) - bool(num_left_out)
     first_pass = mini_batches[: min(num_applied, num_mini_batches)]
+    known = len(version_gaps) > 0
     return {
-        "tokens/trained": int(MiniBatchSums.merged(first_pass).num_tokens),
-        "policy/loss": ratio(step.loss, len(mini_batches)),
-        "policy/entropy": ratio(step.entropy, tokens),
-        "policy/ratio_mean": ratio(step.ratio, tokens),
-        "policy/ratio_first_max_error": mini_batches[0].max_ratio_error
+        **step.metrics(),
+        "tokens/trained": int(Sums.merged(first_pass)["tokens"]),
+        "policy/ratio_first_max_error": mini_batches[0]["policy/ratio_first_max_error"]
         if mini_batches
         else math.nan,
-        "policy/approx_kl": _measured(step.mean_kl),
+        "policy/approx_kl": _measured(step, "policy/approx_kl"),
+        "policy/positive_gradient_share": _measured(step, "policy/positive_gradient_share"),
         "policy/left_out_updates": num_left_out,
-        "policy/clip_low_fraction": ratio(step.clipped_low, tokens),
-        "policy/clip_high_fraction": ratio(step.clipped_high, tokens),
-        "policy/clip_high_probability": mean_of(step.clipped_high_probability, step.clipped_high),
-        "policy/dual_clip_fraction": ratio(step.dual_clipped, tokens),
-        "policy/token_probability_mean": ratio(step.token_probability, tokens),
-        "policy/positive_gradient_share": _measured(ratio(step.positive_gradient, step.gradient)),
         "policy/grad_norm": ratio(sum(grad_norms), len(grad_norms)),
         "policy/lr": lr,
         "policy/skipped_updates": num_applied - len(grad_norms),
-        "pretraining/loss": mean_of(step.pretraining_loss, step.num_pretraining_tokens),
-        "pretraining/tokens": int(step.num_pretraining_tokens) or None,
-        **_distances(step, kl_coef),
-        **_staleness(step, version_gaps, importance),
-        **_searched_bounds(bounds),
-    }
-
-
-def _distances(step: MiniBatchSums, kl_coef: float) -> Metrics:
-    """Return the distances from the reference policy and from the engines."""
-    return {
-        "kl/mean": mean_of(step.kl, step.num_with_kl),
-        "kl/max": step.max_kl if step.num_with_kl else None,
-        "kl/coef": kl_coef if step.num_with_kl else None,
-        "parity/logprob_abs_mean": mean_of(step.logprob_difference, step.num_compared),
-        "parity/logprob_abs_max": step.max_logprob_difference if step.num_compared else None,
-    }
-
-
-def _staleness(
-    step: MiniBatchSums, version_gaps: np.ndarray, importance: ImportanceConfig
-) -> Metrics:
-    outside = mean_of(step.num_outside, step.num_weighted)
-    none_outside = None if outside is None else 0.0
-    known = len(version_gaps) > 0
-    return {
+        "pretraining/tokens": int(step["pretraining/tokens"]) or None,
+        "kl/coef": kl_coef if step["reference_tokens"] else None,
         "staleness/token_share": float((version_gaps != 0).mean()) if known else None,
         "staleness/mean": float(version_gaps.mean()) if known else None,
         "staleness/max": int(version_gaps.max()) if known else None,
-        "staleness/logprob_drift_mean": mean_of(step.logprob_drift, step.num_stale),
-        "staleness/logprob_drift_max": step.max_logprob_drift if step.num_stale else None,
-        "staleness/weight_truncated_share": outside
-        if importance.bound == "truncate"
-        else none_outside,
-        "staleness/weight_masked_share": outside if importance.bound == "mask" else none_outside,
+        **_searched_bounds(bounds),
     }
 
 
@@ -314,8 +268,10 @@ def mean_of(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
-def _measured(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _measured(step: Sums, name: str) -> float | None:
+    """Return a metric, and null too if it is not a number, as where a gradient is not finite."""
+    value = step.value(name)
+    return None if value is None or math.isnan(value) else value
 
 
 def ratio(numerator: float, denominator: float) -> float:

@@ -25,7 +25,7 @@ from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.parallel import has_results
-from megadapo.trainer.update.metrics import MiniBatchSums
+from megadapo.trainer.update.metrics import Sums
 
 Work = tuple[MicroBatch, Callable[..., Any]]
 """A micro-batch, and the `output_processor` that turns its hidden states into the result: a tensor,
@@ -67,7 +67,7 @@ def compute_gradients(
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     pretraining: Sequence[MicroBatch] = (),
-) -> tuple[MiniBatchSums, list[MicroBatch]]:
+) -> tuple[Sums, list[MicroBatch]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
@@ -85,7 +85,7 @@ def compute_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     outputs = run_schedule(chunks, work, forward_only=False)
-    sums, computed = MiniBatchSums(), []
+    sums, computed = Sums(), []
     for (micro_batch, used), output in zip(work, outputs, strict=False):
         if used is head:
             if micro_batch.logprobs_old is None:
@@ -93,11 +93,11 @@ def compute_gradients(
             if micro_batch.logprobs_update is None:
                 micro_batch = replace(micro_batch, logprobs_update=output.logprobs)
             computed.append(micro_batch)
-            sums.add(micro_batch, output, head.objective)
+            sums.add(micro_batch, output, head)
         else:
             logprobs = output.logprobs[micro_batch.rows]
-            sums.num_pretraining_tokens += len(logprobs)
-            sums.pretraining_loss -= logprobs.sum(dtype=torch.float64).item()
+            sums["pretraining/tokens"] += len(logprobs)
+            sums["pretraining/loss"] -= logprobs.sum(dtype=torch.float64).item()
     return sums.reduced(next(chunks[0].parameters()).device), computed
 
 

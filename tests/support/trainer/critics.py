@@ -49,9 +49,12 @@ def observe(rendezvous, settings, batch) -> dict[str, Any]:
     everyone: list[dict[int, float]] = [{} for _ in range(rendezvous.world_size)]
     torch.distributed.all_gather_object(everyone, advantages)
     merged = {place: value for part in everyone for place, value in part.items()}
-    return {"loss": sums.loss, "clipped": sums.clipped, "gradients": full, "norm": norm} | {
-        "advantages": [merged[place] for place in sorted(merged)]
-    }
+    return {
+        "loss": sums["critic/loss"],
+        "clipped": sums["critic/clip_fraction"],
+        "gradients": full,
+        "norm": norm,
+    } | {"advantages": [merged[place] for place in sorted(merged)]}
 
 
 def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:

@@ -147,10 +147,11 @@ def gradients_under(
         return compute_gradients(rank.chunks, head, micro_batches, pretraining)[0]
 
     sums, norm, full = full_gradients(rank, rank, compute)
-    loss = sums.loss
-    if sums.num_pretraining_tokens:
-        loss += TEXT_COEF * sums.pretraining_loss / sums.num_pretraining_tokens
-    return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
+    loss = sums["policy/loss"]
+    if sums["pretraining/tokens"]:
+        loss += TEXT_COEF * sums["pretraining/loss"] / sums["pretraining/tokens"]
+    shares = (sums["policy/positive_gradient_share"], sums["gradient"])
+    return Gradients(loss, full, norm, shares)
 
 
 def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Callable[[], Any]):
@@ -367,7 +368,7 @@ def traffic(rendezvous, settings, batch) -> tuple[int, int, bool]:
     split, *_ = split_of(rank, batch)
     for _ in range(2):
         sums, *_ = compute_gradients(rank.chunks, rank.head, with_old_policy(rank, split))
-    step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
+    step_if_finite(rank.optimizer, loss=sums["policy/loss"], lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)
     after = rank.parameters.values()

@@ -1,6 +1,7 @@
 """From sums of mini-batches to the numbers of a step, gradient shares and clip bounds."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,12 @@ import pytest
 import torch
 
 from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums
-from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch, build_micro_batch
-from megadapo.trainer.critic import CriticSums, summarize_critic
-from megadapo.trainer.update.metrics import MiniBatchSums, gradient_sizes, summarize
+from megadapo.trainer.critic import CRITIC_SUMS, add_values, summarize_critic
+from megadapo.trainer.update.metrics import Sums, gradient_sizes, summarize
 from megadapo.trainer.update.step import sums_of
 from tests.support.runs.step_results import UPDATE, area
 from tests.support.trainer.batches import random_batch
@@ -30,84 +30,70 @@ OBJECTIVES = {
 CONFIG = BapoConfig()
 
 
-def sums(**changes: float) -> MiniBatchSums:
+def sums(changes: Mapping[str, float] | None = None) -> Sums:
     usual = {
-        "loss": 2.0,
-        "num_tokens": 4.0,
-        "entropy": 2.0,
-        "ratio": 4.4,
-        "clipped_low": 1.0,
-        "clipped_high": 2.0,
-        "token_probability": 1.0,
-        "num_compared": 2.0,
-        "logprob_difference": 0.5,
-        "max_ratio_error": 0.0,
-        "max_logprob_difference": 0.4,
+        "policy/loss": 2.0,
+        "tokens": 4.0,
+        "policy/entropy": 2.0,
+        "policy/clip_high_fraction": 2.0,
+        "fresh_tokens": 2.0,
+        "parity/logprob_abs_mean": 0.5,
+        "parity/logprob_abs_max": 0.4,
     }
-    return MiniBatchSums(**(usual | changes))
+    found = Sums()
+    found.update({**usual, **(changes or {})})
+    return found
 
 
-def step_of(mini_batches: list[MiniBatchSums], **changes):
+def step_of(mini_batches: list[Sums], **changes):
     usual = {"grad_norms": [1.0], "lr": 1e-6, "num_mini_batches": len(mini_batches)}
-    usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "importance": ImportanceConfig()}
-    usual |= {"num_left_out": None, "bounds": (), "kl_coef": 0.0}
+    usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "num_left_out": None}
+    usual |= {"bounds": (), "kl_coef": 0.0}
     return summarize(mini_batches, **(usual | changes))
 
 
-def test_means_are_over_tokens_not_over_mini_batches():
-    later = sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0, dual_clipped=4.0)
-    result = step_of([sums(), later])
+def test_means_are_over_their_own_counts_and_not_over_mini_batches():
+    later = {"tokens": 12.0, "policy/entropy": 14.0, "policy/dual_clip_fraction": 4.0}
+    later |= {"policy/clip_high_fraction": 6.0, "policy/clip_high_probability": 1.5}
+    result = step_of([sums(), sums(later | {"fresh_tokens": 0.0, "parity/logprob_abs_mean": 0.0})])
     assert result["policy/dual_clip_fraction"] == pytest.approx(0.25)
     assert result["policy/entropy"] == pytest.approx(1.0)
-    assert result["policy/clip_low_fraction"] == pytest.approx(0.5)
+    assert result["policy/clip_high_probability"] == pytest.approx(1.5 / 8)
+    assert result["parity/logprob_abs_mean"] == pytest.approx(0.25)
     assert result["tokens/trained"] == 16
     assert result["policy/loss"] == pytest.approx(2.0)
 
 
-def test_probability_of_clipped_tokens_is_a_mean_over_them():
-    clipped = [sums(clipped_high_probability=0.5), sums(clipped_high=6, clipped_high_probability=1)]
-    assert step_of(clipped)["policy/clip_high_probability"] == pytest.approx(1.5 / 8)
-    assert step_of([sums(clipped_high=0.0)])["policy/clip_high_probability"] is None
-
-
 def test_ratio_error_is_of_the_first_mini_batch():
     """Later ones see other weights; their ratio is meant to differ from 1."""
+    name = "policy/ratio_first_max_error"
     for first, later in ((0.0, 0.3), (1e-7, 0.0)):
-        result = step_of([sums(max_ratio_error=first), sums(max_ratio_error=later)])
-        assert result["policy/ratio_first_max_error"] == first
+        assert step_of([sums({name: first}), sums({name: later})])[name] == first
 
 
-def test_parity_mean_is_over_compared_tokens():
-    result = step_of([sums(), sums(num_compared=0.0, logprob_difference=0.0)])
-    assert result["parity/logprob_abs_mean"] == pytest.approx(0.25)
-    result = step_of([sums(max_logprob_difference=0.1), sums(max_logprob_difference=0.7)])
-    assert result["parity/logprob_abs_max"] == 0.7
+def test_largest_value_is_of_all_mini_batches():
+    name = "parity/logprob_abs_max"
+    for values in ((0.1, 0.7), (0.7, 0.1)):
+        assert step_of([sums({name: value}) for value in values])[name] == 0.7
 
 
-def test_staleness_is_over_tokens_and_shares_over_weighted_tokens():
-    stale = sums(num_stale=3.0, logprob_drift=0.6, max_logprob_drift=0.3, num_weighted=4.0)
-    more = sums(num_stale=1.0, logprob_drift=0.6, max_logprob_drift=0.6, num_outside=1.0)
+def test_staleness_is_of_publications():
     gaps = np.array([0, 0, 0, 0, 1, 1, 3, 3])
-    found = area(step_of([stale, more], version_gaps=gaps), "staleness")
+    found = area(step_of([sums()], version_gaps=gaps), "staleness")
     assert (found["token_share"], found["mean"], found["max"]) == (0.5, 1.0, 3)
-    assert found["logprob_drift_mean"] == pytest.approx(0.3) and found["logprob_drift_max"] == 0.6
-    assert (found["weight_truncated_share"], found["weight_masked_share"]) == (0.25, 0.0)
-    mask = ImportanceConfig(bound="mask")
-    found = area(step_of([stale, more], version_gaps=gaps, importance=mask), "staleness")
-    assert (found["weight_truncated_share"], found["weight_masked_share"]) == (0.0, 0.25)
 
 
 def test_unmeasured_numbers_are_null_or_nan():
     """0.0 would read as perfect parity, as a vanished gradient, or as a search that found 0."""
     assert step_of([sums()])["staleness/token_share"] == 0.0
-    nothing = sums(num_tokens=0.0, num_compared=0.0, max_logprob_difference=0.0)
+    nothing = sums({"tokens": 0.0, "fresh_tokens": 0.0, "parity/logprob_abs_max": 0.0})
     result = step_of([nothing], grad_norms=[], version_gaps=np.empty(0, dtype=np.int32))
     for name in ("parity", "staleness", "bapo", "kl", "pretraining"):
         assert set(area(result, name).values()) == {None}
     assert math.isnan(result["policy/entropy"]) and math.isnan(result["policy/grad_norm"])
     assert result["policy/skipped_updates"] == 1 and result["tokens/trained"] == 0
     # a gradient that is not finite
-    assert step_of([sums(gradient=math.nan)])["policy/positive_gradient_share"] is None
+    assert step_of([sums({"gradient": math.nan})])["policy/positive_gradient_share"] is None
 
 
 def test_searched_bounds_are_means_and_the_smallest_share():
@@ -127,7 +113,7 @@ def test_searched_bounds_are_means_and_the_smallest_share():
 
 
 def test_every_metric_of_the_trainer_is_given():
-    critic = CriticSums(num_tokens=1.0, squared_returns=1.0)
+    critic = critic_sums(np.ones(1), np.zeros(1))
     found = step_of([sums()]) | summarize_critic([critic], grad_norms=[], lr=0.0)
     # the probe compares with the engines, which the trainer does not know
     others = ("experts/", "parity/probe_")
@@ -135,10 +121,11 @@ def test_every_metric_of_the_trainer_is_given():
     assert found.keys() == expected
 
 
-def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSums:
-    sums = CriticSums(**others)
-    sums.add(torch.from_numpy(values), torch.from_numpy(returns))
-    return sums
+def critic_sums(values: np.ndarray, returns: np.ndarray, **others: float) -> Sums:
+    found = Sums(CRITIC_SUMS)
+    found.update({f"critic/{name}": value for name, value in others.items()})
+    add_values(found, torch.from_numpy(values), torch.from_numpy(returns))
+    return found
 
 
 def test_statistics_of_parts_equal_the_whole():
@@ -146,7 +133,7 @@ def test_statistics_of_parts_equal_the_whole():
     returns = rng.normal(0.4, 1.0, 60)
     values = 0.5 * returns + rng.normal(0.0, 0.3, 60)
     cuts = [slice(0, 1), slice(1, 45), slice(45, 60)]
-    parts = [_sums(values[cut], returns[cut], loss=0.3, clipped=2.0) for cut in cuts]
+    parts = [critic_sums(values[cut], returns[cut], loss=0.3, clip_fraction=2.0) for cut in cuts]
     result = summarize_critic(parts, grad_norms=[1.0, 2.0], lr=0.1)
     assert result["critic/explained_variance"] == pytest.approx(
         1 - np.var(returns - values) / np.var(returns), rel=1e-12
@@ -160,9 +147,9 @@ def test_statistics_of_parts_equal_the_whole():
 
 def test_equal_returns_have_no_explained_variance():
     """Rounding over rounding would be a share of any size."""
-    parts = [_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
+    parts = [critic_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
     assert summarize_critic(parts, grad_norms=[], lr=0.1)["critic/explained_variance"] is None
-    assert summarize_critic([CriticSums()], grad_norms=[], lr=0.1) == {"critic/lr": 0.1}
+    assert summarize_critic([Sums(CRITIC_SUMS)], grad_norms=[], lr=0.1) == {"critic/lr": 0.1}
 
 
 def inputs(**changes: torch.Tensor | None) -> tuple[torch.Tensor, PolicyInputs]:
