@@ -49,13 +49,13 @@ class SamplingMode:
     def count(self, batch: SampledBatch, seconds: float) -> None:
         """Add one step."""
         kept = [n for group in batch.groups for n in group.lengths]
-        engines = batch.counters.engines
+        engines = batch.engines
         total = sum(engine.seconds for engine in engines)
         running = sum(engine.mean_running * engine.busy_seconds for engine in engines)
         self.steps.append(
             {
                 "seconds": seconds,
-                "groups_sampled": len(batch.counters.stats),
+                "groups_sampled": len(batch.stats),
                 "tokens_generated": sum(engine.num_tokens for engine in engines),
                 "tokens_kept": sum(kept),
                 "length_of_kept_groups": statistics.fmean(kept),

@@ -108,8 +108,8 @@ def sample_steps(
             if rows is not None:
                 rows.add(entry.group for entry in done[-1].sampled.saved)
             show(_line(done[-1]))
-            counters = done[-1].sampled.counters
-            for line in _environment_lines({**counters.reward_parts, **counters.failures}):
+            sampled = done[-1].sampled
+            for line in _environment_lines({**sampled.reward_parts, **sampled.counts}):
                 show(printable(line))
     title = "groups, and the responses of all groups sampled"
     print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
@@ -136,17 +136,17 @@ def _cells(done: RolloutStep) -> tuple[str, ...]:
     """Return one step's text for each of COLUMNS."""
     import numpy as np
 
-    counters = done.sampled.counters
-    lengths: list[float] = [*counters.response_lengths] or [np.nan]
+    sampled = done.sampled
+    lengths: list[float] = [*sampled.response_lengths] or [np.nan]
     return (
         str(done.step),
-        *(str(len(counters.stats)), str(len(done.sampled.groups))),
-        *(str(counters.num_at("all_correct")), str(counters.num_at("all_wrong"))),
-        "-" if np.isnan(counters.accuracy) else f"{counters.accuracy:.4f}",
-        f"{counters.reward_mean:.4f}",
+        *(str(len(sampled.stats)), str(len(sampled.groups))),
+        *(str(sampled.num_at("all_correct")), str(sampled.num_at("all_wrong"))),
+        "-" if np.isnan(sampled.accuracy) else f"{sampled.accuracy:.4f}",
+        f"{sampled.reward_mean:.4f}",
         *(f"{np.mean(lengths):.1f}", f"{np.quantile(lengths, 0.95):.1f}"),
-        f"{counters.truncated_fraction:.4f}",
-        f"{counters.reward_seconds:.2f}",
+        f"{sampled.truncated_fraction:.4f}",
+        f"{sampled.counts['time/reward_s']:.2f}",
         str(done.num_disagreements),
     )
 

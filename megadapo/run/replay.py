@@ -28,12 +28,7 @@ from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule, read_source
-from megadapo.rollout.sampling.statistics import (
-    GroupStats,
-    RejectedGroups,
-    SampledBatch,
-    StepCounters,
-)
+from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch
 from megadapo.run.rollouts import Rollouts
 from megadapo.run.state.resume import samples_digest
 
@@ -93,20 +88,21 @@ class ReplayedRollouts(Rollouts):
         if not trained:
             raise DataError(f"{path}: has no group that was trained on")
         generated = [s for s in saved if not s.from_reserve]
-        counters = StepCounters(
+        batch = SampledBatch(
             stats=[
                 GroupStats.from_group(s.group, is_mixed=s.disposition not in REJECTED)
                 for s in generated
             ],
             to_reserve=_groups(s for s in saved if s.disposition == "to_reserve"),
             dropped=_groups(s for s in saved if s.disposition == "dropped"),
-            rejected=RejectedGroups(self._config.observe.saved_groups),
+            saved_groups=self._config.observe.saved_groups,
+            is_replay=True,
         )
         for group in (s.group for s in saved if s.disposition in REJECTED):
-            counters.rejected.add(group)
+            batch.keep_rejected(group)
         size = self._config.groups_per_mini_batch
-        groups = in_training_order(_groups(trained), self.policy_version, size)
-        return SampledBatch.of(groups, counters, is_replay=True)
+        batch.take(in_training_order(_groups(trained), self.policy_version, size))
+        return batch
 
     def publish(self, policy_version: int) -> None:
         self.policy_version = policy_version

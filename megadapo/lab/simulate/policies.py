@@ -47,7 +47,7 @@ class OurSampler:
 
     def next_batch(self) -> Sequence[Group]:
         batch = self._sampler.next_batch()
-        self.num_dropped = len(batch.counters.dropped)
+        self.num_dropped = len(batch.dropped)
         return batch.groups
 
     def generate(self, until: float) -> None:

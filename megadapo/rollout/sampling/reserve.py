@@ -14,7 +14,7 @@ from megadapo.data.group import (
     encode_group,
     encode_response,
 )
-from megadapo.rollout.sampling.statistics import StepCounters
+from megadapo.rollout.sampling.statistics import SampledBatch
 
 
 class OpenEntry(NamedTuple):
@@ -102,10 +102,10 @@ class SamplerState:
 
     plain: Mapping[str, Any]
     reserve: Reserve
-    counters: StepCounters | None
-    """Counts of the batch that is not taken; None: it begins again."""
+    batch: SampledBatch | None
+    """The batch that is not taken; None: it begins again."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON values; its numbers stay exact."""
-        counters = None if self.counters is None else self.counters.to_json()
-        return {**self.plain, "reserve": self.reserve.to_json(), "counters": counters}
+        batch = None if self.batch is None else self.batch.to_json()
+        return {**self.plain, "reserve": self.reserve.to_json(), "counters": batch}

@@ -28,9 +28,7 @@ from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, Sup
 from megadapo.rollout.sampling.statistics import (
     GroupStats,
     Level,
-    RejectedGroups,
     SampledBatch,
-    StepCounters,
 )
 from megadapo.rollout.sampling.window import (
     KeepRate,
@@ -119,7 +117,7 @@ class PromptCursor:
 
 
 def check_failures(
-    counters: StepCounters, config: SamplingConfig, max_share: float, group: Group
+    batch: SampledBatch, config: SamplingConfig, max_share: float, group: Group
 ) -> None:
     """Check the share of a step's responses that reward functions or environments failed on.
 
@@ -136,8 +134,8 @@ def check_failures(
     if not group.failures:
         return
     # a restart is no fault, and must not be the cause of the next one
-    num_failed = counters.num_excluded - counters.num_interrupted
-    num_scored = sum(group.num_responses for group in counters.stats)
+    num_failed = batch.num_excluded - batch.num_interrupted
+    num_scored = sum(group.num_responses for group in batch.stats)
     planned = config.prompts_per_step * config.responses_per_prompt
     share = num_failed / max(planned, num_failed + num_scored)
     if share > max_share or (not num_scored and num_failed >= planned):
@@ -151,9 +149,7 @@ def check_failures(
         )
 
 
-def check_size(
-    num_found: int, counters: StepCounters, config: SamplingConfig, verdict: str
-) -> None:
+def check_size(num_found: int, batch: SampledBatch, config: SamplingConfig, verdict: str) -> None:
     """Check the number of mixed groups of a batch.
 
     `verdict`: what says whether a response is correct.
@@ -164,16 +160,16 @@ def check_size(
     needed = config.prompts_per_step
     if num_found == needed or (num_found and config.on_shortfall == "train"):
         return
-    known = [group.num_correct for group in counters.stats if group.num_correct is not None]
-    scores = [score for group in counters.stats for score in group.reward_range]
+    known = [group.num_correct for group in batch.stats if group.num_correct is not None]
+    scores = [score for group in batch.stats for score in group.reward_range]
     span = f"{min(scores, default=0.0):g} to {max(scores, default=0.0):g}"
     num_responses = config.responses_per_prompt
-    if len(known) == len(counters.stats):
+    if len(known) == len(batch.stats):
         text = describe_shortfall(num_found, needed, Counter(known), num_responses)
         raise SamplingError(f"{text}\nrewards are from {span}; what is correct says {verdict}")
     raise SamplingError(
-        f"the batch has only {num_found} of {needed} groups after {len(counters.stats)} requests: "
-        f"in {counters.num_at('equal')} groups the rewards of all responses are equal, up to "
+        f"the batch has only {num_found} of {needed} groups after {len(batch.stats)} requests: "
+        f"in {batch.num_at('equal')} groups the rewards of all responses are equal, up to "
         f"rounding, and no function says what is correct; rewards are from {span}. Use a finer "
         "score or other problems, set right_above in reward.functions, or raise "
         "sampling.responses_per_prompt or sampling.max_asked_per_prompt"
@@ -336,7 +332,8 @@ class Sampler:
         self._start_batch(is_ahead=False)
 
     def _start_batch(self, *, is_ahead: bool) -> None:
-        self._counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
+        self._batch = SampledBatch(saved_groups=self._saved_groups)
+        """The next batch so far."""
         self._window: Window | None = None
         """The window of the next batch; None until its first turn."""
         self._first_index = self._cursor.next_index
@@ -389,44 +386,44 @@ class Sampler:
             for group in self._pool.wait(timeout_s):
                 self._requests.keep(group)
                 self._settle(window, group)
-                check_failures(self._counters, self.config, self._max_failed_share, group)
+                check_failures(self._batch, self.config, self._max_failed_share, group)
             for stopped in self._pool.take_stopped():
                 self._reserve.park(stopped.key, stopped.responses)
         if self.config.carries:
-            self._counters.count_overdue(window.num_overdue)
+            self._batch.count_overdue(window.num_overdue)
         elif window.is_full:
             # the engines are free until the next weights
             self._discard(window)
-            self._counters.engines = self._engines.activity()
+            self._batch.engines = self._engines.activity()
         return bool(self._pool.open)
 
     def take(self) -> SampledBatch:
         """Return the next batch; groups that are not in it continue, or are dropped."""
-        window, counters, config = self._window, self._counters, self.config
+        window, batch, config = self._window, self._batch, self.config
         assert window is not None, "the batch is not complete"
         if config.carries and not config.overlaps:
             self.pause_for_weights()
         kept = [self._reserve.take(index) for index in window.chosen()]
-        counters.num_carried = len(window.open)
+        batch.counts["groups/carried"] = len(window.open)
         left = [group for _, group in sorted(self._reserve.finished.items())]
         if config.carries:
-            counters.to_reserve, counters.engines = left, self._engines.activity()
+            batch.to_reserve, batch.engines = left, self._engines.activity()
         else:
             self._reserve = Reserve()
             if config.mode == "rounds":
-                counters.surplus = left
+                batch.surplus = left
             elif window.is_full:
-                counters.forget_after(kept[-1].prompt_index)
+                batch.forget_after(kept[-1].prompt_index)
                 # as if no later prompt had been drawn
                 self._cursor.next_index = kept[-1].prompt_index + 1
         self._most_untrained = adapted_lead(config, self._most_untrained, len(left))
         self._requests.sync()
-        counters.reward_seconds = self._pool.take_reward_seconds()
-        counters.failures = self._pool.take_failures()
-        counters.stats.sort(key=lambda group: group.prompt_index)
-        self._history.end_step(counters.stats)
-        check_size(len(kept), counters, config, self._verdict)
-        batch = SampledBatch.of(kept, counters, is_replay=False)
+        batch.counts["time/reward_s"] = self._pool.take_reward_seconds()
+        batch.counts |= self._pool.take_failures()
+        batch.stats.sort(key=lambda group: group.prompt_index)
+        self._history.end_step(batch.stats)
+        check_size(len(kept), batch, config, self._verdict)
+        batch.take(kept)
         if config.carries:
             self._schedule.take(self.step, self._cursor.next_index, window.open, kept)
         self._start_batch(is_ahead=config.overlaps)
@@ -449,7 +446,7 @@ class Sampler:
         if self.config.carries:
             counts = self._reserve.counts(self.config.responses_per_prompt)
             if self._schedule.pause(policy_version, weights, self._cursor.next_index, counts):
-                self._counters.num_recomputed += sum(map(sum, counts.values()))
+                self._batch.counts["tokens/recomputed"] += sum(map(sum, counts.values()))
 
     def close(self) -> None:
         """End all scoring."""
@@ -465,7 +462,7 @@ class Sampler:
             "most_untrained": self._most_untrained,
         }
         if self.config.carries or (window is not None and window.is_full):
-            return SamplerState(plain, self._reserve.copy(), self._counters.copy())
+            return SamplerState(plain, self._reserve.copy(), self._batch.copy())
         cursor |= {"next_index": self._first_index}
         return SamplerState(plain, Reserve(), None)
 
@@ -480,7 +477,7 @@ class Sampler:
             self._history.load_state_dict(state["difficulty"])
             self._reserve = Reserve.from_json(state["reserve"])
             if state["counters"] is not None:
-                self._counters = StepCounters.from_json(state["counters"], self._saved_groups)
+                self._batch = SampledBatch.from_json(state["counters"], self._saved_groups)
             self._schedule.resume_at(state["schedule"])
             lead = state.get("most_untrained", self._most_untrained)  # earlier versions lack it
             self._most_untrained = bounded_lead(self.config, int(lead))
@@ -494,7 +491,7 @@ class Sampler:
         window = Window.for_step(self.config, self.step, self._most_untrained)
         for index, group in sorted(self._reserve.finished.items()):
             if window.is_too_old(group.oldest_version):
-                self._counters.dropped.append(self._reserve.take(index))
+                self._batch.dropped.append(self._reserve.take(index))
             else:
                 window.carry(index, None, self._reserve.versions[index])
         for index, entry in sorted(self._reserve.open.items()):
@@ -544,7 +541,7 @@ class Sampler:
         stop_at = self._schedule.stop_at_tokens(prompt_index)
         request = self._requests.make(prompt_index, prompt, responses, stop_at)
         if isinstance(request, Group):
-            self._counters.num_from_journal += 1
+            self._batch.counts["groups/from_journal"] += 1
             self._settle(window, request)
             return None
         return request
@@ -559,10 +556,10 @@ class Sampler:
         window.finish(group.prompt_index, mixed)
         self._reserve.finish(group, is_mixed=mixed)
         if has_scores:
-            self._counters.add(group, is_mixed=mixed)
+            self._batch.add(group, is_mixed=mixed)
             self._history.keep_rate(group.prompt.id).add(mixed)
         else:
-            self._counters.unscored.append(group)
+            self._batch.unscored.append(group)
 
     def _discard(self, window: Window, prompt_indices: Sequence[int] | None = None) -> None:
         """Stop open groups that no batch needs, by default all."""
@@ -570,8 +567,8 @@ class Sampler:
         window.drop(discarded)
         for index in discarded:
             del self._reserve.open[index]
-        self._counters.num_stopped += len(discarded)
-        self._counters.num_tokens_stopped += self._pool.drop(prompt_indices)
+        self._batch.counts["groups/stopped"] += len(discarded)
+        self._batch.counts["tokens/stopped"] += self._pool.drop(prompt_indices)
 
 
 def _has_accuracy(config: SamplingConfig, group: Group) -> bool:

@@ -1,18 +1,25 @@
-"""The batch of one step with its statistics: finished and rejected groups, and those to save."""
+"""The batch of one step with its numbers: finished and rejected groups, and those to save."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, cycle
 from typing import Any, Literal, Self
 
+import numpy as np
+
+from megadapo.algorithm.advantages import overlong_penalties
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.cluster.processes import MIB
 from megadapo.data.group import Group, RewardParts, decode_group, encode_group
 from megadapo.observe.config import SavedGroups
+from megadapo.observe.metrics.names import COUNTED
 from megadapo.observe.rollouts.saved_group import Disposition
+from megadapo.rollout.config import RolloutConfig, SamplingConfig
 from megadapo.rollout.types import EngineActivity
 
 Level = Literal["unseen", "all_wrong", "mixed", "all_correct", "equal"]
@@ -25,6 +32,16 @@ _TURNS: tuple[Disposition, ...] = (
     *("trained", "to_reserve", "trained", "dropped", "out_of_band", "equal"),
 )
 """The order in which dispositions get a place among the saved groups."""
+_NOT_REPLAYED = ("tokens/stopped", "time/reward_s")
+_EARLIER_NAMES = {
+    "num_stopped": "groups/stopped",
+    "num_overdue": "groups/overdue",
+    "overdue_seconds": "time/overdue_s",
+    "num_recomputed": "tokens/recomputed",
+    "num_from_journal": "groups/from_journal",
+    "num_tokens_stopped": "tokens/stopped",
+}
+"""Counts in checkpoints of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,55 +139,16 @@ class GroupStats:
         return cls(**{**found, "reward_range": tuple(entry.get("reward_range", (0.0, 0.0)))})
 
 
-class RejectedGroups:
-    """The rejected groups that may be saved; the texts of all others are forgotten."""
-
-    def __init__(self, limit: SavedGroups) -> None:
-        """`limit`: number of groups that a step saves."""
-        self.limit = limit
-        self._groups: dict[Disposition, list[Group]] = defaultdict(list)
-
-    def add(self, group: Group) -> None:
-        """Keep the group if it is among the first of its disposition by prompt index."""
-        disposition: Disposition = "equal"
-        if group.correct is not None and all(group.correct):
-            disposition = "all_correct"
-        elif group.correct is not None:
-            disposition = "out_of_band" if any(group.correct) else "all_wrong"
-        groups = self._groups[disposition]
-        groups.append(group)
-        if self.limit != "all" and len(groups) > self.limit:
-            groups.remove(max(groups, key=lambda one: one.prompt_index))
-
-    def copy(self) -> RejectedGroups:
-        """Return a copy that later groups do not change."""
-        copied = RejectedGroups(self.limit)
-        copied._groups |= {name: [*groups] for name, groups in self._groups.items()}
-        return copied
-
-    @property
-    def groups(self) -> list[Group]:
-        """All groups that are kept."""
-        return [group for groups in self._groups.values() for group in groups]
-
-    def counted(self, prompt_indices: Container[int]) -> list[SampledGroup]:
-        """Return the kept groups with these prompt indices."""
-        return [
-            SampledGroup(group=group, disposition=disposition, from_reserve=False)
-            for disposition, groups in self._groups.items()
-            for group in groups
-            if group.prompt_index in prompt_indices
-        ]
-
-
-@dataclass
-class StepCounters:
-    """The statistics of one step so far.
+@dataclass(kw_only=True)
+class SampledBatch:
+    """The groups of one step with its numbers, which grow while the step samples.
 
     Accuracy, rewards, lengths and times are over the groups in `stats`. Groups of earlier steps
     were counted when they finished.
     """
 
+    groups: tuple[Group, ...] = ()
+    """The groups to train on; empty until the batch is taken."""
     stats: list[GroupStats] = field(default_factory=list)
     """Groups that finished in this step: all correct, all wrong, out of band or mixed.
 
@@ -186,28 +164,20 @@ class StepCounters:
     """Mixed groups after the last one of the batch, if groups cannot wait."""
     num_surplus_unseen: int = 0
     """Number of such groups that `stats` does not have."""
-    num_stopped: int = 0
-    """Number of groups stopped before they finished."""
-    num_carried: int = 0
-    """Number of unfinished groups that continue in the next step."""
-    num_overdue: int = 0
-    """Largest number of open groups that a batch with enough mixed groups waited for, because they
-    would have become too old."""
-    overdue_seconds: float = 0.0
-    """Time for which it waited for them."""
-    num_recomputed: int = 0
-    """Number of tokens that engines read again after cuts."""
-    num_from_journal: int = 0
-    """Number of groups restored from the journal of a killed process."""
-    num_tokens_stopped: int = 0
-    """Response tokens of stopped or dropped groups."""
-    reward_seconds: float = 0.0
-    failures: Mapping[str, float] = field(default_factory=dict)
-    """Failures of environments by metric, those of responses that were requested again included."""
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    """Metrics that are counted while the step samples, and failures of environments, those of
+    responses that were requested again included."""
     engines: Sequence[EngineActivity] = ()
     overdue_since: float | None = None
     """Monotonic time since which a batch with enough mixed groups waits for others; else None."""
-    rejected: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
+    rejected: list[Group] = field(default_factory=list)
+    """Rejected groups that may be saved; the texts of all others are forgotten."""
+    saved_groups: SavedGroups = 0
+    """Number of groups that a step saves."""
+    saved: tuple[SampledGroup, ...] = ()
+    """Groups to save, rejected ones included."""
+    is_replay: bool = False
+    """Whether the groups are a saved run's, so that no engine and no reward function worked."""
 
     def num_at(self, level: Level) -> int:
         """Return the number of groups at a level."""
@@ -231,6 +201,12 @@ class StepCounters:
         return len(self.surplus) + self.num_surplus_unseen
 
     @property
+    def num_from_reserve(self) -> int:
+        """Number of groups in the batch that an earlier step finished."""
+        counted = {group.prompt_index for group in self.stats}
+        return sum(group.prompt_index not in counted for group in self.groups)
+
+    @property
     def response_lengths(self) -> list[int]:
         """Number of tokens of each response, including the end-of-sequence token."""
         return [length for group in self.stats for length in group.lengths]
@@ -246,15 +222,14 @@ class StepCounters:
     @property
     def reward_mean(self) -> float:
         """Mean reward before any shaping; NaN without responses, as in the next property."""
-        return self.per_response(lambda group: group.reward_sum)
+        return self._per_response(lambda group: group.reward_sum)
 
     @property
     def truncated_fraction(self) -> float:
         """Share of responses cut at the length limit."""
-        return self.per_response(lambda group: group.num_truncated)
+        return self._per_response(lambda group: group.num_truncated)
 
-    def per_response(self, value: Callable[[GroupStats], float]) -> float:
-        """Return the sum of a value of each group over the number of responses."""
+    def _per_response(self, value: Callable[[GroupStats], float]) -> float:
         num_responses = sum(group.num_responses for group in self.stats)
         return sum(map(value, self.stats)) / num_responses if num_responses else math.nan
 
@@ -285,14 +260,21 @@ class StepCounters:
         """Count a finished group, and keep it if it is rejected."""
         self.stats.append(GroupStats.from_group(group, is_mixed=is_mixed))
         if not is_mixed:
-            self.rejected.add(group)
+            self.keep_rejected(group)
+
+    def keep_rejected(self, group: Group) -> None:
+        """Keep the group if it is among the first of its disposition by prompt index."""
+        self.rejected.append(group)
+        alike = [one for one in self.rejected if _disposition(one) == _disposition(group)]
+        if self.saved_groups != "all" and len(alike) > self.saved_groups:
+            self.rejected.remove(max(alike, key=lambda one: one.prompt_index))
 
     def count_overdue(self, num_awaited: int) -> None:
         """Count the groups that a batch with enough mixed groups waits for, and the time."""
-        self.num_overdue = max(self.num_overdue, num_awaited)
+        self.counts["groups/overdue"] = max(self.counts["groups/overdue"], num_awaited)
         now = time.monotonic()
         if self.overdue_since is not None:
-            self.overdue_seconds += now - self.overdue_since
+            self.counts["time/overdue_s"] += now - self.overdue_since
         self.overdue_since = now if num_awaited else None
 
     def forget_after(self, last: int) -> None:
@@ -305,68 +287,16 @@ class StepCounters:
         self.stats = [group for group in self.stats if group.prompt_index <= last]
         self.unscored = [group for group in self.unscored if group.prompt_index <= last]
         self.num_surplus_unseen = sum(group.is_mixed for group in unseen)
-        self.num_tokens_stopped += sum(group.num_generated for group in unseen)
+        self.counts["tokens/stopped"] += sum(group.num_generated for group in unseen)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known before a batch is taken, as JSON values."""
-        return {
-            **{name: getattr(self, name) for name in self._numbers()},
-            "stats": [group.to_json() for group in self.stats],
-            "unscored": [encode_group(group) for group in self.unscored],
-            "dropped": [encode_group(group) for group in self.dropped],
-            "rejected": [encode_group(group) for group in self.rejected.groups],
-            "engines": [asdict(activity) for activity in self.engines],
-        }
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any], saved_groups: SavedGroups) -> Self:
-        """Return the counters that `to_json` wrote."""
-        counters = cls(
-            **{name: entry[name] for name in cls._numbers()},
-            stats=[GroupStats.from_json(group) for group in entry["stats"]],
-            unscored=[decode_group(group) for group in entry["unscored"]],
-            dropped=[decode_group(group) for group in entry["dropped"]],
-            rejected=RejectedGroups(saved_groups),
-            engines=[EngineActivity(**activity) for activity in entry["engines"]],
-        )
-        for rejected_group in entry["rejected"]:
-            counters.rejected.add(decode_group(rejected_group))
-        return counters
-
-    def copy(self) -> StepCounters:
-        """Return a copy that later groups do not change."""
-        return replace(
-            self,
-            stats=[*self.stats],
-            unscored=[*self.unscored],
-            dropped=[*self.dropped],
-            rejected=self.rejected.copy(),
-        )
-
-    @classmethod
-    def _numbers(cls) -> list[str]:
-        return [name for name, value in vars(cls).items() if isinstance(value, int | float)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledBatch:
-    """The groups of one step and its statistics."""
-
-    groups: tuple[Group, ...]
-    counters: StepCounters
-    saved: tuple[SampledGroup, ...] = ()
-    """Groups to save, rejected ones included."""
-    is_replay: bool = False
-    """Whether the groups are a saved run's, so that no engine and no reward function worked."""
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], counters: StepCounters, *, is_replay: bool) -> Self:
-        """Return the batch of a step that has ended, and choose the groups to save."""
-        counted = {group.prompt_index for group in counters.stats}
+    def take(self, groups: Sequence[Group]) -> None:
+        """End the step with the groups to train on, and choose the groups to save."""
+        self.groups = tuple(groups)
+        counted = {group.prompt_index for group in self.stats}
         mixed: dict[Disposition, Sequence[Group]] = {
             "trained": groups,
-            "to_reserve": counters.to_reserve,
-            "dropped": [*counters.dropped, *counters.surplus],
+            "to_reserve": self.to_reserve,
+            "dropped": [*self.dropped, *self.surplus],
         }
         sampled = [
             SampledGroup(
@@ -375,15 +305,172 @@ class SampledBatch:
             for name, members in mixed.items()
             for group in members
         ]
-        rejected = counters.rejected
-        saved = choose_saved([*sampled, *rejected.counted(counted)], rejected.limit)
-        return cls(groups=tuple(groups), counters=counters, saved=saved, is_replay=is_replay)
+        sampled += [
+            SampledGroup(group=group, disposition=_disposition(group), from_reserve=False)
+            for group in self.rejected
+            if group.prompt_index in counted
+        ]
+        self.saved = choose_saved(sampled, self.saved_groups)
 
-    @property
-    def num_from_reserve(self) -> int:
-        """Number of groups in the batch that an earlier step finished."""
-        counted = {group.prompt_index for group in self.counters.stats}
-        return sum(group.prompt_index not in counted for group in self.groups)
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known before a batch is taken, as JSON values."""
+        return {
+            "counts": {**self.counts},
+            "stats": [group.to_json() for group in self.stats],
+            "unscored": [encode_group(group) for group in self.unscored],
+            "dropped": [encode_group(group) for group in self.dropped],
+            "rejected": [encode_group(group) for group in self.rejected],
+            "engines": [asdict(activity) for activity in self.engines],
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], saved_groups: SavedGroups) -> Self:
+        """Return the numbers that `to_json` wrote."""
+        batch = cls(
+            stats=[GroupStats.from_json(group) for group in entry["stats"]],
+            unscored=[decode_group(group) for group in entry["unscored"]],
+            dropped=[decode_group(group) for group in entry["dropped"]],
+            engines=[EngineActivity(**activity) for activity in entry["engines"]],
+            saved_groups=saved_groups,
+        )
+        # earlier versions have names of their own
+        earlier = {name: entry[own] for own, name in _EARLIER_NAMES.items() if own in entry}
+        batch.counts |= entry.get("counts", earlier)
+        for group in entry["rejected"]:
+            batch.keep_rejected(decode_group(group))
+        return batch
+
+    def copy(self) -> SampledBatch:
+        """Return a copy that later groups do not change."""
+        return replace(
+            self,
+            stats=[*self.stats],
+            unscored=[*self.unscored],
+            dropped=[*self.dropped],
+            rejected=[*self.rejected],
+            counts={**self.counts},
+        )
+
+    def metrics(
+        self, algorithm: AlgorithmConfig, rollout: RolloutConfig, sampling: SamplingConfig
+    ) -> dict[str, float | None]:
+        """Return the metrics of the step's groups, responses and engines."""
+        return {
+            **self.counts,
+            **(dict.fromkeys(_NOT_REPLAYED) if self.is_replay else {}),
+            **self._group_metrics(),
+            **self._response_metrics(algorithm, rollout.max_response_tokens),
+            **self._tool_metrics(rollout, sampling),
+            **self._engine_metrics(),
+        }
+
+    def _group_metrics(self) -> dict[str, float | None]:
+        """Return counts of groups, and of the tokens that engines generated for them."""
+        total = len(self.stats)
+        levels: tuple[Level, ...] = ("all_correct", "all_wrong", "equal")
+        num_tokens = sum(group.num_generated for group in self.stats)
+        return {
+            "groups/sampled": total,
+            "groups/kept": len(self.groups),
+            **{f"groups/{level}": self.num_at(level) for level in levels},
+            **{f"groups/{level}_share": share(self.num_at(level), total) for level in levels},
+            "groups/one_text_wrong": sum(
+                group.is_one_text and group.level == "all_wrong" for group in self.stats
+            ),
+            "groups/rejected_unequal": self.num_rejected_unequal,
+            "groups/from_reserve": self.num_from_reserve,
+            "groups/to_reserve": len(self.to_reserve),
+            "groups/dropped": len(self.dropped) + self.num_surplus,
+            "groups/unscored": len(self.unscored),
+            "tokens/generated": None if self.is_replay else num_tokens,
+        }
+
+    def _response_metrics(
+        self, algorithm: AlgorithmConfig, max_response_tokens: int
+    ) -> dict[str, float | None]:
+        """Return metrics of the step's responses; null if it completed none."""
+        lengths = np.array(self.response_lengths, dtype=np.float64)
+        has_any = len(lengths) > 0
+        penalties = overlong_penalties(lengths, algorithm, max_response_tokens=max_response_tokens)
+        penalty = float(penalties.mean()) if has_any else math.nan
+        p50, p95, longest = np.quantile(lengths, [0.5, 0.95, 1.0]) if has_any else [math.nan] * 3
+        values = {
+            "reward/mean": self.reward_mean,
+            "reward/excluded": self.num_excluded,
+            "reward/overlong_penalty_mean": penalty,
+            "reward/shaped_mean": self.reward_mean + penalty,
+            "accuracy/mean": self.accuracy,
+            "response_length/mean": float(lengths.mean()) if has_any else math.nan,
+            "response_length/p50": float(p50),
+            "response_length/p95": float(p95),
+            "response_length/max": float(longest),
+            "response_length/truncated_fraction": self.truncated_fraction,
+        }
+        for name, value in self.reward_parts.items():
+            # counts of environments have their own area
+            values[name if name.startswith("environment/") else f"reward/{name}"] = value
+        return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+    def _tool_metrics(
+        self, rollout: RolloutConfig, sampling: SamplingConfig
+    ) -> dict[str, float | None]:
+        """Return metrics of tools, environments and branches; null without, and in a replay."""
+        stats = [] if self.is_replay else self.stats
+        of_tools = stats if rollout.environments else []
+        of_branches = stats if sampling.branching.is_on else []
+        num_responses = sum(group.num_responses for group in of_tools)
+        num_tokens = sum(length for group in of_tools for length in group.lengths)
+        num_branches = sum(group.num_branches for group in of_branches)
+        rises = [rise for one in of_branches for rise in one.entropy_rises if not math.isnan(rise)]
+        return {
+            "tools/calls_per_response": share(sum(g.num_calls for g in of_tools), num_responses),
+            "tools/token_share": share(sum(g.num_output_tokens for g in of_tools), num_tokens),
+            "tools/branches_per_group": share(num_branches, len(of_branches)),
+            "tools/entropy_rise": share(math.fsum(rises), len(rises)),
+        }
+
+    def _engine_metrics(self) -> dict[str, float | None]:
+        """Return times of groups, and how busy the engines were."""
+        engines = [engine for engine in self.engines if engine.seconds > 0]
+        total = sum(engine.seconds for engine in engines)
+        busy = sum(engine.busy_seconds for engine in engines)
+        running = sum(engine.mean_running * engine.busy_seconds for engine in engines)
+        times = [] if self.is_replay else [group.seconds for group in self.stats]
+        return {
+            "time/group_p50_s": float(np.quantile(times, 0.5)) if times else None,
+            "time/group_p95_s": float(np.quantile(times, 0.95)) if times else None,
+            "time/group_max_s": max(times, default=None),
+            "rollout/engine_busy_share": share(busy, total),
+            "rollout/slot_use": share(running, total),
+            "rollout/engines_lost": len(self.engines) - len(engines) if self.engines else None,
+            "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
+            "rollout/kv_use_max": max((e.max_kv_use for e in engines), default=None),
+            **spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
+            **spread("rollout/engine_tokens_{}", [e.num_tokens for e in engines]),
+            **spread("time/engine_{}_s", [e.busy_seconds for e in engines]),
+            **spread("memory/engine_{}_mib", [e.private_bytes / MIB for e in engines]),
+        }
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return the quotient; null if there was nothing to count."""
+    return part / whole if whole else None
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Return the smallest and the largest of several processes' values; null without values."""
+    return {
+        name.format("min"): min(values, default=None),
+        name.format("max"): max(values, default=None),
+    }
+
+
+def _disposition(group: Group) -> Disposition:
+    """Return why a group was rejected."""
+    if group.correct is None:
+        return "equal"
+    other: Disposition = "out_of_band" if any(group.correct) else "all_wrong"
+    return "all_correct" if all(group.correct) else other
 
 
 def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[SampledGroup, ...]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megadapo.algorithm.advantages import overlong_penalties
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.cluster.processes import MIB
 from megadapo.config import RunConfig
 from megadapo.observe.metrics.reflection import reflection_shares
+from megadapo.rollout.sampling.statistics import SampledBatch, spread
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
     from megadapo.rollout.pool.publish import PublishReport
-    from megadapo.rollout.sampling.statistics import SampledBatch
     from megadapo.trainer.types import UpdateResult
 
 
@@ -35,20 +33,15 @@ def step_metrics(
     """
     return {
         **update_metrics(step, update),
-        "time/reward_s": None if sampled.is_replay else sampled.counters.reward_seconds,
-        "time/overdue_s": sampled.counters.overdue_seconds,
-        **_responses(sampled, config),
+        **sampled.metrics(config.algorithm, config.rollout, config.sampling),
         **reflection_shares(
             [response.text for group in sampled.groups for response in group.responses],
             config.observe.reflection_phrases,
         ),
-        **_groups(sampled),
-        **_tool_use(sampled, config),
         "weights/bytes": None if published is None else published.num_bytes,
         "weights/density": None if published is None else published.density,
         "weights/update_s": None if published is None else published.seconds,
         "weights/pause_s": None if published is None else published.pause_seconds,
-        **_engine_load(sampled),
     }
 
 
@@ -58,131 +51,10 @@ def update_metrics(step: int, update: UpdateResult) -> dict[str, int | float | N
         "step": step,
         "policy_version": step,
         **update.metrics,
-        **_spread("train/rank_tokens_{}", update.rank_tokens),
-        **_spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
-        **_spread("time/rank_logprobs_{}_s", update.rank_seconds),
+        **spread("train/rank_tokens_{}", update.rank_tokens),
+        **spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
+        **spread("time/rank_logprobs_{}_s", update.rank_seconds),
         "train/slowest_rank": int(np.argmax(update.rank_seconds)) if update.rank_seconds else None,
-    }
-
-
-def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
-    """Return counts of groups, and of the tokens that engines generated for them."""
-    counters = sampled.counters
-    total = len(counters.stats)
-    num_tokens = sum(group.num_generated for group in counters.stats)
-    return {
-        "groups/sampled": total,
-        "groups/kept": len(sampled.groups),
-        "groups/all_correct": counters.num_at("all_correct"),
-        "groups/all_wrong": counters.num_at("all_wrong"),
-        "groups/equal": counters.num_at("equal"),
-        "groups/one_text_wrong": sum(
-            group.is_one_text and group.level == "all_wrong" for group in counters.stats
-        ),
-        "groups/rejected_unequal": counters.num_rejected_unequal,
-        "groups/all_correct_share": _share(counters.num_at("all_correct"), total),
-        "groups/all_wrong_share": _share(counters.num_at("all_wrong"), total),
-        "groups/equal_share": _share(counters.num_at("equal"), total),
-        "groups/from_reserve": sampled.num_from_reserve,
-        "groups/to_reserve": len(counters.to_reserve),
-        "groups/dropped": len(counters.dropped) + counters.num_surplus,
-        "groups/unscored": len(counters.unscored),
-        "groups/stopped": counters.num_stopped,
-        "groups/carried": counters.num_carried,
-        "groups/overdue": counters.num_overdue,
-        "groups/from_journal": counters.num_from_journal,
-        "tokens/generated": None if sampled.is_replay else num_tokens,
-        "tokens/stopped": None if sampled.is_replay else counters.num_tokens_stopped,
-        "tokens/recomputed": counters.num_recomputed,
-    }
-
-
-def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | float | None]:
-    """Return metrics of the step's responses; null if it completed none."""
-    counters = sampled.counters
-    lengths = np.array(counters.response_lengths, dtype=np.float64)
-    penalties = overlong_penalties(
-        lengths,
-        config.algorithm,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    penalty = float(penalties.mean()) if len(lengths) else math.nan
-    p50, p95, longest = np.quantile(lengths, [0.5, 0.95, 1.0]) if len(lengths) else [math.nan] * 3
-    values = {
-        "reward/mean": counters.reward_mean,
-        "reward/excluded": counters.num_excluded,
-        "reward/overlong_penalty_mean": penalty,
-        "reward/shaped_mean": counters.reward_mean + penalty,
-        "accuracy/mean": counters.accuracy,
-        "response_length/mean": float(lengths.mean()) if len(lengths) else math.nan,
-        "response_length/p50": float(p50),
-        "response_length/p95": float(p95),
-        "response_length/max": float(longest),
-        "response_length/truncated_fraction": counters.truncated_fraction,
-    }
-    for name, value in counters.reward_parts.items():
-        # counts of environments have their own area
-        values[name if name.startswith("environment/") else f"reward/{name}"] = value
-    return {name: _measured(value) for name, value in {**values, **counters.failures}.items()}
-
-
-def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:
-    """Return metrics of tools, environments and branches; null without, and in a replay."""
-    stats = [] if sampled.is_replay else sampled.counters.stats
-    of_tools = stats if config.rollout.environments else []
-    of_branches = stats if config.sampling.branching.is_on else []
-    num_responses = sum(group.num_responses for group in of_tools)
-    num_tokens = sum(length for group in of_tools for length in group.lengths)
-    rises = [rise for group in of_branches for rise in group.entropy_rises if not math.isnan(rise)]
-    return {
-        "tools/calls_per_response": _share(sum(g.num_calls for g in of_tools), num_responses),
-        "tools/token_share": _share(sum(g.num_output_tokens for g in of_tools), num_tokens),
-        "tools/branches_per_group": _share(
-            sum(g.num_branches for g in of_branches), len(of_branches)
-        ),
-        "tools/entropy_rise": _share(math.fsum(rises), len(rises)),
-    }
-
-
-def _engine_load(sampled: SampledBatch) -> dict[str, int | float | None]:
-    """Return times of groups, and how busy the engines were."""
-    counters = sampled.counters
-    engines = [engine for engine in counters.engines if engine.seconds > 0]
-    total = sum(engine.seconds for engine in engines)
-    busy = sum(engine.busy_seconds for engine in engines)
-    running = sum(engine.mean_running * engine.busy_seconds for engine in engines)
-    times = [] if sampled.is_replay else [group.seconds for group in counters.stats]
-    return {
-        "time/group_p50_s": float(np.quantile(times, 0.5)) if times else None,
-        "time/group_p95_s": float(np.quantile(times, 0.95)) if times else None,
-        "time/group_max_s": max(times, default=None),
-        "rollout/engine_busy_share": _share(busy, total),
-        "rollout/slot_use": _share(running, total),
-        "rollout/engines_lost": len(counters.engines) - len(engines) if counters.engines else None,
-        "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
-        "rollout/kv_use_max": max((e.max_kv_use for e in engines), default=None),
-        **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
-        **_spread("rollout/engine_tokens_{}", [e.num_tokens for e in engines]),
-        **_spread("time/engine_{}_s", [e.busy_seconds for e in engines]),
-        **_spread("memory/engine_{}_mib", [e.private_bytes / MIB for e in engines]),
-    }
-
-
-def _share(part: float, whole: float) -> float | None:
-    """Return the quotient; null if there was nothing to count."""
-    return part / whole if whole else None
-
-
-def _measured(value: float) -> float | None:
-    """Return null for NaN: nothing was measured."""
-    return None if math.isnan(value) else value
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]:
-    """Return the smallest and the largest of several processes' values; null without values."""
-    return {
-        name.format("min"): min(values, default=None),
-        name.format("max"): max(values, default=None),
     }
 
 
@@ -190,8 +62,7 @@ def step_warnings(
     step: int, sampled: SampledBatch, update: UpdateResult, config: RunConfig
 ) -> Iterator[str]:
     """Yield a line each for missing groups, dropped groups, dropped tokens and skipped updates."""
-    prompts_per_step, counters = config.sampling.prompts_per_step, sampled.counters
-    num_kept = len(sampled.groups)
+    prompts_per_step, num_kept = config.sampling.prompts_per_step, len(sampled.groups)
     if num_kept < prompts_per_step and sampled.is_replay:
         yield (
             f"step {step}: only {num_kept} of {prompts_per_step} groups of the batch "
@@ -201,13 +72,13 @@ def step_warnings(
     elif num_kept < prompts_per_step:
         yield (
             f"step {step}: only {num_kept} of {prompts_per_step} groups are mixed "
-            f"among {len(counters.stats)} sampled ({counters.num_at('all_correct')} all correct, "
-            f"{counters.num_at('all_wrong')} all incorrect, {counters.num_at('equal')} with equal "
+            f"among {len(sampled.stats)} sampled ({sampled.num_at('all_correct')} all correct, "
+            f"{sampled.num_at('all_wrong')} all incorrect, {sampled.num_at('equal')} with equal "
             f"rewards): {_smaller_batch(num_kept, config)}"
         )
-    if counters.dropped:
+    if sampled.dropped:
         yield (
-            f"step {step}: {len(counters.dropped)} groups dropped: they are older than "
+            f"step {step}: {len(sampled.dropped)} groups dropped: they are older than "
             "sampling.max_staleness allows"
         )
     if update.num_dropped_tokens:

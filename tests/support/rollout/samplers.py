@@ -73,10 +73,13 @@ def contents(batches: list[SampledBatch]) -> list[str]:
     """Return all that does not depend on the engines' speed, as text so that NaN equals NaN."""
     found = []
     for batch in batches:
-        counters = batch.counters
-        stats = [replace(group, seconds=0.0) for group in counters.stats]
-        sizes = [len(counters.to_reserve), len(counters.dropped), len(counters.unscored)]
-        sizes += [batch.num_from_reserve, counters.num_carried, counters.num_recomputed]
+        stats = [replace(group, seconds=0.0) for group in batch.stats]
+        sizes = [len(batch.to_reserve), len(batch.dropped), len(batch.unscored)]
+        sizes += [
+            batch.num_from_reserve,
+            batch.counts["groups/carried"],
+            batch.counts["tokens/recomputed"],
+        ]
         # exact, and faster than numpy's own text
         with np.printoptions(override_repr=lambda array: f"{array.dtype}{array.tolist()}"):
             found.append(repr([batch.groups, batch.saved, stats, sizes]))

@@ -89,12 +89,11 @@ def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> 
 
 def contents(batch: SampledBatch) -> list[object]:
     """Return a batch without the facts about its generation, in the encoding of a checkpoint."""
-    counters = batch.counters
     return [
         [encode_group(group) for group in batch.groups],
         [(encode_group(entry.group), entry.disposition) for entry in batch.saved],
-        [replace(group, seconds=0.0).to_json() for group in counters.stats],
-        [len(counters.to_reserve), len(counters.dropped), counters.num_surplus],
+        [replace(group, seconds=0.0).to_json() for group in batch.stats],
+        [len(batch.to_reserve), len(batch.dropped), batch.num_surplus],
     ]
 
 
@@ -102,7 +101,7 @@ def test_batches_are_replayed_exactly(tmp_path, source):
     batches = replayed(config_of(tmp_path), tmp_path)
     assert [contents(batch) for batch in batches] == [contents(batch) for batch in source]
     assert any(batch.num_from_reserve for batch in source)
-    assert all(b.is_replay and b.counters.engines == () for b in batches)
+    assert all(b.is_replay and b.engines == () for b in batches)
     assert [b.num_from_reserve for b in batches] == [b.num_from_reserve for b in source]
 
 
@@ -113,8 +112,8 @@ def test_groups_with_failures_are_replayed(tmp_path, tokenizer):
     save(tmp_path, batches, tokenizer)
     for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
         assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in whole.groups]
-        assert batch.counters.num_excluded > 0 and batch.counters.reward_parts["judge/failed"] > 0
-        assert batch.counters.num_at("all_correct") == whole.counters.num_at("all_correct")
+        assert batch.num_excluded > 0 and batch.reward_parts["judge/failed"] > 0
+        assert batch.num_at("all_correct") == whole.num_at("all_correct")
 
 
 def test_partly_saved_groups_are_refused_at_the_start(tmp_path, source, tokenizer):

@@ -58,7 +58,7 @@ def killed_after(folder: Path, num_groups: int, **config) -> set[int]:
 
 def num_reused(journal: Journal) -> int:
     """Return the number of groups that a step takes from the journal."""
-    return sampler_with(journal, ScriptedEngines()).next_batch().counters.num_from_journal
+    return sampler_with(journal, ScriptedEngines()).next_batch().counts["groups/from_journal"]
 
 
 MODES = [{}, {"mode": "rounds"}, {"selection": "all"}]
@@ -73,7 +73,7 @@ def test_killed_step_reuses_finished_groups(tmp_path, config, num_groups):
     engines = ScriptedEngines(finish="short first")
     batch = sampler_with(journal_in(tmp_path), engines, **config).next_batch()
     assert contents([batch]) == contents([expected])
-    assert batch.counters.num_from_journal > 0
+    assert batch.counts["groups/from_journal"] > 0
     assert not set(engines.asked) & before
     again = ScriptedEngines()
     last = sampler_with(journal_in(tmp_path), again, **config).next_batch()
@@ -100,7 +100,7 @@ def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
         resumed(killed).next_batch()
     engines = ScriptedEngines()
     batch = resumed(engines).next_batch()
-    assert batch.counters.num_from_journal == num_groups
+    assert batch.counts["groups/from_journal"] == num_groups
     assert not set(engines.asked) & finished(killed)
 
 
@@ -124,12 +124,14 @@ def test_other_seed_or_temperature_is_another_request(tmp_path):
     killed_after(tmp_path, 5)
     engines = ScriptedEngines()
     assert (
-        sampler_with(journal_in(tmp_path), engines, seed=1).next_batch().counters.num_from_journal
+        sampler_with(journal_in(tmp_path), engines, seed=1)
+        .next_batch()
+        .counts["groups/from_journal"]
         == 0
     )
     sampler = sampler_with(journal_in(tmp_path), engines)
     sampler._requests._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
-    assert sampler.next_batch().counters.num_from_journal == 0
+    assert sampler.next_batch().counts["groups/from_journal"] == 0
 
 
 def test_malformed_group_is_requested_again(tmp_path, monkeypatch):
@@ -140,7 +142,7 @@ def test_malformed_group_is_requested_again(tmp_path, monkeypatch):
         )
         before = killed_after(tmp_path, 2)
     journal, engines = journal_in(tmp_path), ScriptedEngines()
-    assert sampler_with(journal, engines).next_batch().counters.num_from_journal == 0
+    assert sampler_with(journal, engines).next_batch().counts["groups/from_journal"] == 0
     notes = journal.drain_warnings()
     assert len(notes) == 2 and all("KeyError('responses')" in note for note in notes)
     assert before <= set(engines.asked)
@@ -185,7 +187,7 @@ def test_damage_costs_later_groups(tmp_path):
     [note] = journal.drain_warnings()
     assert "a damaged record at byte" in note and str(path) in note
     batch = sampler_with(journal, ScriptedEngines()).next_batch()
-    assert 0 < batch.counters.num_from_journal < len(before)
+    assert 0 < batch.counts["groups/from_journal"] < len(before)
     assert contents([batch]) == contents([expected])
 
 

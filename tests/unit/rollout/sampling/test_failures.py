@@ -63,17 +63,15 @@ def failing_batch(share=0.1, *, bound=HALF, **config):
 def test_failed_responses_leave_groups_and_statistics():
     """Catches failures that count as wrong responses, in advantages or in metrics."""
     batch, judge = failing_batch(selection="all")
-    assert batch.counters.num_excluded == judge.num_failed > 0
+    assert batch.num_excluded == judge.num_failed > 0
     sizes = [len(group.responses) for group in batch.groups]
-    assert min(sizes) < 6 and sum(sizes) == 8 * 6 - batch.counters.num_excluded
-    assert len(batch.counters.response_lengths) == sum(sizes)
+    assert min(sizes) < 6 and sum(sizes) == 8 * 6 - batch.num_excluded
+    assert len(batch.response_lengths) == sum(sizes)
     rewards = [reward for group in batch.groups for reward in group.rewards]
-    assert 0.0 not in rewards and batch.counters.reward_mean == pytest.approx(np.mean(rewards))
-    assert batch.counters.accuracy == pytest.approx(np.mean([reward > 0 for reward in rewards]))
-    assert batch.counters.reward_parts["judge/failed"] == pytest.approx(
-        batch.counters.num_excluded / 48
-    )
-    assert len(batch.counters.unscored) == 0
+    assert 0.0 not in rewards and batch.reward_mean == pytest.approx(np.mean(rewards))
+    assert batch.accuracy == pytest.approx(np.mean([reward > 0 for reward in rewards]))
+    assert batch.reward_parts["judge/failed"] == pytest.approx(batch.num_excluded / 48)
+    assert len(batch.unscored) == 0
     for group in batch.groups:
         assert decode_group(encode_group(group)).failures == group.failures
 
@@ -83,11 +81,9 @@ def test_group_whose_remaining_responses_are_all_correct_is_all_correct():
     batch, _ = failing_batch(0.2, bound=10, responses_per_prompt=4)
     finished = [entry for entry in batch.saved if entry.disposition == "all_correct"]
     assert any(len(entry.group.responses) < 4 for entry in finished)
-    assert batch.counters.num_at("all_correct") == len(finished)
+    assert batch.num_at("all_correct") == len(finished)
     kept = sum(entry.disposition == "trained" for entry in batch.saved)
-    assert len(batch.counters.stats) == kept + batch.counters.num_at(
-        "all_correct"
-    ) + batch.counters.num_at("all_wrong")
+    assert len(batch.stats) == kept + batch.num_at("all_correct") + batch.num_at("all_wrong")
 
 
 @pytest.mark.parametrize("mode", [
@@ -96,16 +92,16 @@ def test_group_whose_remaining_responses_are_all_correct_is_all_correct():
 def test_group_with_one_response_left_is_replaced(mode):
     """Catches a group that counts as all incorrect, and a batch with too few groups."""
     batch, judge = failing_batch(0.5, responses_per_prompt=3, **mode)
-    assert len(batch.groups) == 8 and len(batch.counters.unscored) > 0
+    assert len(batch.groups) == 8 and len(batch.unscored) > 0
     assert all(len(group.responses) >= 2 for group in batch.groups)
     counted = (
-        batch.counters.num_at("all_correct")
-        + batch.counters.num_at("all_wrong")
+        batch.num_at("all_correct")
+        + batch.num_at("all_wrong")
         + len(batch.groups)
-        + batch.counters.num_surplus
+        + batch.num_surplus
     )
-    assert len(batch.counters.stats) <= counted + len(batch.counters.to_reserve)
-    assert batch.counters.num_excluded <= judge.num_failed
+    assert len(batch.stats) <= counted + len(batch.to_reserve)
+    assert batch.num_excluded <= judge.num_failed
 
 
 @pytest.mark.parametrize("aggregation", [
@@ -233,7 +229,7 @@ def test_group_with_failures_is_scored_again_after_a_kill(tmp_path):
     whole = make_sampler(ScriptedEngines(), judge=FailsOn(0.0, HALF), **keys).next_batch()
     num_ragged = sum(bool(group.failures) for group in first.groups)
     assert 0 < num_ragged < 8
-    assert (whole.counters.num_from_journal, whole.counters.num_excluded) == (8 - num_ragged, 0)
+    assert (whole.counts["groups/from_journal"], whole.num_excluded) == (8 - num_ragged, 0)
     assert all(isinstance(g, Group) and len(g.responses) == 3 for g in whole.groups)
 
 
@@ -285,7 +281,7 @@ def test_failures_of_environments_are_counted_by_cause(caplog):
     with closing(scorer):
         keys = {"prompts_per_step": 8, "responses_per_prompt": 6, "selection": "all"}
         batch = make_sampler(Broken(0.2), judge=scorer, **keys).next_batch()
-        num_excluded = batch.counters.num_excluded
+        num_excluded = batch.num_excluded
         assert 1 < num_excluded < 24
         assert scorer.drain_warnings() == [
             f"environment Sum failed on {num_excluded} responses, which were left out or "
@@ -348,12 +344,12 @@ def test_group_that_environments_empty_is_asked_again(mode):
     expected = played(plain, **mode).next_batch()
     batch = played(broken, **mode).next_batch()
     assert contents([batch]) == contents([expected])
-    assert [len(batch.counters.unscored), batch.counters.num_excluded] == [0, 0]
+    assert [len(batch.unscored), batch.num_excluded] == [0, 0]
     assert set(broken.asked) == set(plain.asked)
     assert max(Counter(broken.asked).values()) == 1 + MAX_REPEATS
     num_again = len(broken.asked) - len(plain.asked)
-    assert batch.counters.failures == {"environment/Sum/failures/exception": 3.0 * num_again}
-    assert expected.counters.failures == {}
+    failures = "environment/Sum/failures/exception"
+    assert batch.counts[failures] == 3.0 * num_again and failures not in expected.counts
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "partial", "max_staleness": 1}])
@@ -361,7 +357,7 @@ def test_group_whose_environment_keeps_failing_is_replaced(mode):
     """Catches a step that asks for the same prompt forever, or again in spite of enough others."""
     engines = Broken(0.5)
     batch = played(engines, **mode).next_batch()
-    assert len(batch.groups) == 8 and len(batch.counters.unscored) > 0
+    assert len(batch.groups) == 8 and len(batch.unscored) > 0
     ragged = {group.prompt_index for group in batch.groups if group.failures}
     tries = Counter(engines.asked)
     assert ragged and {tries[index] for index in ragged} == {1}
@@ -372,7 +368,7 @@ def test_actions_that_must_not_be_repeated_are_not():
     """Catches an episode with effects elsewhere that is tried again."""
     engines = Broken(0.5)
     batch = played(engines, "once").next_batch()
-    assert len(batch.counters.unscored) > 0 and set(Counter(engines.asked).values()) == {1}
+    assert len(batch.unscored) > 0 and set(Counter(engines.asked).values()) == {1}
 
 
 def evaluation_of(recovery, engines, judge=None):
@@ -536,12 +532,10 @@ def test_lost_games_are_counted_and_trained_on():
     batch = played(Losing(), selection="all").next_batch()
     responses = [one for group in batch.groups for one in group.responses]
     lost = [one.finish_reason == "max_turns" for one in responses]
-    assert 0 < sum(lost) < len(lost) and batch.counters.truncated_fraction == 0.0
-    assert batch.counters.reward_parts["environment/Sum/out_of_turns"] == pytest.approx(
-        np.mean(lost)
-    )
+    assert 0 < sum(lost) < len(lost) and batch.truncated_fraction == 0.0
+    assert batch.reward_parts["environment/Sum/out_of_turns"] == pytest.approx(np.mean(lost))
     # a mean over the episodes with cuts alone would hide how rare they are
-    assert batch.counters.reward_parts["environment/Sum/cut_messages"] == 0.0
+    assert batch.reward_parts["environment/Sum/cut_messages"] == 0.0
     weights = loss_weights(batch.groups, AlgorithmConfig(overlong_filtering=True))
     assert (weights > 0).all()
 

@@ -70,7 +70,7 @@ def test_custom_is_mixed():
     every_third = {"is_mixed": lambda group: group.prompt_index % 3 == 0}
     (batch,) = take(make_sampler(ScriptedEngines(), bound=0, sampler=every_third), 1)
     assert [group.prompt_index for group in batch.groups] == [3 * place for place in range(8)]
-    assert batch.counters.num_at("all_correct") == len(batch.counters.stats) == 22
+    assert batch.num_at("all_correct") == len(batch.stats) == 22
 
 
 def test_graded_groups_are_mixed_if_their_rewards_differ():
@@ -79,13 +79,12 @@ def test_graded_groups_are_mixed_if_their_rewards_differ():
     sampler = make_sampler(ScriptedEngines(), judge=Grades(), saved_groups="all", **pairs)
     batch = sampler.next_batch()
     assert all(len({*group.rewards}) > 1 for group in batch.groups)
-    counters = batch.counters
     equal = [entry.group for entry in batch.saved if entry.disposition == "equal"]
-    assert len(equal) == counters.num_at("equal") > 0
+    assert len(equal) == batch.num_at("equal") > 0
     assert all(len({*group.rewards}) == 1 for group in equal)
-    assert math.isnan(counters.accuracy) and 0.0 < counters.reward_mean < 1.0
+    assert math.isnan(batch.accuracy) and 0.0 < batch.reward_mean < 1.0
     assert saved_state(sampler)["difficulty"]["prompts"].keys() == {
-        group.prompt_id for group in counters.stats
+        group.prompt_id for group in batch.stats
     }
 
 
@@ -112,12 +111,12 @@ def test_next_step_starts_after_the_batch():
     """Prompts requested beyond it with old weights are requested again."""
     engines = ScriptedEngines(slots=200)
     batches = take(make_sampler(engines, saved_groups="all"), 4)
-    assert sum(batch.counters.num_surplus + batch.counters.num_stopped for batch in batches) > 0
+    assert sum(batch.num_surplus + batch.counts["groups/stopped"] for batch in batches) > 0
     for before, after in zip(batches, batches[1:], strict=False):
         first = min(sampled.group.prompt_index for sampled in after.saved)
         assert first == max(group.prompt_index for group in before.groups) + 1
     for version, batch in enumerate(batches, start=POLICY_VERSION):
-        assert batch.num_from_reserve == len(batch.counters.to_reserve) == 0
+        assert batch.num_from_reserve == len(batch.to_reserve) == 0
         responses = [response for group in batch.groups for response in group.responses]
         assert {int(v) for one in responses for v in one.policy_versions} == {version}
 
@@ -140,8 +139,8 @@ def test_stragglers_are_cancelled_once_useless():
     """Long groups behind the batch would otherwise be generated completely."""
     engines = ScriptedEngines("last first", slots=200)
     (batch,) = take(make_sampler(engines), 1)
-    assert batch.counters.num_stopped + batch.counters.num_surplus > 0
-    assert batch.counters.num_tokens_stopped > 0 and engines.num_in_flight == 0
+    assert batch.counts["groups/stopped"] + batch.num_surplus > 0
+    assert batch.counts["tokens/stopped"] > 0 and engines.num_in_flight == 0
 
 
 @pytest.mark.parametrize(("bound", "histogram"), [(10_000, "  0 of 3"), (-1, "  3 of 3")])
@@ -157,7 +156,7 @@ def test_shortfall_trains_on_found_groups_or_stops_the_run():
     few = {"bound": RARE, "max_asked_per_prompt": 2.0}
     batch = make_sampler(ScriptedEngines(), **few).next_batch()
     assert 0 < len(batch.groups) < 8
-    assert len(batch.counters.stats) == 16
+    assert len(batch.stats) == 16
     with pytest.raises(SamplingError, match="of 8 groups"):
         make_sampler(ScriptedEngines(), on_shortfall="stop", **few).next_batch()
 
@@ -167,11 +166,13 @@ def test_rounds_wait_for_all_groups_and_drop_surplus():
     engines = ScriptedEngines("short first", slots=30)
     sampler = make_sampler(engines, mode="rounds", prompts_per_round=24, num_prompts=1000)
     batches = take(sampler, 6)
-    assert {len(batch.counters.stats) % 24 for batch in batches} == {0}
-    assert sum(batch.counters.num_surplus for batch in batches) > 0
-    assert engines.asked == list(range(sum(len(batch.counters.stats) for batch in batches)))
+    assert {len(batch.stats) % 24 for batch in batches} == {0}
+    assert sum(batch.num_surplus for batch in batches) > 0
+    assert engines.asked == list(range(sum(len(batch.stats) for batch in batches)))
     for batch in batches:
-        assert len(batch.groups) == 8 and batch.counters.num_stopped == batch.num_from_reserve == 0
+        assert (
+            len(batch.groups) == 8 and batch.counts["groups/stopped"] == batch.num_from_reserve == 0
+        )
         indices = [group.prompt_index for group in batch.groups]
         assert indices == sorted(indices)
 
@@ -182,11 +183,7 @@ def test_second_round_if_the_first_does_not_suffice():
         engines, bound=RARE, mode="rounds", num_prompts=1000, max_asked_per_prompt=40.0
     )
     (batch,) = take(sampler, 1)
-    assert (
-        len(batch.groups) == 8
-        and len(batch.counters.stats) > 16
-        and len(batch.counters.stats) % 8 == 0
-    )
+    assert len(batch.groups) == 8 and len(batch.stats) > 16 and len(batch.stats) % 8 == 0
 
 
 @pytest.mark.parametrize("finish", ["in order", "short first", "last first", "at random"])
@@ -201,15 +198,15 @@ def test_partial_loses_and_repeats_no_group(finish):
     waiting = reserve.open.keys() | reserve.finished.keys()
     assert set(engines.asked) == consumed | waiting
     # with so few groups per step, many can become due at once
-    assert sum(len(batch.counters.dropped) for batch in batches) < 0.15 * len(trained)
+    assert sum(len(batch.dropped) for batch in batches) < 0.15 * len(trained)
 
 
 def test_partial_step_without_new_groups():
     """Groups that had to be waited for may fill the next batch as well."""
     batches = take(make_sampler(ScriptedEngines("short first", slots=12), **PARTIAL), 6)
     assert [len(batch.groups) for batch in batches] == [8] * 6
-    nothing_new = [batch for batch in batches if len(batch.counters.stats) == 0]
-    assert nothing_new and all(np.isnan(batch.counters.accuracy) for batch in nothing_new)
+    nothing_new = [batch for batch in batches if len(batch.stats) == 0]
+    assert nothing_new and all(np.isnan(batch.accuracy) for batch in nothing_new)
 
 
 def test_partial_response_has_versions_per_token():
@@ -230,9 +227,9 @@ def test_partial_carries_groups_and_stops_none():
     """Engines must not wait for the longest response of a step."""
     engines = ScriptedEngines(slots=12)
     batches = take(make_sampler(engines, **PARTIAL), 6)
-    assert all(batch.counters.num_carried > 0 for batch in batches)
+    assert all(batch.counts["groups/carried"] > 0 for batch in batches)
     assert all(
-        batch.counters.num_stopped == batch.counters.num_tokens_stopped == 0 for batch in batches
+        batch.counts["groups/stopped"] == batch.counts["tokens/stopped"] == 0 for batch in batches
     )
 
 
@@ -270,16 +267,16 @@ def test_statistics_cover_all_responses():
     engines = ScriptedEngines()
     sampler = make_sampler(engines, bound=RARE, num_prompts=500, max_asked_per_prompt=40.0)
     batch = sampler.next_batch()
-    assert len(batch.counters.stats) == max(group.prompt_index for group in batch.groups) + 1
-    assert batch.counters.num_at("all_wrong") > 4 * len(batch.groups)
+    assert len(batch.stats) == max(group.prompt_index for group in batch.groups) + 1
+    assert batch.num_at("all_wrong") > 4 * len(batch.groups)
     responses = all_responses(batch)
     lengths = [len(text) for text in responses]
     right = [sum(map(int, text)) >= RARE for text in responses]
-    assert batch.counters.accuracy == np.mean(right) < 0.1
-    assert batch.counters.reward_mean == pytest.approx(2 * np.mean(right) - 1)
-    assert sorted(batch.counters.response_lengths) == sorted(lengths)
-    assert batch.counters.truncated_fraction == np.mean([n == MAX_TOKENS for n in lengths]) > 0
-    assert sum(group.num_generated for group in batch.counters.stats) == sum(lengths)
+    assert batch.accuracy == np.mean(right) < 0.1
+    assert batch.reward_mean == pytest.approx(2 * np.mean(right) - 1)
+    assert sorted(batch.response_lengths) == sorted(lengths)
+    assert batch.truncated_fraction == np.mean([n == MAX_TOKENS for n in lengths]) > 0
+    assert sum(group.num_generated for group in batch.stats) == sum(lengths)
 
 
 def all_responses(batch) -> list[str]:
@@ -288,7 +285,7 @@ def all_responses(batch) -> list[str]:
     prompts = PromptStream(make_prompts(500), 0)
     return [
         respond(seed, settings).text
-        for index in range(len(batch.counters.stats))
+        for index in range(len(batch.stats))
         for seed in response_seeds(3, 0, "train", index, prompts.at(index).id)
     ]
 
@@ -326,14 +323,13 @@ def test_all_groups_are_saved_with_their_disposition():
         indices = [sampled.group.prompt_index for sampled in batch.saved]
         assert indices == sorted(set(indices))
         reserved = [sampled for sampled in batch.saved if sampled.from_reserve]
-        assert len(indices) == len(batch.counters.stats) + len(reserved)
+        assert len(indices) == len(batch.stats) + len(reserved)
         dispositions = Counter(sampled.disposition for sampled in batch.saved)
         assert dispositions["trained"] == len(batch.groups)
-        assert dispositions["dropped"] == len(batch.counters.dropped) + batch.counters.num_surplus
-        counters = batch.counters
-        assert dispositions["to_reserve"] == len(counters.to_reserve)
-        assert dispositions["all_correct"] == counters.num_at("all_correct")
-        assert dispositions["all_wrong"] == counters.num_at("all_wrong")
+        assert dispositions["dropped"] == len(batch.dropped) + batch.num_surplus
+        assert dispositions["to_reserve"] == len(batch.to_reserve)
+        assert dispositions["all_correct"] == batch.num_at("all_correct")
+        assert dispositions["all_wrong"] == batch.num_at("all_wrong")
         trained = [sampled.group for sampled in batch.saved if sampled.disposition == "trained"]
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         kept = [sampled for sampled in reserved if sampled.disposition == "trained"]
@@ -363,7 +359,7 @@ def test_reward_parts_are_means():
 
     batch = make_sampler(ScriptedEngines(), judge=Parts(HALF)).next_batch()
     size = len(batch.groups[0].responses)
-    assert batch.counters.reward_parts == {"all": (size - 1) / 2, "first": 7.0}
+    assert batch.reward_parts == {"all": (size - 1) / 2, "first": 7.0}
 
 
 class WaitsForScoring(ScriptedEngines):
@@ -406,7 +402,7 @@ def test_reward_seconds_covers_all_groups():
     engines, judge = ScriptedEngines(), Slow(RARE)
     sampler = make_sampler(engines, num_prompts=500, max_asked_per_prompt=40.0, judge=judge)
     batch = sampler.next_batch()
-    assert judge.seconds <= batch.counters.reward_seconds < 2 * judge.seconds
+    assert judge.seconds <= batch.counts["time/reward_s"] < 2 * judge.seconds
 
 
 def test_scoring_error_ends_the_step():

@@ -184,7 +184,7 @@ def test_async_trains_every_mixed_group_once_and_none_too_old():
         trained = [group.prompt_index for batch in batches for group in batch.groups]
         assert len(trained) == len(set(trained)) == 14 * 8
         for version, batch in enumerate(batches):
-            assert len(batch.counters.dropped) == batch.counters.num_stopped == 0
+            assert len(batch.dropped) == batch.counts["groups/stopped"] == 0
             ages = [version - group.oldest_version for group in batch.groups]
             oldest = max(oldest, *ages)
             assert max(ages) <= 3

@@ -14,9 +14,8 @@ from megadapo.rollout.sampling.reserve import OpenEntry, Reserve
 from megadapo.rollout.sampling.sampler import PromptHistory, describe_shortfall
 from megadapo.rollout.sampling.statistics import (
     GroupStats,
-    RejectedGroups,
+    SampledBatch,
     SampledGroup,
-    StepCounters,
     choose_saved,
 )
 from tests.support.rollout.groups import EXPERTS, make_group
@@ -101,6 +100,10 @@ def test_states_of_earlier_versions_are_read():
     entry = stats("a", 2).to_json()
     del entry["reward_range"], entry["is_one_text"]
     assert GroupStats.from_json(json.loads(json.dumps(entry))) == stats("a", 2)
+    state = SampledBatch().to_json()
+    counts = dict.fromkeys(state.pop("counts"), 0) | {"groups/stopped": 3, "time/overdue_s": 0.5}
+    names = {"num_stopped": 3, "num_carried": 0, "overdue_seconds": 0.5, "num_from_journal": 0}
+    assert SampledBatch.from_json({**state, **names}, 0).counts == counts
     state = PromptHistory().state_dict()
     del state["rates"]["equal"]
     PromptHistory().load_state_dict(state)
@@ -151,17 +154,19 @@ def test_copy_does_not_change_with_the_reserve():
 
 def test_counts_of_a_batch_that_is_not_taken_survive_json():
     """A resumed run would report the accuracy of later groups only."""
-    counters = StepCounters(rejected=RejectedGroups("all"), num_stopped=3, overdue_seconds=0.5)
+    batch = SampledBatch(saved_groups="all")
+    batch.counts |= {"groups/stopped": 3, "time/overdue_s": 0.5}
     for index in range(3):
-        counters.add(make_group(index), is_mixed=index == 1)
-    counters.unscored.append(make_group(7))
-    copy = counters.copy()
-    text = json.dumps(counters.to_json(), allow_nan=False)
-    again = StepCounters.from_json(json.loads(text), "all")
-    assert repr(again.stats) == repr(counters.stats)
-    assert (again.num_stopped, again.overdue_seconds) == (3, 0.5)
+        batch.add(make_group(index), is_mixed=index == 1)
+    batch.unscored.append(make_group(7))
+    copy = batch.copy()
+    text = json.dumps(batch.to_json(), allow_nan=False)
+    again = SampledBatch.from_json(json.loads(text), "all")
+    assert repr(again.stats) == repr(batch.stats)
+    assert again.counts == batch.counts
     assert json.dumps(again.to_json()) == text
-    counters.add(make_group(4), is_mixed=False)
+    batch.add(make_group(4), is_mixed=False)
+    batch.counts["groups/stopped"] += 1
     assert json.dumps(copy.to_json()) == text
 
 

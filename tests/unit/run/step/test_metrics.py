@@ -10,7 +10,7 @@ from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.verifier import SymbolicCounts, VerifierCounts
-from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch, StepCounters
+from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch
 from megadapo.rollout.types import EngineActivity
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import UpdateResult
@@ -35,14 +35,13 @@ def group_stats(*lengths: int, num_correct: int, seconds: float = 1.0, **values)
     )
 
 
-COUNTERS = StepCounters(
+SAMPLED = SampledBatch(
     stats=[
         group_stats(5, 60, num_correct=2, seconds=0.5),
         group_stats(90, num_correct=0, seconds=1.5),
         group_stats(100, num_correct=0, seconds=2.0),
     ],
-    num_tokens_stopped=70,
-    reward_seconds=0.1,
+    counts={**SampledBatch().counts, "tokens/stopped": 70, "time/reward_s": 0.1},
     engines=[
         EngineActivity(
             num_tokens=300,
@@ -81,10 +80,9 @@ ADDED_BY_THE_RUN = {
 }
 
 
-def metrics(config: RunConfig = CONFIG, *, is_replay: bool = False, **counts: object) -> dict:
-    """Return the metrics of a step with other counters."""
-    sampled = SampledBatch(groups=(), counters=replace(COUNTERS, **counts), is_replay=is_replay)
-    return step_metrics(3, sampled, UPDATE, config=config)
+def metrics(config: RunConfig = CONFIG, **changes: object) -> dict:
+    """Return the metrics of a changed step."""
+    return step_metrics(3, replace(SAMPLED, **changes), UPDATE, config=config)
 
 
 def test_every_metric_name_is_given():
@@ -128,7 +126,7 @@ def test_step_and_trainer_metrics_are_in_the_record():
 
 def test_overlong_penalty_covers_all_responses():
     """Lengths 90 and 100 are 30 and 40 of 40 tokens inside the buffer, at half weight."""
-    stats = [replace(COUNTERS.stats[0], reward_sum=3.0), *COUNTERS.stats[1:]]
+    stats = [replace(SAMPLED.stats[0], reward_sum=3.0), *SAMPLED.stats[1:]]
     found = metrics(stats=stats)
     assert found["reward/overlong_penalty_mean"] == pytest.approx(-0.5 * (0.75 + 1.0) / 4)
     assert found["reward/shaped_mean"] == pytest.approx(0.25 - 0.5 * (0.75 + 1.0) / 4)
@@ -162,7 +160,7 @@ def test_group_times_and_engine_load():
 def test_groups_without_signal_are_shares_of_all_sampled():
     """Steps that sample again after a shortfall have larger counts."""
     mixed = [group_stats(3, 5, num_correct=1)] * 5
-    found = metrics(stats=[*COUNTERS.stats, *mixed])
+    found = metrics(stats=[*SAMPLED.stats, *mixed])
     assert found["groups/all_correct_share"] == 0.125
     assert found["groups/all_wrong_share"] == 0.25
 
@@ -170,7 +168,7 @@ def test_groups_without_signal_are_shares_of_all_sampled():
 def test_wrong_groups_of_one_text_are_counted():
     """Equal responses to problems that are solved would look like a collapse."""
     stats = [group_stats(3, 3, num_correct=num, is_one_text=True) for num in (0, 1, 2)]
-    assert metrics(stats=[*COUNTERS.stats, *stats])["groups/one_text_wrong"] == 1
+    assert metrics(stats=[*SAMPLED.stats, *stats])["groups/one_text_wrong"] == 1
 
 
 def test_rejected_groups_with_unequal_rewards_are_counted():
@@ -199,7 +197,7 @@ def test_step_without_responses_has_null_means():
 def test_failures_of_environments_are_counted_and_not_repeated():
     """Catches a comparison of two runs that names a lost process as a difference."""
     name = "environment/Sum/failures/timeout"
-    assert metrics(failures={name: 3.0})[name] == 3.0
+    assert metrics(counts={**SAMPLED.counts, name: 3.0})[name] == 3.0
     assert not is_repeated(name) and is_repeated("environment/Sum/failed")
 
 
@@ -212,7 +210,7 @@ def test_replayed_step_has_null_generation():
 
 def notes(num_groups: int = 8, update: UpdateResult = UPDATE, **values: object) -> str:
     groups = (saved_group().group,) * num_groups
-    sampled = SampledBatch(groups=groups, **{"counters": COUNTERS, **values})
+    sampled = replace(SAMPLED, groups=groups, **values)
     return "\n".join(step_warnings(3, sampled, update, CONFIG))
 
 
@@ -223,8 +221,8 @@ def test_healthy_step_has_no_warnings():
 def test_each_omission_is_a_warning_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
     assert "5 of 8 groups of the batch are saved" in notes(5, is_replay=True)
-    dropped = replace(COUNTERS, dropped=[saved_group().group] * 5)
-    assert "5 groups dropped: they are older" in notes(counters=dropped)
+    dropped = [saved_group().group] * 5
+    assert "5 groups dropped: they are older" in notes(dropped=dropped)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     skipped = replace(UPDATE, metrics=UPDATE.metrics | {"policy/skipped_updates": 2})
     assert "2 updates skipped" in notes(update=skipped)
