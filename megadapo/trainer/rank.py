@@ -39,6 +39,7 @@ from megadapo.trainer.reference import ReferencePolicy
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
     CRITIC_FOLDER,
+    RANK_SECONDS,
     REFERENCE_FOLDER,
     Metrics,
     Rendezvous,
@@ -46,7 +47,7 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.metrics import Sums, recorded_tokens, summarize
+from megadapo.trainer.update.metrics import Sums, rank_tokens, recorded_tokens, summarize
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite, wait_for_weight
 from megadapo.trainer.update.step import (
     compute_gradients,
@@ -156,8 +157,7 @@ class TrainerRank(TrainedModel):
         return UpdateResult(
             metrics=metrics | self.experts.result(),
             num_dropped_tokens=int(np.count_nonzero(batch.loss_weights) - batch.is_trained.sum()),
-            rank_tokens=(sum(mini_batch.num_tokens for mini_batch in split),),
-            rank_seconds=tuple(seconds),
+            of_ranks=rank_tokens(split) | {RANK_SECONDS: tuple(seconds)},
             recorded=recorded_tokens(batch, split) if batch.recorded and self.has_results else None,
         )
 

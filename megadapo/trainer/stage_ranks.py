@@ -37,7 +37,7 @@ from megadapo.trainer.types import (
     UpdateRequest,
     UpdateResult,
 )
-from megadapo.trainer.update.metrics import Sums, mean_of, ratio
+from megadapo.trainer.update.metrics import Sums, mean_of, rank_tokens, ratio
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import compute_gradients, run_schedule
 
@@ -80,7 +80,7 @@ class FitRank(TrainerRank):
         return UpdateResult(
             metrics=metrics | (self.experts.result() if balances else {}),
             num_dropped_tokens=0,
-            rank_tokens=(sum(mini_batch.num_tokens for mini_batch in split),),
+            of_ranks=rank_tokens(split),
         )
 
 
@@ -146,7 +146,7 @@ class RewardModelRank:
         return UpdateResult(
             metrics=metrics,
             num_dropped_tokens=0,
-            rank_tokens=(sum(mini_batch.num_tokens for mini_batch in split),),
+            of_ranks=rank_tokens(split),
         )
 
     def scores(self, batch: PackedBatch) -> np.ndarray:

@@ -22,6 +22,10 @@ REFERENCE_FOLDER = "reference"
 """Name of the reference policy's folder there. It is absent if the reference has the weights with
 which the run started."""
 
+RANK_SECONDS = "time/rank_logprobs_{}_s"
+"""Time of each rank's pass for old log-probs. Data-parallel ranks do not wait for each other in it
+unless they share experts; context-parallel ranks do."""
+
 Metrics = dict[str, int | float | None]
 """Values by their names in observe/metrics/names.py; None: there was nothing to measure."""
 
@@ -104,19 +108,14 @@ class RecordedTokens:
 class UpdateResult:
     """Numbers of one step's updates. Fields that are compared are the same on every rank.
 
-    A rank's own result has one entry per tuple; `Trainer.update` joins those of all ranks.
+    `Trainer.update` joins the results of all ranks.
     """
 
     metrics: Metrics
     num_dropped_tokens: int
     """Response tokens that were left out because the engine gave no finite log-prob."""
-    rank_tokens: tuple[int, ...] = field(default=(), compare=False)
-    """Tokens of each rank's sequences, prompts included; with context parallelism, of its part."""
-    rank_seconds: tuple[float, ...] = field(default=(), compare=False)
-    """Time of each rank's pass for old log-probs. Data-parallel ranks do not wait for each other in
-    it unless they share experts; context-parallel ranks do."""
-    rank_bytes: tuple[int, ...] = field(default=(), compare=False)
-    """Private (unshared) main memory of each rank's process after the step's updates."""
+    of_ranks: dict[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
+    """Values of each rank by metric, with {} for min and max in the name."""
     recorded: RecordedTokens | None = field(default=None, compare=False)
     """Tokens of `PackedBatch.recorded`; None on ranks that have none, or the same as another."""
 
@@ -126,9 +125,10 @@ class UpdateResult:
         recorded = [result.recorded for result in results if result.recorded is not None]
         return replace(
             results[0],
-            rank_tokens=sum((result.rank_tokens for result in results), ()),
-            rank_seconds=sum((result.rank_seconds for result in results), ()),
-            rank_bytes=sum((result.rank_bytes for result in results), ()),
+            of_ranks={
+                name: sum((result.of_ranks[name] for result in results), ())
+                for name in results[0].of_ranks
+            },
             recorded=recorded[0].merged(recorded[1:]) if recorded else None,
         )
 

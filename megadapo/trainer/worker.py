@@ -19,6 +19,7 @@ import numpy as np
 from megadapo.cluster.machine import cuda_problems, inspect_machine
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.processes import (
+    MIB,
     ONEDNN_WITHOUT_BF16,
     collecting_rarely,
     private_bytes,
@@ -143,7 +144,8 @@ class TrainerWorker:
         self._release_cached_memory()
         if request.step % STEPS_PER_TRIM == 0:
             return_freed_memory()
-        return replace(result, rank_bytes=(private_bytes(os.getpid()),))
+        memory = {"memory/rank_{}_mib": (private_bytes(os.getpid()) / MIB,)}
+        return replace(result, of_ranks=result.of_ranks | memory)
 
     @_named_failures
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megadapo.algorithm.mini_batches import mini_batch_sizes
-from megadapo.cluster.processes import MIB
 from megadapo.config import RunConfig
 from megadapo.observe.metrics.reflection import reflection_shares
 from megadapo.rollout.sampling.statistics import SampledBatch, spread
+from megadapo.trainer.types import RANK_SECONDS
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
@@ -47,14 +47,14 @@ def step_metrics(
 
 def update_metrics(step: int, update: UpdateResult) -> dict[str, int | float | None]:
     """Return the metrics of a step's updates and of the trainer's ranks."""
+    found = update.of_ranks
+    seconds = found.get(RANK_SECONDS)
     return {
         "step": step,
         "policy_version": step,
         **update.metrics,
-        **spread("train/rank_tokens_{}", update.rank_tokens),
-        **spread("memory/rank_{}_mib", [size / MIB for size in update.rank_bytes]),
-        **spread("time/rank_logprobs_{}_s", update.rank_seconds),
-        "train/slowest_rank": int(np.argmax(update.rank_seconds)) if update.rank_seconds else None,
+        **{name: one for key in found for name, one in spread(key, found[key]).items()},
+        "train/slowest_rank": int(np.argmax(seconds)) if seconds else None,
     }
 
 

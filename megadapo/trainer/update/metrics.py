@@ -279,6 +279,11 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
+def rank_tokens(split: Sequence[MiniBatch]) -> dict[str, tuple[float, ...]]:
+    """Return the tokens of this rank's sequences; with context parallelism, of its part."""
+    return {"train/rank_tokens_{}": (sum(mini_batch.num_tokens for mini_batch in split),)}
+
+
 def recorded_tokens(batch: PackedBatch, split: Sequence[MiniBatch]) -> RecordedTokens:
     """Return the numbers of the batch's recorded sequences; NaN where this rank has none.
 

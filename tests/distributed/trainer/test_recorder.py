@@ -51,7 +51,7 @@ def test_update_records_tokens(ranks, layout):
     assert np.abs(recorded.update[second] - recorded.old[second]).max() < 0.5
 
     replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
-    assert sum(whole.rank_tokens) == replicas * len(batch.tokens)
+    assert sum(whole.of_ranks["train/rank_tokens_{}"]) == replicas * len(batch.tokens)
 
 
 def test_proximal_logprobs_of_stale_tokens_are_the_trainers(ranks):

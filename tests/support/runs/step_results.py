@@ -14,9 +14,11 @@ UPDATE = UpdateResult(
         "parity/logprob_abs_max": None,
     },
     num_dropped_tokens=0,
-    rank_tokens=(210, 190),
-    rank_seconds=(0.5, 0.75),
-    rank_bytes=(7 << 20, 9 << 20),
+    of_ranks={
+        "train/rank_tokens_{}": (210, 190),
+        "time/rank_logprobs_{}_s": (0.5, 0.75),
+        "memory/rank_{}_mib": (7, 9),
+    },
 )
 
 

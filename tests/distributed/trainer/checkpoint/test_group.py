@@ -58,8 +58,9 @@ def test_two_ranks_train_save_load_and_die(local_ray, models, tmp_path):
     assert first.metrics["tokens/trained"] == np.isfinite(batch.logprobs_rollout).sum()
     logprobs = group.logprobs(batch)
     assert (np.isfinite(logprobs) == np.isfinite(batch.logprobs_rollout)).all()
-    assert sum(first.rank_tokens) == len(batch.tokens)
-    assert min(first.rank_seconds) > 0 and min(first.rank_bytes) > 0
+    assert sum(first.of_ranks["train/rank_tokens_{}"]) == len(batch.tokens)
+    assert all(len(values) == 2 and min(values) > 0 for values in first.of_ranks.values())
+    assert len(first.of_ranks) == 3
     assert first.recorded is None
 
     saved = tmp_path / "saved"
