@@ -35,4 +35,4 @@ def status_of(folder: Path) -> Status:
     try:
         return read_status(folder)
     except DataError:
-        return Status()
+        return Status(num_steps=0, host="", pid=0, started="", updated="")
