@@ -196,7 +196,7 @@ class Critic(TrainedModel):
             split, values, self.settings.algorithm, kl_coef=kl_coef, device=self.device
         )
 
-    def update(self, split: Sequence[MiniBatch], order: Sequence[int], step: int) -> Metrics:
+    def fit(self, split: Sequence[MiniBatch], order: Sequence[int], step: int) -> Metrics:
         """Apply the updates of a step; return its metrics, the same on every rank.
 
         Args:

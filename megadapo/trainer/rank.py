@@ -152,7 +152,7 @@ class TrainerRank(TrainedModel):
         if self.critic is not None:
             # a divergence that ends the policy's updates does not end the critic's
             self.offload.load("optimizer")
-            metrics |= self.critic.update(split, order, request.step)
+            metrics |= self.critic.fit(split, order, request.step)
         self.offload.evict(*BETWEEN_UPDATES)
         return UpdateResult(
             metrics=metrics | self.experts.result(),
