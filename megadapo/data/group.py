@@ -1,6 +1,6 @@
 """Groups: one prompt with its responses and their scores, as every part of the loop passes them.
 
-Their JSON form, for the run's state, the journal and saved rollouts, is
+Their JSON form (`codec.py`), for the run's state, the journal and saved rollouts, is
 
     {"prompt_index": int, "prompt": {...}, "prompt_ids": [int, ...], "responses": [{...}, ...],
      "failures": [[function, reason], ...]}
@@ -17,11 +17,23 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import (
+    AliasChoices,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from megadapo.algorithm.groups import Branch, Steps, branches_among
+from megadapo.codec import READABLE, Measured, Table
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 
@@ -51,7 +63,7 @@ class Turn:
 
     end: int
     """Number of response tokens up to the end of the output."""
-    entropy: float = math.nan
+    entropy: Measured = math.nan
     """Normalised entropy of the first tokens after the output; NaN if it was not measured."""
     reward: float = 0.0
     """Reward that its environment gave for the turn."""
@@ -60,8 +72,18 @@ class Turn:
     is_call: bool = True
     """Whether the output answers a call; False after the last turn, and after a stop text that
     ends no call."""
-    metrics: tuple[tuple[str, float], ...] = ()
+    metrics: Table[float] = ()
     """(name, value) of each number that its environment counted."""
+
+    @model_serializer(mode="wrap")
+    def _as_list(self, fields_of: SerializerFunctionWrapHandler) -> list[Any]:
+        return list(fields_of(self).values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, values: Sequence[Any]) -> dict[str, Any]:
+        # turns of earlier versions have fewer values
+        return dict(zip(cls.__dataclass_fields__, values, strict=False))
 
 
 class Failure(NamedTuple):
@@ -83,6 +105,81 @@ class Failure(NamedTuple):
         return self.reason.startswith(INTERRUPTED)
 
 
+def _pack(kind: str, values: np.ndarray) -> str:
+    return base64.b64encode(values.astype(kind).tobytes()).decode()
+
+
+def _unpack(kind: str, values: str | Sequence[float | None]) -> np.ndarray:
+    if isinstance(values, str):
+        return np.frombuffer(base64.b64decode(values, validate=True), dtype=kind)
+    return np.array([math.nan if value is None else value for value in values], dtype=kind)
+
+
+def _encode_ids(values: np.ndarray, info: SerializationInfo) -> object:
+    return values.tolist() if info.context == READABLE else _pack("<i4", values)
+
+
+def _encode_logprobs(values: np.ndarray, info: SerializationInfo) -> object:
+    return encode_floats(values) if info.context == READABLE else _pack("<f4", values)
+
+
+def encode_floats(values: np.ndarray | None) -> list[float | None] | None:
+    """Return float32 values in the fewest digits that restore them; null if not finite."""
+    if values is None:
+        return None
+    import pyarrow
+
+    column = pyarrow.array(values.astype(np.float32), mask=~np.isfinite(values))
+    # Arrow prints the shortest text of a float32; a Python float has the digits of a float64.
+    texts = column.cast(pyarrow.string()).to_pylist()
+    return [None if text is None else float(text) for text in texts]
+
+
+def decode_floats(values: Sequence[float | None] | None) -> np.ndarray | None:
+    """Return the [n] float32 values that `encode_floats` wrote, NaN for null."""
+    return None if values is None else _unpack("<f4", values)
+
+
+def encode_versions(versions: np.ndarray) -> list[list[int]]:
+    """Return [n] versions as runs, [[version, number of tokens], ...]."""
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    counts = np.diff(starts, append=len(versions))
+    return [[int(versions[i]), int(n)] for i, n in zip(starts, counts, strict=True)]
+
+
+def decode_versions(runs: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the int32 versions from their runs."""
+    versions = [version for version, _ in runs]
+    return np.repeat(np.array(versions, dtype=np.int32), [count for _, count in runs])
+
+
+EXPERT_TYPES = {"uint8": "<u1", "uint16": "<u2"}
+"""Names of the types of expert numbers, and how each is stored."""
+
+
+def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """Return the type that holds the numbers of `num_experts` experts."""
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
+
+
+def encode_experts(experts: np.ndarray | None) -> dict[str, Any] | None:
+    """Return expert numbers [m, layers, experts per token] as JSON values."""
+    if experts is None:
+        return None
+    kind = experts.dtype.name
+    data = _pack(EXPERT_TYPES[kind], experts)
+    return {"shape": list(experts.shape), "dtype": kind, "data": data}
+
+
+def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
+    """Return the array that `encode_experts` wrote."""
+    if entry is None:
+        return None
+    values = _unpack(EXPERT_TYPES[entry["dtype"]], entry["data"])
+    tokens, layers, per_token = entry["shape"]
+    return values.reshape(tokens, layers, per_token).astype(entry["dtype"])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Response:
     """One response as the engine returned it; its tokens are never re-tokenised.
@@ -90,10 +187,17 @@ class Response:
     Arrays, because 8,192 responses of 5,000 tokens are gigabytes as Python numbers.
     """
 
-    token_ids: np.ndarray
+    token_ids: Annotated[
+        np.ndarray, PlainValidator(partial(_unpack, "<i4")), PlainSerializer(_encode_ids)
+    ]
     """[n] int32, including the end-of-sequence token if there is one, and output of tools and
     environments."""
-    logprobs: np.ndarray
+    logprobs: Annotated[
+        np.ndarray,
+        PlainValidator(partial(_unpack, "<f4")),
+        PlainSerializer(_encode_logprobs),
+        Field(alias="logprobs_rollout"),
+    ]
     """[n] float32 engine log-probs at the sampling temperature; NaN if the engine gave none."""
     finish_reason: FinishReason
     """max_turns: its environment takes no further action, so it is complete. An unfinished response
@@ -101,16 +205,20 @@ class Response:
     failed."""
     text: str
     """The response decoded without special tokens."""
-    policy_versions: np.ndarray
+    policy_versions: Annotated[
+        np.ndarray, PlainValidator(decode_versions), PlainSerializer(encode_versions)
+    ]
     """[n] int32 policy version that sampled each token, NO_VERSION on output of tools and
     environments."""
-    turns: tuple[Turn, ...] = ()
+    turns: Annotated[tuple[Turn, ...], Field(validation_alias=AliasChoices("turns", "calls"))] = ()
     """Turns that are followed by an output."""
-    entropy: float = math.nan
+    entropy: Measured = math.nan
     """Normalised entropy of its first tokens; NaN if it was not measured."""
     branch: Branch | None = None
     """Branch point on another response of the group; None if it starts at the prompt."""
-    experts: np.ndarray | None = None
+    experts: Annotated[
+        np.ndarray | None, PlainValidator(decode_experts), PlainSerializer(encode_experts)
+    ] = None
     """[m, layers, experts per token] expert numbers of the first m tokens of prompt and response.
 
     The last token of a response is sampled but never read, so the engine has no experts for it.
@@ -171,13 +279,15 @@ class Score:
     """The answer as it was compared, or NO_ANSWER; empty from a function without answers."""
     symbolic_correct: bool | None = None
     """Whether the symbolic comparison accepts it; None if it did not run or gave up."""
-    parts: RewardParts = ()
+    parts: Annotated[Table[float], Field(alias="reward_parts")] = ()
     """Parts of the reward, if more than the rule scores."""
-    texts: tuple[tuple[str, str], ...] = ()
+    texts: Annotated[
+        Table[str], Field(alias="reward_texts", exclude_if=lambda texts: not texts)
+    ] = ()
     """(name, text) of what functions return beside numbers."""
     steps: Steps = ()
     """Scored steps with their shares of the reward, if a function scores steps."""
-    failure: Failure | None = None
+    failure: Annotated[Failure | None, Field(exclude=True)] = None
     """Failure that leaves the response out of its group."""
 
 
@@ -194,7 +304,18 @@ class Group:
     failures: tuple[Failure, ...] = ()
     """Why responses were left out, one entry for each."""
     seconds: float = field(default=0.0, repr=False)
-    """Time from submission to the last token; not saved."""
+    """Time from submission to the last token."""
+
+    @model_serializer(mode="wrap")
+    def _with_flat_responses(self, fields_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        entry = fields_of(self)
+        pairs = zip(entry["responses"], entry.pop("scores"), strict=True)
+        return {**entry, "responses": [response | score for response, score in pairs]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_flat_responses(cls, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {**entry, "scores": entry["responses"]}
 
     def without_failures(self) -> Group:
         """Return the group without the responses that have no score."""
@@ -276,262 +397,3 @@ class Group:
     def truncated(self) -> tuple[bool, ...]:
         """Whether each response was cut at the length limit."""
         return tuple(response.truncated for response in self.responses)
-
-
-MAX_VERSION = int(np.iinfo(np.int32).max)
-EXPERT_TYPES = {"uint8": "<u1", "uint16": "<u2"}
-"""Names of the types of expert numbers, and how each is stored."""
-
-
-def encode_group(group: Group) -> dict[str, Any]:
-    """Return a group as JSON values; its numbers stay exact."""
-    pairs = zip(group.responses, group.scores, strict=True)
-    return {
-        "prompt_index": group.prompt_index,
-        "prompt": group.prompt.to_json(),
-        "prompt_ids": list(group.prompt_ids),
-        "responses": [encode_response(one) | encode_score(score) for one, score in pairs],
-        "failures": [list(failure) for failure in group.failures],
-    }
-
-
-def decode_group(entry: Mapping[str, Any]) -> Group:
-    """Return the group that was encoded."""
-    responses = tuple(decode_response(response) for response in entry["responses"])
-    _check_branches(responses)
-    return Group(
-        prompt_index=entry["prompt_index"],
-        prompt=Prompt.from_json(entry["prompt"]),
-        prompt_ids=tuple(entry["prompt_ids"]),
-        responses=responses,
-        scores=tuple(
-            decode_score(one, len(response.token_ids))
-            for one, response in zip(entry["responses"], responses, strict=True)
-        ),
-        failures=tuple(Failure(*map(str, failure)) for failure in entry.get("failures", [])),
-    )
-
-
-def encode_response(response: Response, *, readable: bool = False) -> dict[str, Any]:
-    """Return a response as JSON values; `readable`: with numbers as lists, not as base64."""
-    token_ids, logprobs = response.token_ids, response.logprobs
-    return {
-        "text": response.text,
-        "token_ids": token_ids.tolist() if readable else _pack(token_ids, "<i4"),
-        "logprobs_rollout": encode_floats(logprobs) if readable else _pack(logprobs, "<f4"),
-        "finish_reason": response.finish_reason,
-        "policy_versions": encode_versions(response.policy_versions),
-        "turns": [
-            [
-                *(turn.end, _finite_or_none(turn.entropy), turn.reward, turn.seconds, turn.is_call),
-                dict(turn.metrics),
-            ]
-            for turn in response.turns
-        ],
-        "entropy": _finite_or_none(response.entropy),
-        "branch": None if response.branch is None else list(response.branch),
-        "experts": encode_experts(response.experts),
-        "failure": None if response.failure is None else list(response.failure),
-    }
-
-
-def decode_response(entry: Mapping[str, Any]) -> Response:
-    """Return the response that was encoded, readable or not.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is not a response.
-    """
-    _check_types(entry, {"text": str, "finish_reason": str})
-    token_ids = _unpack(entry["token_ids"], "<i4")
-    logprobs = _unpack(entry["logprobs_rollout"], "<f4")
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(token_ids)} tokens have {len(logprobs)} log-probs")
-    return Response(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=entry["finish_reason"],
-        text=entry["text"],
-        policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
-        turns=tuple(map(_decode_turn, entry["turns"] if "turns" in entry else entry["calls"])),
-        entropy=_or_nan(entry["entropy"]),
-        branch=_decode_branch(entry["branch"]),
-        experts=decode_experts(entry["experts"]),
-        failure=Failure(*map(str, entry["failure"])) if entry.get("failure") else None,
-    )
-
-
-def encode_score(score: Score) -> dict[str, Any]:
-    """Return a score as JSON values."""
-    return {
-        "reward": score.reward,
-        "correct": score.correct,
-        "answer": score.answer,
-        "symbolic_correct": score.symbolic_correct,
-        "reward_parts": dict(score.parts),
-        **({"reward_texts": dict(score.texts)} if score.texts else {}),
-        "steps": [list(step) for step in score.steps],
-    }
-
-
-def decode_score(entry: Mapping[str, Any], num_tokens: int) -> Score:
-    """Return the score that was encoded, of a response with `num_tokens` tokens.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is not a score.
-    """
-    of_truth: Any = bool | None
-    kinds = {"correct": of_truth, "answer": str, "symbolic_correct": of_truth}
-    _check_types(entry, {"reward": int | float, **kinds})
-    steps = tuple((int(end), float(value)) for end, value in entry["steps"])
-    ends = [0, *(end for end, _ in steps), num_tokens]
-    if ends != sorted(ends):
-        raise ValueError(f"steps end at {ends[1:-1]} in a response of {num_tokens} tokens")
-    return Score(
-        reward=entry["reward"],
-        correct=entry["correct"],
-        answer=entry["answer"],
-        symbolic_correct=entry["symbolic_correct"],
-        parts=tuple((name, float(value)) for name, value in entry["reward_parts"].items()),
-        texts=tuple((name, str(text)) for name, text in entry.get("reward_texts", {}).items()),
-        steps=steps,
-    )
-
-
-def encode_floats(values: np.ndarray | None) -> list[float | None] | None:
-    """Return float32 values in the fewest digits that restore them; null if not finite."""
-    if values is None:
-        return None
-    import pyarrow
-
-    column = pyarrow.array(values.astype(np.float32), mask=~np.isfinite(values))
-    # Arrow prints the shortest text of a float32; a Python float has the digits of a float64.
-    texts = column.cast(pyarrow.string()).to_pylist()
-    return [None if text is None else float(text) for text in texts]
-
-
-def decode_floats(values: Sequence[float | None] | None) -> np.ndarray | None:
-    """Return the [n] float32 values that `encode_floats` wrote, NaN for null."""
-    if values is None:
-        return None
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
-
-
-def encode_versions(versions: np.ndarray) -> list[list[int]]:
-    """Return [n] versions as runs, [[version, number of tokens], ...]."""
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
-    counts = np.diff(starts, append=len(versions))
-    return [[int(versions[i]), int(n)] for i, n in zip(starts, counts, strict=True)]
-
-
-def decode_versions(runs: Sequence[Sequence[int]], num_tokens: int) -> np.ndarray:
-    """Return [num_tokens] int32 versions from their runs.
-
-    Raises:
-        TypeError, ValueError: the runs are malformed or do not cover `num_tokens` tokens.
-    """
-    pairs = [(version, count) for version, count in runs]
-    counts = [count for _, count in pairs]
-    if min(counts, default=0) < 0 or sum(counts) != num_tokens:
-        raise ValueError(f"policy versions {runs} do not cover {num_tokens} tokens")
-    if any(not NO_VERSION <= version <= MAX_VERSION for version, _ in pairs):
-        raise ValueError(f"policy versions {runs} are not all from {NO_VERSION} to {MAX_VERSION}")
-    versions = np.array([version for version, _ in pairs], dtype=np.int32)
-    return np.repeat(versions, counts)
-
-
-def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """Return the type that holds the numbers of `num_experts` experts."""
-    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
-
-
-def encode_experts(experts: np.ndarray | None) -> dict[str, Any] | None:
-    """Return expert numbers [m, layers, experts per token] as JSON values."""
-    if experts is None:
-        return None
-    return {
-        "shape": list(experts.shape),
-        "dtype": experts.dtype.name,
-        "data": _pack(experts, EXPERT_TYPES[experts.dtype.name]),
-    }
-
-
-def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
-    """Return the array that `encode_experts` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is malformed, or routes a token to one expert
-            twice.
-    """
-    if entry is None:
-        return None
-    tokens, layers, per_token = (int(size) for size in entry["shape"])
-    values = np.frombuffer(
-        base64.b64decode(entry["data"], validate=True), EXPERT_TYPES[entry["dtype"]]
-    )
-    if len(values) != math.prod((tokens, layers, per_token)):
-        raise ValueError(f"{len(values)} expert numbers do not have the shape {entry['shape']}")
-    experts = values.reshape(tokens, layers, per_token).astype(entry["dtype"])
-    ascending = np.sort(experts, axis=-1)
-    # a token with fewer different experts than the others makes dispatchers hang
-    if (ascending[..., 1:] == ascending[..., :-1]).any():
-        raise ValueError("a token is routed to one expert twice")
-    return experts
-
-
-def _decode_turn(entry: Sequence[Any]) -> Turn:
-    # older files have calls of tools alone, with two values, or turns without metrics
-    missing: list[Any] = [0.0, 0.0, True, {}][len(entry) - 2 :]
-    end, entropy, reward, seconds, is_call, metrics = [*entry, *missing]
-    return Turn(
-        end=int(end),
-        entropy=_or_nan(entropy),
-        reward=float(reward),
-        seconds=float(seconds),
-        is_call=bool(is_call),
-        metrics=tuple((name, float(value)) for name, value in metrics.items()),
-    )
-
-
-def _decode_branch(pair: Sequence[int] | None) -> Branch | None:
-    if pair is None:
-        return None
-    parent, num_tokens = pair
-    if not isinstance(parent, int) or not isinstance(num_tokens, int):
-        raise TypeError(f"a branch is at {num_tokens!r} tokens of response {parent!r}")
-    return Branch(parent, num_tokens)
-
-
-def _check_branches(responses: Sequence[Response]) -> None:
-    """Raise ValueError if a response branches outside of an earlier response."""
-    for index, response in enumerate(responses):
-        if (branch := response.branch) is None:
-            continue
-        within = 0 <= branch.parent < index and 0 <= branch.num_tokens <= min(
-            len(response.token_ids), len(responses[branch.parent].token_ids)
-        )
-        if not within:
-            raise ValueError(f"response {index} cannot have the branch {branch}")
-
-
-def _check_types(entry: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    for name, kind in kinds.items():
-        if not isinstance(entry[name], kind):
-            raise TypeError(f"{name} is a {type(entry[name]).__name__}")
-
-
-def _pack(values: np.ndarray, kind: str) -> str:
-    return base64.b64encode(values.astype(kind).tobytes()).decode()
-
-
-def _unpack(values: str | Sequence[float | None], kind: str) -> np.ndarray:
-    if isinstance(values, str):
-        return np.frombuffer(base64.b64decode(values, validate=True), dtype=kind)
-    return np.array([math.nan if value is None else value for value in values], dtype=kind)
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -7,10 +7,11 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import jinja2
+from pydantic import Field
 
 from megadapo.data import reasoning_gym
 from megadapo.data.config import DataColumns
@@ -31,6 +32,11 @@ MAX_LISTED = 5
 """Number of bad rows that one message lists; further ones are counted."""
 
 
+_Value = TypeVar("_Value")
+_IfAny = Annotated[_Value, Field(exclude_if=lambda value: not value)]
+"""A field that only reward functions read: its JSON form leaves it out if it is empty."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question with its gold answer."""
@@ -43,11 +49,11 @@ class Prompt:
     """(role, content) of each chat message."""
     ground_truth: str
     data_source: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    extra_info: _IfAny[Mapping[str, Any]] = field(default_factory=dict, hash=False)
     """The row's extra_info as JSON values; empty unless a reward function reads it."""
-    further: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    further: _IfAny[Mapping[str, Any]] = field(default_factory=dict, hash=False)
     """Other columns of the row that reward functions take, as JSON values."""
-    is_text: bool = False
+    is_text: _IfAny[bool] = False
     """Whether the row's prompt is one text; known if a reward function reads columns."""
 
     @property
@@ -64,18 +70,6 @@ class Prompt:
             if table
         ]
         return "".join(json.dumps(table, sort_keys=True) for table in tables if table)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the prompt as JSON values; what only reward functions read may be left out."""
-        entry = {**asdict(self), "messages": [list(message) for message in self.messages]}
-        optional = ("extra_info", "further", "is_text")
-        return {name: value for name, value in entry.items() if name not in optional or value}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """Return the prompt that `to_json` wrote."""
-        messages = tuple((role, content) for role, content in entry["messages"])
-        return cls(**{**entry, "messages": messages})
 
 
 def load_prompts(

@@ -5,18 +5,17 @@ Driver and engines exchange one object per group, and the engines' load.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.environments.environment import Action, Observation, Task, ToolCall
+from megadapo.environments.environment import Action, Observation, Task
 from megadapo.rollout.config import BranchingConfig
 
 SEED_BITS = 63
@@ -365,47 +364,14 @@ class SampledTurn:
 
     digest: str
     """Digest of the turn's sampled token ids; equal for equal ids only."""
-    sampled: bytes
-    """Token ids, log-probs and policy versions as the engine encodes them, opaque to the host."""
+    sampled: Response | None
+    """Its tokens, unfinished; None if they are not known."""
     action: Action
     weights: str = ""
     """Weights that were current when the action arrived."""
     outcome: Outcome | None = None
     state: Any = None
     """State of the environment after it, for `recovery = "state"`."""
-
-    def to_json(self) -> dict[str, Any]:
-        known = self.outcome is not None and self.outcome.observation is not None
-        return {
-            "digest": self.digest,
-            "sampled": base64.b64encode(self.sampled).decode(),
-            "action": asdict(self.action),
-            "weights": self.weights,
-            **(self.answer_to_json() if known else {}),
-        }
-
-    def answer_to_json(self) -> dict[str, Any]:
-        assert self.outcome is not None and self.outcome.observation is not None
-        observation = asdict(self.outcome.observation)
-        seconds = self.outcome.seconds
-        return {"observation": observation, "seconds": seconds, "state": self.state}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> SampledTurn:
-        given = entry["action"]
-        calls = tuple(ToolCall(**call) for call in given["tool_calls"])
-        action = Action(**{**given, "tool_calls": calls})
-        sampled = base64.b64decode(entry["sampled"])
-        turn = cls(entry["digest"], sampled, action, entry["weights"])
-        if "observation" in entry:
-            turn.answer(entry)
-        return turn
-
-    def answer(self, entry: Mapping[str, Any]) -> None:
-        """Set the answer from its JSON values."""
-        observation = Observation(**entry["observation"])
-        self.outcome = Outcome(observation, None, entry["seconds"])
-        self.state = entry["state"]
 
 
 @dataclass(frozen=True)

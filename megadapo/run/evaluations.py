@@ -14,7 +14,7 @@ from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.observe.run_records import RunRecords
-from megadapo.rollout.journal.journal import EvaluationJournal, evaluation_journal_path
+from megadapo.rollout.journal.journal import EVALUATION, Journal, ProblemResult
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
@@ -232,8 +232,10 @@ class Evaluations:
             episodes=self._inputs.episodes,
         )
 
-    def _journal(self, step: int) -> EvaluationJournal | None:
+    def _journal(self, step: int) -> Journal[ProblemResult] | None:
         if self._folder is None:
             return None
-        identity = f"{self._fingerprint()} {samples_digest(self._config)}"
-        return EvaluationJournal(evaluation_journal_path(self._folder, step), identity)
+        settings = samples_digest(self._config)
+        journal = Journal(ProblemResult, self._folder, settings, name=EVALUATION)
+        journal.begin(step, self._fingerprint())
+        return journal

@@ -145,7 +145,7 @@ class SamplingInputs(RunPrompts):
         self,
         config: RunConfig,
         engines: SupportsGenerate,
-        journal: Journal | None = None,
+        journal: Journal[Group] | None = None,
         schedule: SamplingSchedule | None = None,
         host: EpisodeHostActor | None = None,
     ) -> Sampler:

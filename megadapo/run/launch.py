@@ -15,10 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.cluster.calls import Watch
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
+from megadapo.data.group import Group
 from megadapo.data.pretraining import PretrainingStream
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import DataError
-from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.journal import VERSION, Journal
+from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.background import BackgroundSampler
@@ -199,7 +201,7 @@ def _start_live(
         stack.callback(elastic.close)
     journal = None
     if folder is not None:
-        journal = Journal(folder, samples_digest(config))
+        journal = Journal(Group, folder / JOURNAL_FOLDER, samples_digest(config), name=VERSION)
         stack.callback(journal.close)
     schedule = open_schedule(config, folder, repeated)
     stack.callback(schedule.close)

@@ -28,7 +28,7 @@ from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
 from megadapo.rollout.sampling.schedule import SCHEDULE_FILE, SamplingSchedule, read_source
-from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.run.rollouts import Rollouts
 from megadapo.run.state.resume import samples_digest
 
@@ -87,19 +87,14 @@ class ReplayedRollouts(Rollouts):
         trained.sort(key=lambda s: s.prompt_index)
         if not trained:
             raise DataError(f"{path}: has no group that was trained on")
-        generated = [s for s in saved if not s.from_reserve]
         batch = SampledBatch(
-            stats=[
-                GroupStats.from_group(s.group, is_mixed=s.disposition not in REJECTED)
-                for s in generated
-            ],
             to_reserve=_groups(s for s in saved if s.disposition == "to_reserve"),
             dropped=_groups(s for s in saved if s.disposition == "dropped"),
             saved_groups=self._config.observe.saved_groups,
             is_replay=True,
         )
-        for group in (s.group for s in saved if s.disposition in REJECTED):
-            batch.keep_rejected(group)
+        for generated in (s for s in saved if not s.from_reserve):
+            batch.add(generated.group, is_mixed=generated.disposition not in REJECTED)
         size = self._config.groups_per_mini_batch
         batch.take(in_training_order(_groups(trained), self.policy_version, size))
         return batch

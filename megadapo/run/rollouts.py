@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megadapo.codec import encode
 from megadapo.config import RunConfig
 from megadapo.data.batch import in_training_order
 from megadapo.data.group import Group
@@ -37,7 +38,7 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
     sampler = state.get(SAMPLER_STATE)
     if sampler is None:
         return dict(state)
-    empty = {"reserve": Reserve().to_json(), "counters": None}
+    empty = {"reserve": encode(Reserve()), "counters": None}
     return {**state, SAMPLER_STATE: {**sampler, **empty}}
 
 
@@ -103,7 +104,7 @@ class LiveRollouts(Rollouts):
     evaluations: Evaluations
     publisher: Publisher
     gpus: GpuSharing
-    journal: Journal | None = None
+    journal: Journal[Group] | None = None
     """The journal that keeps sampled groups until a checkpoint holds their step."""
     host: EpisodeHostActor | None = None
     """The host of the environments, if there are any."""
@@ -147,9 +148,8 @@ class LiveRollouts(Rollouts):
         return self.inputs.cross_checks(group)
 
     def drain_warnings(self) -> list[str]:
-        """Return the warnings of all parts: journal, engines, environments, updates, rewards."""
+        """Return the warnings of all parts: engines, environments, updates, rewards."""
         return [
-            *(() if self.journal is None else self.journal.drain_warnings()),
             *self.engines.drain_warnings(),
             *(() if self.host is None else self.host.drain_warnings()),
             *self.publisher.drain_warnings(),

@@ -31,7 +31,7 @@ from megadapo.observe.progress import RunDisplay
 from megadapo.observe.rollouts.files import RolloutLog
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.observe.run_records import RunRecords
-from megadapo.rollout.journal.journal import evaluation_journal_path
+from megadapo.rollout.journal.journal import EVALUATION, journal_path
 from megadapo.run.state.events import Event, EventHook, is_supervised
 from megadapo.run.state.status import Status, StatusFile
 
@@ -240,7 +240,7 @@ class RunLog:
         self.evaluated_steps.add(evaluation.step)
         self._display.evaluation(evaluation)
         self._evaluated = evaluation
-        evaluation_journal_path(self._folder, evaluation.step).unlink(missing_ok=True)
+        journal_path(self._folder, EVALUATION, evaluation.step).unlink(missing_ok=True)
 
     def recall_evaluation(self) -> None:
         """Put the newest evaluation into the next record unless a record contains it.

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megadapo.codec import encode
 from megadapo.observe.rollouts.saved_group import (
     SavedGroup,
     SavedResponse,
     conversation,
-    encode_saved_response,
     environment_of,
 )
 from megadapo.observe.run_records import RunRecords
@@ -187,7 +187,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
             entry = _entry(run, group)
             counts.add(entry.step, group.group.lengths, group.group.correct)
             shown: dict[str, object] = {
-                "prompt": group.prompt.to_json(),
+                "prompt": encode(group.prompt),
                 "responses": [_shown_response(response) for response in group.responses],
                 "control_tokens": group.control_tokens,
             }
@@ -215,7 +215,7 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
 
 
 def _shown_response(saved: SavedResponse) -> dict[str, object]:
-    shown = encode_saved_response(saved)
+    shown = encode(saved, readable=True)
     del shown["experts"]
     parts = list(conversation(saved.response)) if saved.response.turns else []
     return shown | {

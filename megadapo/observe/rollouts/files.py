@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from megadapo.codec import decode, encode
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.files import replaced
 from megadapo.observe.metrics.records import ASIDE_FOLDER
-from megadapo.observe.rollouts.saved_group import SavedGroup, decode_saved, encode_saved
+from megadapo.observe.rollouts.saved_group import SavedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ def read_rollouts(path: Path) -> Iterator[SavedGroup]:
             number += 1
             if len(line) == MAX_LINE_LENGTH:
                 raise ValueError(f"longer than {MAX_LINE_LENGTH} characters")
-            yield decode_saved(json.loads(line))
+            yield decode(SavedGroup, json.loads(line))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {number}: not a saved group: {error!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {number}: not a saved group: {error}") from error
     if number == 0:
         raise DataError(f"{path}: has no group: it is cut off")
 
@@ -88,7 +89,7 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
             pyarrow.CompressedOutputStream(output, "zstd") as compressed,
         ):
             for group in groups:
-                line = json.dumps(encode_saved(group), allow_nan=False)
+                line = json.dumps(encode(group, readable=True), allow_nan=False)
                 compressed.write(line.encode() + b"\n")
     except InfraError as error:
         advice = "free disk space, or save no responses with observe.saved_groups = 0"

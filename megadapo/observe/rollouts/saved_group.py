@@ -45,9 +45,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from pydantic import (
+    PlainSerializer,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from megadapo.data.group import (
     Failure,
@@ -56,10 +63,7 @@ from megadapo.data.group import (
     Score,
     Turn,
     decode_floats,
-    decode_group,
     encode_floats,
-    encode_response,
-    encode_score,
 )
 from megadapo.data.prompts import Prompt
 
@@ -71,6 +75,9 @@ was full, or rejected because the share of correct responses is 1, 0, or outside
 sampling.accuracy_range. If no function says what is correct, equal rewards are rejected."""
 
 
+Floats = Annotated[np.ndarray | None, PlainValidator(decode_floats), PlainSerializer(encode_floats)]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedResponse:
     """One response of n tokens with its score and the results of training."""
@@ -79,12 +86,12 @@ class SavedResponse:
     score: Score
     tokens: tuple[str, ...]
     """[n] text that each token added; "" for special tokens and incomplete characters."""
-    logprobs_old: np.ndarray | None
+    logprobs_old: Floats
     """[n] float32 denominator of the ratio; NaN if a token has no loss.
 
     The trainer's log-probs before the step's first update, or the engine's for stale tokens that
     keep it."""
-    logprobs_update: np.ndarray | None
+    logprobs_update: Floats
     """[n] float32 trainer log-probs in the update that trained the response."""
     penalty: float
     """Overlong punishment, at most 0."""
@@ -92,11 +99,21 @@ class SavedResponse:
     """reward + penalty, without a KL term in the reward."""
     advantage: float | None
     """Advantage of the response; the mean over its tokens if they differ."""
-    advantages: np.ndarray | None = None
+    advantages: Floats = None
     """[n] float32 advantages of the tokens, if they differ."""
     rule_correct: bool | None
     """Verdict of the string rule, whichever of the two scorers decided; None if no function says
     what is correct."""
+
+    @model_serializer(mode="wrap")
+    def _flat(self, fields_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        entry = fields_of(self)
+        return {**entry.pop("response"), **entry.pop("score"), **entry}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_flat(cls, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {**entry, "response": entry, "score": entry}
 
     @property
     def disagreed(self) -> bool:
@@ -123,6 +140,32 @@ class SavedGroup:
     control_tokens: Mapping[int, str] = field(default_factory=dict)
     """Names of the special tokens in the responses by their ids."""
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Raise ValueError if lists of a response, which its user may have changed, do not fit."""
+        sizes = [len(saved.response.token_ids) for saved in self.responses]
+        for index, (saved, size) in enumerate(zip(self.responses, sizes, strict=True)):
+            response = saved.response
+            listed = (response.logprobs, response.policy_versions, saved.tokens)
+            trained = (saved.logprobs_old, saved.logprobs_update, saved.advantages)
+            lengths = {len(one) for one in (*listed, *trained) if one is not None}
+            if lengths != {size}:
+                raise ValueError(f"lists of a response of {size} tokens have lengths {lengths}")
+            ends = [0, *(end for end, _ in saved.score.steps), size]
+            if ends != sorted(ends):
+                raise ValueError(f"steps end at {ends[1:-1]} in a response of {size} tokens")
+            if (branch := response.branch) is not None and not (
+                0 <= branch.parent < index
+                and 0 <= branch.num_tokens <= min(size, sizes[branch.parent])
+            ):
+                raise ValueError(f"response {index} cannot have the branch {branch}")
+            if response.experts is not None:
+                ascending = np.sort(response.experts, axis=-1)
+                # a token with fewer different experts than the others makes dispatchers hang
+                if (ascending[..., 1:] == ascending[..., :-1]).any():
+                    raise ValueError("a token is routed to one expert twice")
+        return self
+
     @property
     def group(self) -> Group:
         """The group as it was sampled."""
@@ -134,98 +177,6 @@ class SavedGroup:
             scores=tuple(saved.score for saved in self.responses),
             failures=self.failures,
         )
-
-
-def encode_saved(saved: SavedGroup) -> dict[str, Any]:
-    """Return a group as the JSON values of its line."""
-    return {
-        "step": saved.step,
-        "disposition": saved.disposition,
-        "from_reserve": saved.from_reserve,
-        "prompt_index": saved.prompt_index,
-        "prompt": saved.prompt.to_json(),
-        "prompt_ids": list(saved.prompt_ids),
-        "responses": [encode_saved_response(response) for response in saved.responses],
-        "failures": [list(failure) for failure in saved.failures],
-        "control_tokens": {str(number): name for number, name in saved.control_tokens.items()},
-    }
-
-
-def encode_saved_response(saved: SavedResponse) -> dict[str, Any]:
-    """Return a response as JSON values."""
-    return {
-        **encode_response(saved.response, readable=True),
-        **encode_score(saved.score),
-        "tokens": list(saved.tokens),
-        "logprobs_old": encode_floats(saved.logprobs_old),
-        "logprobs_update": encode_floats(saved.logprobs_update),
-        "penalty": saved.penalty,
-        "shaped_reward": saved.shaped_reward,
-        "advantage": saved.advantage,
-        "advantages": encode_floats(saved.advantages),
-        "rule_correct": saved.rule_correct,
-    }
-
-
-def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
-    """Return the group that `encode_saved` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is not a saved group.
-    """
-    if entry["disposition"] not in get_args(Disposition):
-        raise ValueError(f"unknown disposition {entry['disposition']!r}")
-    group = decode_group(entry)
-    return SavedGroup(
-        step=entry["step"],
-        prompt_index=group.prompt_index,
-        disposition=entry["disposition"],
-        from_reserve=entry["from_reserve"],
-        prompt=group.prompt,
-        prompt_ids=group.prompt_ids,
-        responses=tuple(
-            _decode_saved_response(one, response, score)
-            for one, response, score in zip(
-                entry["responses"], group.responses, group.scores, strict=True
-            )
-        ),
-        failures=group.failures,
-        # files of earlier versions have none
-        control_tokens={
-            int(number): str(name) for number, name in entry.get("control_tokens", {}).items()
-        },
-    )
-
-
-_KINDS = {
-    "penalty": int | float,
-    "shaped_reward": int | float,
-    "advantage": int | float | None,
-    "rule_correct": bool | None,
-}
-_ARRAYS = ("token_ids", "tokens", "logprobs_old", "logprobs_update", "advantages")
-
-
-def _decode_saved_response(
-    entry: Mapping[str, Any], response: Response, score: Score
-) -> SavedResponse:
-    for name, kind in _KINDS.items():
-        if not isinstance(entry[name], kind):
-            raise TypeError(f"{name} is a {type(entry[name]).__name__}")
-    lengths = {len(entry[name]) for name in _ARRAYS if entry[name] is not None}
-    if len(lengths) != 1:
-        raise ValueError(f"lists of a response have different lengths: {sorted(lengths)}")
-    if not all(isinstance(token, str) for token in entry["tokens"]):
-        raise TypeError("tokens are not all strings")
-    return SavedResponse(
-        response=response,
-        score=score,
-        tokens=tuple(entry["tokens"]),
-        logprobs_old=decode_floats(entry["logprobs_old"]),
-        logprobs_update=decode_floats(entry["logprobs_update"]),
-        advantages=decode_floats(entry["advantages"]),
-        **{name: entry[name] for name in _KINDS},
-    )
 
 
 _RETURN = "/return"

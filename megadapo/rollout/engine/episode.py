@@ -30,8 +30,6 @@ from megadapo.data.group import (
     Failure,
     Response,
     Turn,
-    decode_response,
-    encode_response,
 )
 from megadapo.environments.environment import Action, Observation, ToolCall
 from megadapo.errors import ConfigError, DataError
@@ -337,12 +335,12 @@ class EpisodeResponse(InFlightResponse):
             if len(current) or self._finish_reason != "unfinished":
                 break
             assert turn.outcome is not None, "recorded turns have been answered"
-            sampled = decode_response(json.loads(turn.sampled))
-            length = len(self._token_ids) + len(sampled.token_ids)
+            assert turn.sampled is not None, "turns after those of the response have tokens"
+            length = len(self._token_ids) + len(turn.sampled.token_ids)
             if self._stop_at is not None and length > self._stop_at:
                 break
-            self._segments += _segments(sampled)
-            self._observe(turn.outcome, sampled.token_ids.tolist())
+            self._segments += _segments(turn.sampled)
+            self._observe(turn.outcome, turn.sampled.token_ids.tolist())
         if len(current) and self._may_act and self._ends_turn(current.tolist()):
             await self._ask()
 
@@ -369,7 +367,7 @@ class EpisodeResponse(InFlightResponse):
         )
         turn = SampledTurn(
             digest=_digest(sampled.token_ids),
-            sampled=json.dumps(encode_response(sampled)).encode(),
+            sampled=sampled,
             action=self._action(sampled.token_ids, sampled.logprobs),
         )
         stepping: Any = self._host.step.remote(self._name, len(response.actions), turn)

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -150,7 +150,7 @@ class Episode:
             if known or not can_replay:
                 raise CallError("lost records", f"of {len(digests)} turns that the response has")
             pairs = zip(digests, actions, strict=True)
-            record.turns = [SampledTurn(digest, b"", action, weights) for digest, action in pairs]
+            record.turns = [SampledTurn(digest, None, action, weights) for digest, action in pairs]
         if self._is_loaded:
             kept = len(digests)
             while kept < len(known) and record.turns[kept].weights == weights:
@@ -253,7 +253,7 @@ class Episode:
             reply = await self._call("step", action=asdict(turn.action))
             if turn.outcome is None:
                 # the response has no records, so the answer cannot be compared
-                turn.answer({**reply, "seconds": self._seconds})
+                self._answer(turn, reply)
             elif not _is_same(turn.outcome.observation, Observation(**reply["observation"])):
                 raise CallError("not repeatable", f"turn {number} was answered differently before")
         if not has_records:
@@ -276,7 +276,7 @@ class Episode:
                     continue
                 return self._failed(error)
             turn, record.pending = record.pending, None
-            turn.answer({**reply, "seconds": self._seconds})
+            self._answer(turn, reply)
             record.turns.append(turn)
             try:
                 await self._write("answer")
@@ -286,6 +286,10 @@ class Episode:
         outcome = record.turns[-1].outcome
         assert outcome is not None
         return outcome
+
+    def _answer(self, turn: SampledTurn, reply: Mapping[str, Any]) -> None:
+        turn.outcome = Outcome(Observation(**reply["observation"]), None, self._seconds)
+        turn.state = reply["state"]
 
     async def _write(self, kind: Kind) -> None:
         if self._journal is None:

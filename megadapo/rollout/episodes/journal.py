@@ -1,9 +1,10 @@
 """The journal of episodes: what was done in environments, so that a restart does nothing twice.
 
-One file per policy version, `environments-version-N.log`. A record is a line of JSON, `[FORMAT,
-kind, episode, serial]`, and a JSON object. The kinds are "open" (all that is known of an episode),
-"act" (an action that the environment is about to get), "answer" and "close". An "open" with a new
-serial replaces what earlier records, also those of other files, say of the episode.
+One file per policy version, `environments-version-N.log`. A record is a line of JSON, `[kind,
+episode, serial, number of answered turns]`, and a JSON object. The kinds are "open" (all that is
+known of an episode), "act" (an action that the environment is about to get), "answer" and "close".
+An "open" with a new serial replaces what earlier records, also those of other files, say of the
+episode.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megadapo.codec import decode, encode
 from megadapo.environments.environment import Observation
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.types import SampledTurn
+from megadapo.rollout.types import Outcome, SampledTurn
 
-FORMAT = 1
-"""Version of the records; others are ignored."""
+FORMAT = 2
+"""Version of the records; a file with another version is discarded."""
 MAX_COPIES = 32
 """Number of files that get the records of an episode which no engine has opened since a restart."""
 _FILE_NAME = re.compile(r"environments-version-(\d+)\.log")
@@ -48,26 +50,6 @@ class EpisodeRecord:
     """Turn after them whose action the environment may have got, and has not answered."""
     serial: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        turns = [*self.turns, *([] if self.pending is None else [self.pending])]
-        return {
-            "identity": self.identity,
-            "observation": None if self.observation is None else asdict(self.observation),
-            "state": self.state,
-            "turns": [turn.to_json() for turn in turns],
-        }
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any], serial: int) -> EpisodeRecord:
-        observation = entry["observation"] and Observation(**entry["observation"])
-        record = cls(entry["identity"], True, observation, entry["state"], serial=serial)
-        for turn in map(SampledTurn.from_json, entry["turns"]):
-            if turn.outcome is None:
-                record.pending = turn
-            else:
-                record.turns.append(turn)
-        return record
-
 
 @dataclass
 class _Entry:
@@ -89,35 +71,43 @@ class EpisodeJournal:
         self._logs: dict[int, RecordLog] = {}
         self._entries: dict[str, _Entry] = {}
         self._version = -1
-        self._is_read = False
-        """Whether the files of earlier processes have been read."""
         self._last_serial = 0
-        self._error: OSError | None = None
-        """Reason why nothing more is written until the next weights."""
         self._queue: list[tuple[bytes, asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         """Held by the thread that writes, and while the current file changes."""
         self._warnings: list[str] = []
 
+    @property
+    def _error(self) -> OSError | None:
+        """Reason why nothing more is written until the next weights."""
+        return next((log.error for log in self._logs.values() if log.error is not None), None)
+
     def begin(self, policy_version: int, live: Mapping[str, EpisodeRecord]) -> None:
         """Continue in the file of new weights, with all that is known of open episodes.
 
-        The first call reads all files, also those of later versions that a restart goes back from.
+        The first call, and one after an error, reads all files, also those of later versions that a
+        restart goes back from.
         """
         with self._lock:
-            self._error = None
             self._version = policy_version
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                names = () if self._is_read else os.listdir(self._folder)
-                found = {int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match}
-                for version in {policy_version, *found} - self._logs.keys():
-                    self._read(version)
-                self._is_read = True
+            self._folder.mkdir(exist_ok=True)
+            versions = {policy_version}
+            if not self._logs or self._error is not None:
+                self._close_logs()
+                self._entries = {}
+                matches = map(_FILE_NAME.fullmatch, os.listdir(self._folder))
+                versions |= {int(match[1]) for match in matches if match}
+            for version in versions - self._logs.keys():
+                self._logs[version] = RecordLog(
+                    self._folder / f"environments-version-{version}.log",
+                    {"format": FORMAT},
+                    partial(self._index, version),
+                    loss="episodes that it lacks fail if the run is restarted",
+                    warn=self._warnings.append,
+                )
+            if self._error is None:
                 self._copy_open(live)
-            except OSError as error:
-                self._give_up(error)
 
     def forget(self, episode: str) -> None:
         """Copy an episode to no further file; its "close" may take a while."""
@@ -138,9 +128,13 @@ class EpisodeJournal:
         log = self._logs[self._version]
         for name, record in records.items():
             payload = self._payload("open", name, record)
-            self._index(self._version, log.append(payload), payload)
+            if (offset := log.append(payload)) is None:
+                return
+            self._index(self._version, offset, payload)
             self._entries[name].num_copies = num_copies.get(name, 0)
         log.sync()
+        if log.error is not None:
+            return
         for version in [known for known in self._logs if known < self._version]:
             self._logs.pop(version).close()
         self._entries = {
@@ -154,16 +148,12 @@ class EpisodeJournal:
         entry = self._entries.get(episode)
         record: EpisodeRecord | None = None
         for version, offset in [] if entry is None else entry.places:
-            try:
-                payload = self._logs[version].read(offset)
-                if payload is None:
-                    raise ValueError("damaged")
-                head, _, body = payload.partition(b"\n")
-                _, kind, _, serial = json.loads(head)
-                record = _apply(record, kind, serial, json.loads(body))
-            except (KeyError, OSError, TypeError, ValueError) as error:
-                self._warn(version, f"cannot read the record at byte {offset} ({error})")
+            payload = self._logs[version].read(offset)
+            if payload is None:
                 break
+            head, _, body = payload.partition(b"\n")
+            kind, _, _, num_turns = json.loads(head)
+            record = _apply(record, kind, num_turns, json.loads(body))
         return record
 
     async def write(self, kind: Kind, episode: str, record: EpisodeRecord) -> None:
@@ -184,6 +174,9 @@ class EpisodeJournal:
         """Write what waits, and close the files."""
         if self._flusher is not None:
             await self._flusher
+        self._close_logs()
+
+    def _close_logs(self) -> None:
         for log in self._logs.values():
             log.close()
         self._logs = {}
@@ -215,80 +208,51 @@ class EpisodeJournal:
             OSError: this call, or an earlier one under the same weights, has failed.
         """
         with self._lock:
+            log = self._logs[self._version]
+            appended = [log.append(payload) for payload in payloads]
+            log.sync()
             if self._error is not None:
                 raise self._error
-            try:
-                log = self._logs[self._version]
-                offsets = [log.append(payload) for payload in payloads]
-                log.sync()
-            except OSError as error:
-                self._give_up(error)
-                raise
-            return self._version, offsets
+            return self._version, [offset for offset in appended if offset is not None]
 
     def _payload(self, kind: Kind, episode: str, record: EpisodeRecord) -> bytes:
         body: dict[str, Any] = {}
         if kind == "open":
             self._last_serial += 1
             record.serial = self._last_serial
-            body = record.to_json()
+            body = encode(record)
         elif kind == "act":
-            assert record.pending is not None
-            body = {"turn": len(record.turns), **record.pending.to_json()}
+            body = encode(record.pending)
         elif kind == "answer":
-            body = {"turn": len(record.turns) - 1, **record.turns[-1].answer_to_json()}
-        head = json.dumps([FORMAT, kind, episode, record.serial])
+            body = {"outcome": encode(record.turns[-1].outcome), "state": record.turns[-1].state}
+        head = json.dumps([kind, episode, record.serial, len(record.turns)])
         return f"{head}\n{json.dumps(body)}".encode()
 
-    def _read(self, version: int) -> None:
-        def read(offset: int, payload: bytes) -> None:
-            self._index(version, offset, payload)
-
-        log = self._logs[version] = RecordLog(self._path(version), read)
-        if log.cut:
-            self._warn(version, f"{log.cut}: what was recorded from there on is lost")
-
     def _index(self, version: int, offset: int, payload: bytes) -> None:
-        with suppress(TypeError, ValueError):
-            written, kind, episode, serial = json.loads(payload.partition(b"\n")[0])
-            if written != FORMAT:
-                return
-            self._last_serial = max(self._last_serial, serial)
-            entry = self._entries.get(episode)
-            if kind == "open" and (entry is None or entry.serial < serial):
-                self._entries[episode] = _Entry(serial, [(version, offset)])
-            elif entry is not None and entry.serial == serial and kind != "open":
-                entry.is_closed |= kind == "close"
-                if kind != "close":
-                    entry.places.append((version, offset))
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"environments-version-{version}.log"
-
-    def _give_up(self, error: OSError) -> None:
-        self._error = error
-        self._warn(
-            self._version,
-            f"cannot be written: {error.strerror}; if the run is killed, episodes in progress fail",
-        )
-
-    def _warn(self, version: int, text: str) -> None:
-        self._warnings.append(f"{self._path(version)}: {text}")
+        kind, episode, serial, _ = json.loads(payload.partition(b"\n")[0])
+        self._last_serial = max(self._last_serial, serial)
+        entry = self._entries.get(episode)
+        if kind == "open" and (entry is None or entry.serial < serial):
+            self._entries[episode] = _Entry(serial, [(version, offset)])
+        elif entry is not None and entry.serial == serial and kind != "open":
+            entry.is_closed |= kind == "close"
+            if kind != "close":
+                entry.places.append((version, offset))
 
 
 def _apply(
-    record: EpisodeRecord | None, kind: Kind, serial: int, body: Mapping[str, Any]
+    record: EpisodeRecord | None, kind: Kind, num_turns: int, body: Mapping[str, Any]
 ) -> EpisodeRecord:
     """Return what is known of an episode after one more record."""
     if kind == "open":
-        return EpisodeRecord.from_json(body, serial)
+        return decode(EpisodeRecord, body)
     assert record is not None, "the first record of an entry is an open"
     if kind == "act":
         # an action at an answered turn has replaced the turns from there on
-        del record.turns[body["turn"] :]
-        record.pending = SampledTurn.from_json(body)
+        del record.turns[num_turns:]
+        record.pending = decode(SampledTurn, body)
     elif record.pending is not None:
-        turn, record.pending = record.pending, None
-        turn.answer(body)
-        record.turns.append(turn)
+        outcome = decode(Outcome, body["outcome"])
+        record.turns.append(replace(record.pending, outcome=outcome, state=body["state"]))
+        record.pending = None
     return record

@@ -1,176 +1,100 @@
 """Results that no checkpoint holds yet, kept on disk until one does, so that a kill loses nothing.
 
-`Journal` keeps the scored groups of the current weights, one file per policy version. Its first
-record identifies weights and settings; every other record is a group under a digest of its
-request. So a group is only found for the same request to the same weights. `EvaluationJournal`
-keeps the results of the evaluation in progress.
+A journal has one file for each policy version, or evaluation. Each record is the digest of a
+request and its result. So a result is only found for the same request to the same weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-from megadapo.data.group import Group, decode_group, encode_group
+from megadapo.codec import decode, encode
 from megadapo.data.prompts import Prompt
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER, RecordLog
 from megadapo.rollout.types import OpenGroup
 
-_LOGGER = logging.getLogger("megadapo.rollout")
-FORMAT = 1
-"""Version of the records; a journal with another version is discarded."""
+FORMAT = 2
+"""Version of the records; a file with another version is discarded."""
 _FILE_NAME = re.compile(r"version-(\d+)\.log")
 DIGEST_BYTES = 32
-_DIFFERENCES = {
-    "format": "another version of megadapo",
-    "policy_version": "another policy version",
-    "weights": "other weights",
-    "settings": "other data, rewards, settings or another seed",
-}
+VERSION, EVALUATION = "version", "evaluation"
+"""Beginnings of the names of files."""
+Result = TypeVar("Result")
 
 
-class Journal:
-    """The groups that the current weights have generated, in this process and killed ones."""
+class Journal(Generic[Result]):
+    """The results of the current weights, of this process and of killed ones."""
 
-    def __init__(self, run_folder: Path, settings: str) -> None:
-        """`settings`: identifies how groups are requested and scored."""
-        self._folder = run_folder / JOURNAL_FOLDER
-        self._settings = settings
-        self._header: dict[str, Any] = {}
+    def __init__(self, kind: type[Result], folder: Path, settings: str, *, name: str) -> None:
+        """Open no file before `begin`.
+
+        Args:
+            settings: identifies how results are requested and scored.
+            name: beginning of the name of each file.
+        """
+        self._kind, self._folder, self._settings, self._name = kind, folder, settings, name
         self._log: RecordLog | None = None
         self._offsets: dict[bytes, int] = {}
-        self._writes = False
-        self._warnings: list[str] = []
 
-    def begin(self, policy_version: int, weights: str) -> None:
-        """Open the journal for new weights, whose fingerprint is `weights`."""
+    def begin(self, number: int, weights: str) -> None:
+        """Open the file of a policy version or evaluation; `weights`: fingerprint of its weights.
+
+        If it cannot be read or written, a warning says so, and no more results are kept.
+        """
         self.close()
-        self._header = {
+        identity = {
             "format": FORMAT,
-            "policy_version": policy_version,
+            self._name: number,
             "weights": weights,
-            "settings": self._settings,
+            "data, rewards, settings or seed": self._settings,
         }
-        self._writes = True
-        try:
-            if not self._path.exists():
-                return
-        except OSError as error:
-            self._give_up(error)
-            return
-        self._open()
+        path = journal_path(self._folder, self._name, number)
+        loss = "results that it lacks are requested again after a kill"
+        self._log = RecordLog(path, identity, self._index, loss=loss)
 
-    def find_group(self, digest: bytes) -> Group | None:
-        """Return the group of the request with this digest, or None."""
-        offset = self._offsets.get(digest)
-        if offset is None or self._log is None:
+    def find(self, digest: bytes) -> Result | None:
+        """Return the result of the request with this digest, or None."""
+        if self._log is None or digest not in self._offsets:
             return None
-        try:
-            payload = self._log.read(offset)
-        except OSError:
-            payload = None
-        if payload is None:
-            self._warn(f"cannot read the record at byte {offset}: its prompt is requested again")
-            return None
-        try:
-            entry = json.loads(payload[DIGEST_BYTES:])
-            return replace(decode_group(entry["group"]), seconds=entry["seconds"])
-        except (KeyError, TypeError, ValueError) as error:
-            self._warn(f"cannot read a group ({error!r}): its prompt is requested again")
-            return None
+        payload = self._log.read(self._offsets[digest])
+        return None if payload is None else decode(self._kind, json.loads(payload[DIGEST_BYTES:]))
 
-    def append_group(self, digest: bytes, group: Group) -> None:
-        """Write a group; a disk error adds a warning and ends the journal of these weights."""
-        if not self._writes:
-            return
-        if self._log is None:
-            self._open()
-        entry = {"group": encode_group(group), "seconds": group.seconds}
-        try:
-            if self._writes and self._log is not None:
-                self._offsets[digest] = self._log.append(digest + json.dumps(entry).encode())
-        except OSError as error:
-            self._give_up(error)
+    def append(self, digest: bytes, result: Result) -> None:
+        """Write a result."""
+        if self._log is not None:
+            offset = self._log.append(digest + json.dumps(encode(result)).encode())
+            if offset is not None:
+                self._offsets[digest] = offset
 
     def sync(self) -> None:
-        """Force all entries to disk."""
-        try:
-            if self._writes and self._log is not None:
-                self._log.sync()
-        except OSError as error:
-            self._give_up(error)
-
-    def drain_warnings(self) -> list[str]:
-        """Return the warnings since the last call."""
-        warnings, self._warnings = self._warnings, []
-        return warnings
+        """Force all results to disk."""
+        if self._log is not None:
+            self._log.sync()
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
-        self._log, self._offsets, self._writes = None, {}, False
+        self._log, self._offsets = None, {}
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"version-{self._header['policy_version']}.log"
+    def _index(self, offset: int, payload: bytes) -> None:
+        self._offsets[payload[:DIGEST_BYTES]] = offset
 
-    def _open(self) -> None:
-        """Index the groups of the current weights, and discard those of any others."""
-        headers: list[bytes] = []
 
-        def index(offset: int, payload: bytes) -> None:
-            if offset == 0:
-                headers.append(payload)
-            else:
-                self._offsets[payload[:DIGEST_BYTES]] = offset
-
-        header = json.dumps(self._header).encode()
-        try:
-            self._folder.mkdir(exist_ok=True)
-            self._log = RecordLog(self._path, index)
-            if self._log.cut:
-                self._warn(f"{self._log.cut}: the groups from there on are requested again")
-            if headers and headers != [header]:
-                difference = self._difference(headers[0])
-                self._warn(f"was written with {difference}: its groups are requested again")
-            if headers != [header]:
-                self._offsets = {}
-                self._log.clear()
-                self._log.append(header)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """Write nothing more until the next weights; written records stay readable."""
-        self._writes = False
-        self._warn(
-            f"cannot be written: {error.strerror}; if the run is killed, further groups of these "
-            "weights are lost"
-        )
-
-    def _warn(self, text: str) -> None:
-        self._warnings.append(f"{self._path}: {text}")
-
-    def _difference(self, header: bytes) -> str:
-        """Return the reason why the journal with this header is not the current one."""
-        try:
-            found = json.loads(header)
-            names = (name for name in self._header if found.get(name) != self._header[name])
-            return _DIFFERENCES[next(names)]
-        except (AttributeError, StopIteration, ValueError):
-            return _DIFFERENCES["format"]
+def journal_path(folder: Path, name: str, number: int) -> Path:
+    """Return the file of a policy version or evaluation."""
+    return folder / f"{name}-{number}.log"
 
 
 def group_digest(prompt: Prompt, group: OpenGroup) -> bytes:
-    """Return a digest of all that determines a group, except for weights and scoring."""
+    """Return a digest of all that determines a result, except for weights and scoring."""
     parts = (
-        *(group.key, prompt.to_json(), group.prompt_ids, group.seeds, group.settings),
+        *(group.key, encode(prompt), group.prompt_ids, group.seeds, group.settings),
         group.episode,
     )
     digest = hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass"))
@@ -213,58 +137,3 @@ class ProblemResult:
     num_tokens: int
     num_truncated: int
     """Number of responses cut at the length limit."""
-
-
-class EvaluationJournal:
-    """The results of one evaluation, on disk until the evaluation is recorded."""
-
-    def __init__(self, path: Path, identity: str) -> None:
-        """Read the results of the same weights and scoring; ignore others.
-
-        `identity`: identifies weights and scoring.
-
-        If the file cannot be read or written, a warning says so, and no more results are kept.
-        """
-        self.results: dict[str, ProblemResult] = {}
-        """Results by digest of the request."""
-        self._path = path
-        self._identity = identity
-        self._log: RecordLog | None = None
-        try:
-            self._log = RecordLog(path, self._read)
-        except OSError as error:
-            self._give_up(error)
-
-    def append(self, digest: str, result: ProblemResult) -> None:
-        """Write a problem's result."""
-        if self._log is None:
-            return
-        entry = {"scored": self._identity, "request": digest, "result": asdict(result)}
-        try:
-            self._log.append(json.dumps(entry).encode())
-        except OSError as error:
-            self._give_up(error)
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-        self._log = None
-
-    def _give_up(self, error: OSError) -> None:
-        """Write nothing more; written records stay readable."""
-        self.close()
-        _LOGGER.warning(
-            "%s fails: %s; if the run is killed, the whole evaluation is repeated",
-            *(self._path, error.strerror),
-        )
-
-    def _read(self, offset: int, payload: bytes) -> None:
-        entry = json.loads(payload)
-        # results of earlier versions lack the sum of rewards
-        if entry["scored"] == self._identity and "reward_sum" in entry["result"]:
-            self.results[entry["request"]] = ProblemResult(**entry["result"])
-
-
-def evaluation_journal_path(folder: Path, step: int) -> Path:
-    """Return the file for the results of the evaluation after `step`."""
-    return folder / f"evaluation-{step}.log"

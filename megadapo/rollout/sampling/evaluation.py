@@ -5,7 +5,6 @@ An evaluation uses engines of its own, or the slots that training leaves idle.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, InfraError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
+from megadapo.rollout.journal.journal import Journal, ProblemResult, group_digest
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.types import (
     EngineActivity,
@@ -222,12 +221,9 @@ class HeldOutRequests:
         sets = {name: summary(own, self.samples_per_problem) for name, own in of_sets.items()}
         return sets[""] if "" in sets else mean_of_sets(sets)
 
-    def digest(self, key: int) -> str:
+    def digest(self, key: int) -> bytes:
         """Return a digest of all that determines a result, except for weights and scoring."""
-        request = self.requests[-key - 1]
-        gold = self.prompt(key).ground_truth
-        parts = (request.prompt_ids, request.seeds, gold, request.settings, request.episode)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return group_digest(self.prompt(key), self.requests[-key - 1])
 
 
 class EvaluationInProgress:
@@ -242,7 +238,7 @@ class EvaluationInProgress:
         engines: SupportsGenerate,
         scorer: SupportsScore,
         held_out: HeldOutRequests,
-        journal: EvaluationJournal | None = None,
+        journal: Journal[ProblemResult] | None = None,
     ) -> None:
         """`journal`: results of a killed process, to which this evaluation adds its own."""
         self._engines = engines
@@ -252,9 +248,9 @@ class EvaluationInProgress:
         self._journal = journal
         self._pool = ScoringPool(engines, scorer, held_out.prompt)
         self._results: dict[int, ProblemResult] = {}
-        known = {} if journal is None else journal.results
         for request in held_out.requests:
-            if (result := known.get(held_out.digest(request.key))) is not None:
+            result = None if journal is None else journal.find(held_out.digest(request.key))
+            if result is not None:
                 self._results[request.key] = result
         self._waiting = [
             request for request in held_out.requests if request.key not in self._results

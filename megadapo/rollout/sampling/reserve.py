@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
-from megadapo.data.group import (
-    Group,
-    Response,
-    decode_group,
-    decode_response,
-    encode_group,
-    encode_response,
-)
-from megadapo.rollout.sampling.statistics import SampledBatch
+from pydantic import model_validator
+
+from megadapo.data.group import Group, Response
+from megadapo.rollout.sampling.statistics import GroupStats, Level, SampledBatch
+from megadapo.rollout.sampling.window import KeepRate
 
 
-class OpenEntry(NamedTuple):
+@dataclass(frozen=True)
+class OpenEntry:
     """An open group."""
 
     version: int
@@ -53,8 +50,8 @@ class Reserve:
         """Return the number of tokens of each response of each open group."""
         none = (0,) * num_responses
         return {
-            index: tuple(len(response.token_ids) for response in responses) or none
-            for index, (_, responses) in self.open.items()
+            index: tuple(len(response.token_ids) for response in entry.responses) or none
+            for index, entry in self.open.items()
         }
 
     def take(self, prompt_index: int) -> Group:
@@ -65,47 +62,64 @@ class Reserve:
     def copy(self) -> Reserve:
         return Reserve(dict(self.finished), dict(self.versions), dict(self.open))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all groups as JSON values; their numbers stay exact."""
+    @model_validator(mode="before")
+    @classmethod
+    def _from_lists(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the lists of earlier versions."""
+        if isinstance(state["finished"], Mapping):
+            return state
+        finished = {entry["group"]["prompt_index"]: entry for entry in state["finished"]}
         return {
-            "finished": [
-                {"version": self.versions[index], "group": encode_group(group)}
-                for index, group in sorted(self.finished.items())
-            ],
-            "open": [
-                {
-                    "prompt_index": index,
-                    "version": version,
-                    "responses": [encode_response(response) for response in responses],
-                }
-                for index, (version, responses) in sorted(self.open.items())
-            ],
+            "finished": {index: entry["group"] for index, entry in finished.items()},
+            "versions": {index: entry["version"] for index, entry in finished.items()},
+            "open": {entry["prompt_index"]: entry for entry in state["open"]},
         }
 
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Self:
-        """Return the groups that `to_json` wrote."""
-        reserve = cls()
-        for entry in state["finished"]:
-            group = decode_group(entry["group"])
-            reserve.finished[group.prompt_index] = group
-            reserve.versions[group.prompt_index] = int(entry["version"])
-        for entry in state["open"]:
-            responses = tuple(decode_response(response) for response in entry["responses"])
-            reserve.open[int(entry["prompt_index"])] = OpenEntry(int(entry["version"]), responses)
-        return reserve
+
+@dataclass
+class PromptHistory:
+    """The latest result of every prompt, and the keep rate of each level.
+
+    The end of a step adds the results that its statistics count. So requests depend on seed and
+    weights alone, unless the mode follows the engines' speed.
+    """
+
+    prompts: dict[str, Level] = field(default_factory=dict)
+    rates: dict[Level, KeepRate] = field(default_factory=dict)
+
+    def keep_rate(self, prompt_id: str) -> KeepRate:
+        """Return the keep rate of prompts at the level of this one."""
+        return self.rates.setdefault(self._level(prompt_id), KeepRate())
+
+    def end_step(self, stats: Sequence[GroupStats]) -> None:
+        """Add the groups of a step."""
+        mixed: dict[Level, list[bool]] = {level: [] for level in get_args(Level)}
+        for group in stats:
+            mixed[self._level(group.prompt_id)].append(group.is_mixed)
+        for level, flags in mixed.items():
+            self.rates.setdefault(level, KeepRate()).end_step(len(flags), sum(flags))
+        self.prompts |= {group.prompt_id: group.level for group in stats}
+
+    def copy(self) -> PromptHistory:
+        """Return a copy that later steps do not change."""
+        rates = {level: replace(rate) for level, rate in self.rates.items()}
+        return PromptHistory(dict(self.prompts), rates)
+
+    def _level(self, prompt_id: str) -> Level:
+        return self.prompts.get(prompt_id, "unseen")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplerState:
     """A sampler's state. Most states are never written, so groups are encoded only on writing."""
 
-    plain: Mapping[str, Any]
+    cursor: Mapping[str, Any]
+    """The next prompt index, and what identifies the prompts."""
+    difficulty: PromptHistory
+    schedule: int | None
+    """Number of records of the schedule that are done; None: they were made with other prompts."""
+    most_untrained: int | None = None
+    """See `Sampler`; checkpoints of earlier versions lack it."""
     reserve: Reserve
-    batch: SampledBatch | None
+    counters: SampledBatch | None
     """The batch that is not taken; None: it begins again."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON values; its numbers stay exact."""
-        batch = None if self.batch is None else self.batch.to_json()
-        return {**self.plain, "reserve": self.reserve.to_json(), "counters": batch}

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed, rewards_differ
+from megadapo.codec import decode
 from megadapo.data.group import MIN_RESPONSES, Group, Response
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import CheckpointError, InfraError, SamplingError
@@ -22,12 +24,10 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.episodes.actor import EpisodeHostActor
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import Journal, group_digest
-from megadapo.rollout.sampling.reserve import OpenEntry, Reserve, SamplerState
+from megadapo.rollout.sampling.reserve import OpenEntry, PromptHistory, Reserve, SamplerState
 from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.statistics import (
-    GroupStats,
-    Level,
     SampledBatch,
 )
 from megadapo.rollout.sampling.window import (
@@ -41,79 +41,6 @@ from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class PromptHistory:
-    """The latest result of every prompt, and the keep rate of each level.
-
-    The end of a step adds the results that its statistics count. So requests depend on seed and
-    weights alone, unless the mode follows the engines' speed.
-    """
-
-    def __init__(self) -> None:
-        self._levels: dict[str, Level] = {}
-        self._rates: dict[Level, KeepRate] = {level: KeepRate() for level in get_args(Level)}
-
-    def keep_rate(self, prompt_id: str) -> KeepRate:
-        """Return the keep rate of prompts at the level of this one."""
-        return self._rates[self._level(prompt_id)]
-
-    def end_step(self, stats: Sequence[GroupStats]) -> None:
-        """Add the groups of a step."""
-        mixed: dict[Level, list[bool]] = {level: [] for level in self._rates}
-        for group in stats:
-            mixed[self._level(group.prompt_id)].append(group.is_mixed)
-        for level, flags in mixed.items():
-            self._rates[level].end_step(len(flags), sum(flags))
-        self._levels |= {group.prompt_id: group.level for group in stats}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "prompts": dict(self._levels),
-            "rates": {level: rate.state_dict() for level, rate in self._rates.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # in checkpoints of earlier versions a prompt has a list, whose first entry is the level
-        levels: Mapping[str, Any] = state["prompts"]
-        self._levels = {
-            key: levels[key] if isinstance(levels[key], str) else levels[key][0] for key in levels
-        }
-        for level, rate in state["rates"].items():
-            self._rates[level].load_state_dict(rate)
-
-    def _level(self, prompt_id: str) -> Level:
-        return self._levels.get(prompt_id, "unseen")
-
-
-class PromptCursor:
-    """A position in the prompt stream that can move back."""
-
-    def __init__(self, prompts: PromptStream) -> None:
-        self.next_index = 0
-        self._prompts = prompts
-
-    def prompt(self, prompt_index: int) -> Prompt:
-        return self._prompts.at(prompt_index)
-
-    def draw(self) -> int:
-        """Return the next prompt index."""
-        index, self.next_index = self.next_index, self.next_index + 1
-        return index
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values."""
-        return {
-            "next_index": self.next_index,
-            "prompts": self._prompts.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position that `state_dict` of the same prompts returned."""
-        next_index = int(state["next_index"])
-        if next_index < 0:
-            raise ValueError(f"next_index = {next_index}")
-        self.next_index = next_index
 
 
 def check_failures(
@@ -210,7 +137,7 @@ class GroupRequests:
         settings: SamplingSettings,
         episodes: EpisodeRequests,
         num_responses: int,
-        journal: Journal | None,
+        journal: Journal[Group] | None,
         host: EpisodeHostActor | None = None,
     ) -> None:
         self._settings, self._episodes, self._host = settings, episodes, host
@@ -248,13 +175,13 @@ class GroupRequests:
         if self._journal is None:
             return group
         self._digests[prompt_index] = group_digest(prompt, group)
-        return self._journal.find_group(self._digests[prompt_index]) or group
+        return self._journal.find(self._digests[prompt_index]) or group
 
     def keep(self, group: Group) -> None:
         """Write a finished group to the journal."""
         # a restarted run scores a group with failures again
         if self._journal is not None and not group.failures:
-            self._journal.append_group(self._digests[group.prompt_index], group)
+            self._journal.append(self._digests[group.prompt_index], group)
 
     def sync(self) -> None:
         """Force the journal to disk."""
@@ -292,7 +219,7 @@ class Sampler:
         saved_groups: SavedGroups = 0,
         is_mixed: Callable[[Group], bool] | None = None,
         new_executor: Callable[[], Executor] | None = None,
-        journal: Journal | None = None,
+        journal: Journal[Group] | None = None,
         schedule: SamplingSchedule | None = None,
         max_failed_share: float = 1.0,
         verdict: str = "",
@@ -320,8 +247,8 @@ class Sampler:
         self._requests = GroupRequests(settings, episodes, size, journal, host)
         self._schedule = schedule or SamplingSchedule()
         self._history = PromptHistory()
-        self._cursor = PromptCursor(prompts)
-        self._pool = ScoringPool(engines, scorer, self._cursor.prompt, new_executor)
+        self._prompts, self._next_index = prompts, 0
+        self._pool = ScoringPool(engines, scorer, prompts.at, new_executor)
         self._reserve = Reserve()
         self._unsent: list[int] = []
         """Prompt indices of open groups that the engines do not have."""
@@ -336,7 +263,7 @@ class Sampler:
         """The next batch so far."""
         self._window: Window | None = None
         """The window of the next batch; None until its first turn."""
-        self._first_index = self._cursor.next_index
+        self._first_index = self._next_index
         """Prompt index at which the next batch begins, if groups cannot wait."""
         self._is_ahead = is_ahead
         """Whether the next batch is for weights that are not published yet."""
@@ -415,7 +342,7 @@ class Sampler:
             elif window.is_full:
                 batch.forget_after(kept[-1].prompt_index)
                 # as if no later prompt had been drawn
-                self._cursor.next_index = kept[-1].prompt_index + 1
+                self._next_index = kept[-1].prompt_index + 1
         self._most_untrained = adapted_lead(config, self._most_untrained, len(left))
         self._requests.sync()
         batch.counts["time/reward_s"] = self._pool.take_reward_seconds()
@@ -425,7 +352,7 @@ class Sampler:
         check_size(len(kept), batch, config, self._verdict)
         batch.take(kept)
         if config.carries:
-            self._schedule.take(self.step, self._cursor.next_index, window.open, kept)
+            self._schedule.take(self.step, self._next_index, window.open, kept)
         self._start_batch(is_ahead=config.overlaps)
         return batch
 
@@ -445,7 +372,7 @@ class Sampler:
         self._requests.begin(policy_version, weights)
         if self.config.carries:
             counts = self._reserve.counts(self.config.responses_per_prompt)
-            if self._schedule.pause(policy_version, weights, self._cursor.next_index, counts):
+            if self._schedule.pause(policy_version, weights, self._next_index, counts):
                 self._batch.counts["tokens/recomputed"] += sum(map(sum, counts.values()))
 
     def close(self) -> None:
@@ -454,37 +381,38 @@ class Sampler:
 
     def state_dict(self) -> SamplerState:
         """Return the position and all waiting groups."""
-        window, cursor = self._window, self._cursor.state_dict()
-        plain = {
-            "cursor": cursor,
-            "difficulty": self._history.state_dict(),
-            "schedule": self._schedule.position,
-            "most_untrained": self._most_untrained,
-        }
-        if self.config.carries or (window is not None and window.is_full):
-            return SamplerState(plain, self._reserve.copy(), self._batch.copy())
-        cursor |= {"next_index": self._first_index}
-        return SamplerState(plain, Reserve(), None)
+        window = self._window
+        keeps = self.config.carries or (window is not None and window.is_full)
+        return SamplerState(
+            cursor={
+                "next_index": self._next_index if keeps else self._first_index,
+                "prompts": self._prompts.state_dict(),
+            },
+            difficulty=self._history.copy(),
+            schedule=self._schedule.position,
+            most_untrained=self._most_untrained,
+            reserve=self._reserve.copy() if keeps else Reserve(),
+            counters=self._batch.copy() if keeps else None,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned, as JSON values.
 
         Raises:
-            CheckpointError: the state is damaged.
+            CheckpointError: another version of megadapo wrote it.
         """
         try:
-            self._cursor.load_state_dict(state["cursor"])
-            self._history.load_state_dict(state["difficulty"])
-            self._reserve = Reserve.from_json(state["reserve"])
-            if state["counters"] is not None:
-                self._batch = SampledBatch.from_json(state["counters"], self._saved_groups)
-            self._schedule.resume_at(state["schedule"])
-            lead = state.get("most_untrained", self._most_untrained)  # earlier versions lack it
-            self._most_untrained = bounded_lead(self.config, int(lead))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the saved state of sampling is damaged: {error!r}") from error
+            state = decode(SamplerState, entry)
+        except ValueError as error:
+            raise CheckpointError(f"the saved state of sampling is damaged: {error}") from error
+        self._next_index = self._first_index = state.cursor["next_index"]
+        self._history, self._reserve = state.difficulty, state.reserve
+        if state.counters is not None:
+            self._batch = replace(state.counters, saved_groups=self._saved_groups)
+        self._schedule.resume_at(state.schedule)
+        if state.most_untrained is not None:
+            self._most_untrained = bounded_lead(self.config, state.most_untrained)
         self._unsent = sorted(self._reserve.open)
-        self._first_index = self._cursor.next_index
 
     def _begin(self) -> Window:
         """Return the window of the next batch, with all groups that wait for it."""
@@ -504,7 +432,7 @@ class Sampler:
         return window
 
     def _is_due(self, kind: type[Take | WeightPause]) -> bool:
-        return self._schedule.is_due(kind, self._cursor.next_index, self._reserve.open)
+        return self._schedule.is_due(kind, self._next_index, self._reserve.open)
 
     def _submit(self, window: Window) -> None:
         """Submit the groups that continue, and as many new ones as the engines can take."""
@@ -513,7 +441,8 @@ class Sampler:
         capacity = self._engines.capacity // self.config.responses_at_once - len(groups)
         capacity = max(capacity, not self._pool.open and not groups)
         while capacity > 0 and self._wants(window):
-            index, version = self._cursor.draw(), self._engines.policy_version
+            index, version = self._next_index, self._engines.policy_version
+            self._next_index += 1
             window.ask(index, self._keep_rate(index), version)
             self._reserve.open[index] = OpenEntry(version, ())
             if (group := self._request(window, index)) is not None:
@@ -524,7 +453,7 @@ class Sampler:
 
     def _wants(self, window: Window) -> bool:
         """Return whether to request another group now."""
-        record, next_index = self._schedule.next, self._cursor.next_index
+        record, next_index = self._schedule.next, self._next_index
         if record is not None:
             return next_index < record.next_index
         if window.is_full and not self.config.overlaps:
@@ -532,12 +461,12 @@ class Sampler:
         return window.wants(self._keep_rate(next_index), self._engines.policy_version)
 
     def _keep_rate(self, prompt_index: int) -> KeepRate:
-        return self._history.keep_rate(self._cursor.prompt(prompt_index).id)
+        return self._history.keep_rate(self._prompts.at(prompt_index).id)
 
     def _request(self, window: Window, prompt_index: int) -> OpenGroup | None:
         """Return the group to submit; None if it has ended or waits for the next weights."""
         responses = self._reserve.open[prompt_index].responses
-        prompt = self._cursor.prompt(prompt_index)
+        prompt = self._prompts.at(prompt_index)
         stop_at = self._schedule.stop_at_tokens(prompt_index)
         request = self._requests.make(prompt_index, prompt, responses, stop_at)
         if isinstance(request, Group):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import uuid
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,9 +147,9 @@ def _doing(record: Take | WeightPause) -> str:
     return f"publishes version {record.policy_version}"
 
 
-def header_of(rules: str) -> bytes:
+def identity_of(rules: str) -> dict[str, object]:
     """Return the first record of a schedule's file, which names the rules of its run."""
-    return json.dumps({"format": FORMAT, "rules": rules}).encode()
+    return {"format": FORMAT, "rules": rules}
 
 
 def read_source(path: Path, rules: str) -> list[bytes]:
@@ -165,7 +163,7 @@ def read_source(path: Path, rules: str) -> list[bytes]:
         problem = read_records(path, lambda offset, payload: payloads.append(payload))
     except OSError as error:
         raise ConfigError(f"--schedule: {path} cannot be read: {error.strerror}") from error
-    if payloads and payloads[0] != header_of(rules):
+    if payloads and payloads[0] != json.dumps(identity_of(rules)).encode():
         raise ConfigError(
             f"--schedule: {path} is of a run with other data, rewards, seed, sampling or "
             "rollout keys; repeat it with the configuration in its config.json"
@@ -217,12 +215,19 @@ class SamplingSchedule:
         self.num_differences = 0
         """Number of differences from `source`."""
         self._path, self._is_strict = path, is_strict
-        self._header = header_of(rules)
         self._log: RecordLog | None = None
         self._records: list[bytes] = []
         """All records, encoded: decoded ones of a long run would fill the memory."""
         if path is not None:
-            self._open(path)
+            self._log = RecordLog(
+                path,
+                identity_of(rules),
+                lambda offset, payload: self._records.append(payload),
+                loss="steps that it lacks cannot be repeated",
+                aside=path.parent / ASIDE_FOLDER,
+            )
+            if self._log.error is not None:
+                raise InfraError(f"{path} cannot be opened: {self._log.error.strerror}")
         self._num_written = len(self._records)
         self._source, self._num_source = source, 0
         if source is not None:
@@ -239,11 +244,6 @@ class SamplingSchedule:
         """The record to repeat; None: the run decides."""
         is_known = self.position < len(self._records)
         return decode_record(self._records[self.position]) if is_known else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return 0 if self._log is None else self._log.num_bytes
 
     def is_due(
         self, kind: type[Take | WeightPause], next_index: int, open_groups: Iterable[int]
@@ -269,7 +269,11 @@ class SamplingSchedule:
         """Continue after the records of a checkpoint; None: they were made with other prompts."""
         if position is None or position > len(self._records):
             if self._log is not None:
-                self._give_up("has lost records" if position else "has records of other prompts")
+                problem = "has lost records" if position else "has records of other prompts"
+                logger.warning(
+                    "%s %s: the run cannot be repeated from there on", self._path, problem
+                )
+                self.close()
             self._records, self._num_source, position = [], 0, 0
         self.position = position
         # records of the source that the run's own file has lost
@@ -344,58 +348,15 @@ class SamplingSchedule:
             self.num_differences += 1
             logger.warning("difference %d from the schedule: %s", self.num_differences, difference)
 
-    def _open(self, path: Path) -> None:
-        header, payloads = b"", list[bytes]()
-
-        def read(offset: int, payload: bytes) -> None:
-            nonlocal header
-            if offset == 0:
-                header = payload
-            else:
-                payloads.append(payload)
-
-        try:
-            self._log = RecordLog(path, read)
-        except OSError as error:
-            raise InfraError(f"{path} cannot be opened: {error.strerror}") from error
-        if self._log.cut:
-            logger.warning("%s: %s; what followed is decided again", path, self._log.cut)
-        if header == self._header:
-            self._records = payloads
-        else:
-            if header:
-                logger.warning(
-                    "%s is of a run with other rules, and begins again; the old one is in %s",
-                    *(path, path.parent / ASIDE_FOLDER),
-                )
-            self._rewrite()
-
     def _rewrite(self) -> None:
-        """Write the header and all present records to an empty file, and set the old one aside."""
+        """Write all present records to an empty file, and set the old one aside."""
         self._num_written = len(self._records)
         if self._log is not None:
-            path = self._log.path
-            aside = path.parent / ASIDE_FOLDER / f"{uuid.uuid4().hex[:8]}-{path.name}"
-            try:
-                if self._log.num_bytes:
-                    aside.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, aside)
-                self._log.clear()
-            except OSError as error:
-                self._give_up(f"cannot be written: {error.strerror}")
-            self._append(self._header, *self._records)
+            self._log.clear()
+            self._append(*self._records)
 
     def _append(self, *payloads: bytes) -> None:
-        if self._log is None or not payloads:
-            return
-        try:
+        if self._log is not None and payloads:
             for payload in payloads:
                 self._log.append(payload)
             self._log.sync()
-        except OSError as error:
-            self._give_up(f"cannot be written: {error.strerror}")
-
-    def _give_up(self, problem: str) -> None:
-        """Write nothing more: a file with a gap could not be repeated."""
-        self.close()
-        logger.warning("%s %s: the run cannot be repeated from there on", self._path, problem)

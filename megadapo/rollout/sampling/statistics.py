@@ -6,16 +6,18 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from megadapo.algorithm.advantages import overlong_penalties
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.processes import MIB
-from megadapo.data.group import Group, RewardParts, decode_group, encode_group
+from megadapo.codec import Measured
+from megadapo.data.group import Group, RewardParts
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.metrics.names import COUNTED
 from megadapo.observe.rollouts.saved_group import Disposition
@@ -84,7 +86,7 @@ class GroupStats:
     """Number of tokens that environments wrote."""
     num_calls: int = 0
     num_branches: int = 0
-    entropy_rises: tuple[float, ...] = ()
+    entropy_rises: tuple[Measured, ...] = ()
     """Normalised entropy after each tool call minus the start's; NaN if not measured."""
 
     @classmethod
@@ -117,11 +119,6 @@ class GroupStats:
             ),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values; a rise that was not measured is None."""
-        rises = [None if math.isnan(rise) else rise for rise in self.entropy_rises]
-        return {**asdict(self), "entropy_rises": rises}
-
     @property
     def level(self) -> Level:
         """The difficulty of its prompt for the policy."""
@@ -129,14 +126,6 @@ class GroupStats:
             return "mixed" if self.is_mixed else "equal"
         other: Level = "mixed" if self.num_correct else "all_wrong"
         return "all_correct" if self.num_correct == self.num_responses else other
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """Return the statistics that `to_json` wrote."""
-        rises = tuple(math.nan if rise is None else rise for rise in entry["entropy_rises"])
-        lengths, parts = tuple(entry["lengths"]), tuple(map(tuple, entry["parts"]))
-        found = {**entry, "entropy_rises": rises, "parts": parts, "lengths": lengths}
-        return cls(**{**found, "reward_range": tuple(entry.get("reward_range", (0.0, 0.0)))})
 
 
 @dataclass(kw_only=True)
@@ -147,7 +136,7 @@ class SampledBatch:
     were counted when they finished.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: Annotated[tuple[Group, ...], Field(exclude=True)] = ()
     """The groups to train on; empty until the batch is taken."""
     stats: list[GroupStats] = field(default_factory=list)
     """Groups that finished in this step: all correct, all wrong, out of band or mixed.
@@ -164,19 +153,19 @@ class SampledBatch:
     """Mixed groups after the last one of the batch, if groups cannot wait."""
     num_surplus_unseen: int = 0
     """Number of such groups that `stats` does not have."""
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    counts: dict[str, int | float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     """Metrics that are counted while the step samples, and failures of environments, those of
     responses that were requested again included."""
     engines: Sequence[EngineActivity] = ()
-    overdue_since: float | None = None
+    overdue_since: Annotated[float | None, Field(exclude=True)] = None
     """Monotonic time since which a batch with enough mixed groups waits for others; else None."""
     rejected: list[Group] = field(default_factory=list)
     """Rejected groups that may be saved; the texts of all others are forgotten."""
-    saved_groups: SavedGroups = 0
+    saved_groups: Annotated[SavedGroups, Field(exclude=True)] = 0
     """Number of groups that a step saves."""
-    saved: tuple[SampledGroup, ...] = ()
+    saved: Annotated[tuple[SampledGroup, ...], Field(exclude=True)] = ()
     """Groups to save, rejected ones included."""
-    is_replay: bool = False
+    is_replay: Annotated[bool, Field(exclude=True)] = False
     """Whether the groups are a saved run's, so that no engine and no reward function worked."""
 
     def num_at(self, level: Level) -> int:
@@ -312,33 +301,13 @@ class SampledBatch:
         ]
         self.saved = choose_saved(sampled, self.saved_groups)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known before a batch is taken, as JSON values."""
-        return {
-            "counts": {**self.counts},
-            "stats": [group.to_json() for group in self.stats],
-            "unscored": [encode_group(group) for group in self.unscored],
-            "dropped": [encode_group(group) for group in self.dropped],
-            "rejected": [encode_group(group) for group in self.rejected],
-            "engines": [asdict(activity) for activity in self.engines],
-        }
-
+    @model_validator(mode="before")
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any], saved_groups: SavedGroups) -> Self:
-        """Return the numbers that `to_json` wrote."""
-        batch = cls(
-            stats=[GroupStats.from_json(group) for group in entry["stats"]],
-            unscored=[decode_group(group) for group in entry["unscored"]],
-            dropped=[decode_group(group) for group in entry["dropped"]],
-            engines=[EngineActivity(**activity) for activity in entry["engines"]],
-            saved_groups=saved_groups,
-        )
-        # earlier versions have names of their own
+    def _with_all_counts(cls, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read states of earlier versions, which have fewer counts or names of their own."""
         earlier = {name: entry[own] for own, name in _EARLIER_NAMES.items() if own in entry}
-        batch.counts |= entry.get("counts", earlier)
-        for group in entry["rejected"]:
-            batch.keep_rejected(decode_group(group))
-        return batch
+        counts = entry.get("counts", earlier)
+        return {**entry, "counts": dict.fromkeys(COUNTED, 0) | counts}
 
     def copy(self) -> SampledBatch:
         """Return a copy that later groups do not change."""

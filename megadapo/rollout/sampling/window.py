@@ -13,7 +13,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from megadapo.rollout.config import SamplingConfig
 
@@ -33,19 +35,19 @@ SAFE_GROWTH = 1.25
 """Factor by which keep rates may exceed their estimates there, because the policy learns."""
 
 
+@dataclass(eq=False)
 class KeepRate:
     """The share of mixed groups, estimated from earlier steps and the current one."""
 
-    def __init__(self) -> None:
-        self._requested = 0.0
-        self._mixed = 0.0
-        self._requested_now = 0
-        self._mixed_now = 0
+    requested: float = 0.0
+    mixed: float = 0.0
+    requested_now: Annotated[int, Field(exclude=True)] = 0
+    mixed_now: Annotated[int, Field(exclude=True)] = 0
 
     @property
     def value(self) -> float:
         """Mean of a Beta posterior with a uniform prior, in (0, 1)."""
-        return (self._mixed + self._mixed_now + 1.0) / (self._total + 2.0)
+        return (self.mixed + self.mixed_now + 1.0) / (self._total + 2.0)
 
     @property
     def variance(self) -> float:
@@ -54,26 +56,19 @@ class KeepRate:
 
     def add(self, is_mixed: bool) -> None:
         """Count a group of the current step until `end_step` replaces these counts."""
-        self._requested_now += 1
-        self._mixed_now += is_mixed
+        self.requested_now += 1
+        self.mixed_now += is_mixed
 
     def end_step(self, num_requested: int, num_mixed: int) -> None:
         """Add the final counts of a step, which do not depend on the order of finishing."""
-        self._requested_now = self._mixed_now = 0
+        self.requested_now = self.mixed_now = 0
         if num_requested:
-            self._requested = KEEP_RATE_DECAY * self._requested + num_requested
-            self._mixed = KEEP_RATE_DECAY * self._mixed + num_mixed
-
-    def state_dict(self) -> dict[str, float]:
-        return {"requested": self._requested, "mixed": self._mixed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._requested = float(state["requested"])
-        self._mixed = float(state["mixed"])
+            self.requested = KEEP_RATE_DECAY * self.requested + num_requested
+            self.mixed = KEEP_RATE_DECAY * self.mixed + num_mixed
 
     @property
     def _total(self) -> float:
-        return self._requested + self._requested_now
+        return self.requested + self.requested_now
 
 
 @dataclass

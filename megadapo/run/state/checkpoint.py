@@ -26,10 +26,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from megadapo.codec import encode
 from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.weights.disk.files import (
     FileEntry,
@@ -101,7 +101,7 @@ WriteTrainer = Callable[[Path], Callable[[], Files]]
 Returns a function that waits for the files and lists them; any thread may call it."""
 Commit = Callable[[Mapping[str, Any], Mapping[str, Any]], "Checkpoint"]
 """Completes a checkpoint from the run's state and further keys of the manifest; the state has JSON
-values, or objects with `to_json`."""
+values, or dataclasses."""
 CHECKPOINTS = "checkpoints"
 """Name of the checkpoints' folder in the run's folder."""
 GIB = 1 << 30
@@ -450,7 +450,7 @@ def _commit(
             files = {f"{TRAINER}/{name}": entry for name, entry in wait().items()}
             # an end of the run, not a surprise at its next start
             check_permissions(folder)
-            text = json.dumps(state, default=methodcaller("to_json"))
+            text = json.dumps(state, default=encode)
             files[STATE] = _write(folder / STATE, text)
             _check_present(folder, files)
             listed = {name: asdict(entry) for name, entry in sorted(files.items())}

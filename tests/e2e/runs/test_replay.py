@@ -5,10 +5,11 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from megadapo.codec import encode
 from megadapo.errors import CheckpointError, ConfigError
 from megadapo.observe.rollouts import files
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
-from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
+from megadapo.observe.rollouts.saved_group import SavedGroup
 from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -49,7 +50,7 @@ def test_stopped_replay_repeats_the_metrics(source, tmp_path):
         times = ("time/sync_s", "time/reward_s", "time/engine_max_s", "tokens_per_s")
         assert [record[name] for name in times] == [None] * 4
         one, two = groups(source, record["step"]), groups(folder, record["step"])
-        assert [encode_saved(group) for group in one] == [encode_saved(group) for group in two]
+        assert [encode(group) for group in one] == [encode(group) for group in two]
     # a run with engines cannot go on from there: it would not know which prompts come next
     result = run(folder, WARMUP, num_steps=NUM_STEPS + 1, code=CheckpointError.exit_code)
     assert "resume it with --replay" in result.stderr

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from megadapo.cluster.process_log import driver_log
+from megadapo.codec import encode
 from megadapo.errors import InfraError, RunInterruptedError
 from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
-from megadapo.observe.rollouts.saved_group import encode_saved
 from megadapo.rollout.journal.journal import DIGEST_BYTES
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.rollout.pool.handle import MAX_RESTARTS
@@ -82,7 +82,7 @@ def test_finished_run_starts_nothing(uninterrupted):
 
 def decided_groups(folder: Path, step: int) -> list[dict]:
     """Saved groups without the second opinion, for which nothing waits: it may come too late."""
-    groups = [encode_saved(group) for group in read_rollouts(rollouts_path(folder, step))]
+    groups = [encode(group, readable=True) for group in read_rollouts(rollouts_path(folder, step))]
     for group in groups:
         for response in group["responses"]:
             del response["symbolic_correct"]
@@ -136,7 +136,7 @@ def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
 
 def orders_in(path: Path) -> list[int]:
     """Return the prompt indices of the groups in a journal that may be in use."""
-    groups = [json.loads(payload[DIGEST_BYTES:])["group"] for payload in payloads(path)[1:]]
+    groups = [json.loads(payload[DIGEST_BYTES:]) for payload in payloads(path)[1:]]
     return [group["prompt_index"] for group in groups]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.observe.metrics.records import read_evaluations
-from megadapo.rollout.journal.journal import evaluation_journal_path
+from megadapo.rollout.journal.journal import EVALUATION, journal_path
 from tests.support.rollout.groups import payloads
 from tests.support.runs.whole_runs import (
     assert_same_metrics,
@@ -66,8 +66,8 @@ FEW_AT_ONCE = (
 
 def answered(folder: Path, step: int) -> int:
     """Return the number of answered problems of an evaluation in progress."""
-    path = evaluation_journal_path(folder, step)
-    return len(payloads(path)) if path.exists() and path.stat().st_size else 0
+    path = journal_path(folder, EVALUATION, step)
+    return max(0, len(payloads(path)) - 1) if path.exists() else 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -1,14 +1,12 @@
 """A scored group that uses every field, a small schedule, and the records of a file."""
 
 import math
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from megadapo.data.group import Group, Response, Score, Turn
-from megadapo.rollout.journal.record_log import RecordLog
+from megadapo.rollout.journal.record_log import read_records
 from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from tests.support.rollout.scripted_engines import make_prompts
 
@@ -46,10 +44,7 @@ def make_group(prompt_index: int) -> Group:
 def payloads(path: Path) -> list[bytes]:
     """Return the records of a journal that a run may be writing."""
     seen: list[bytes] = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
-        shutil.copy(path, copy)  # opening a log cuts off an incomplete record
-        RecordLog(copy, lambda _, payload: seen.append(payload)).close()
+    read_records(path, lambda _, payload: seen.append(payload))
     return seen
 
 

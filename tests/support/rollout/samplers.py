@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import replace
-from operator import methodcaller
 
 import numpy as np
 
+from megadapo.codec import encode
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
@@ -55,7 +55,7 @@ def make_sampler(
 
 def saved_state(sampler: Sampler) -> dict:
     """Return the sampler's state as a checkpoint holds it."""
-    text = json.dumps(sampler.state_dict(), default=methodcaller("to_json"), allow_nan=False)
+    text = json.dumps(sampler.state_dict(), default=encode, allow_nan=False)
     return json.loads(text)
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megadapo.codec import decode, encode
 from megadapo.config import load_config
 from megadapo.data.answered import read_answered_rows
 from megadapo.data.arithmetic import generate
@@ -186,7 +187,7 @@ def test_columns_that_a_function_takes_make_prompts_different(tmp_path):
         assert all(prompt.is_text for prompt in found) and len({p.id for p in found}) == 3
         everything = read(file, with_extra_info=True, further=(ALL_COLUMNS,))
         assert everything[0].further == {"answer": 2, "rubric": "a", "id": 0}
-        assert Prompt.from_json(everything[0].to_json()) == everything[0]
+        assert decode(Prompt, encode(everything[0])) == everything[0]
         # rows that differ in data_source are scored by other functions
         assert [prompt.data_source for prompt in read(file)] == ["s", "t"]
 

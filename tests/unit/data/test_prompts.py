@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megadapo.codec import decode, encode
 from megadapo.data.arithmetic import generate
 from megadapo.data.prompts import Prompt, PromptStream, _prompt_id, load_prompts, render
 from megadapo.errors import DataError
@@ -98,8 +99,9 @@ def test_ids_are_distinct_and_independent_of_the_file(tmp_path) -> None:
 
 def test_prompts_survive_json_exactly() -> None:
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
-    assert Prompt.from_json(json.loads(json.dumps(prompt.to_json()))) == prompt
-    assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
+    values = json.loads(json.dumps(encode(prompt)))
+    assert decode(Prompt, values) == prompt
+    assert values["messages"] == [["system", "Add."], ["user", "1+2=?"]]
 
 
 def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog, counts) -> None:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from megadapo.cli import main
+from megadapo.codec import decode, encode
 from megadapo.data import reasoning_gym
 from megadapo.data.prompts import Prompt, load_prompts
 from megadapo.data.reasoning_gym import MAX_ITEMS, MAX_SEED, Item
@@ -41,7 +42,7 @@ def test_prompt_says_how_its_item_is_made_again(stand_in):
     found = prompts("reasoning-gym:chain_sum:train:3:2")
     assert len(found) == 3
     for number, prompt in enumerate(found):
-        again = Prompt.from_json(json.loads(json.dumps(prompt.to_json())))
+        again = decode(Prompt, json.loads(json.dumps(encode(prompt))))
         assert again == prompt and again.extra_info == prompt.extra_info
         item = Item("chain_sum", {}, 2 * MAX_ITEMS, 3, number)
         assert Item.of(again.extra_info) == item

@@ -46,12 +46,12 @@ def test_examples_play(tmp_path, monkeypatch):
         await host.open("tools", 1, task_of("tools"))
         calls = [ToolCall(name="divide", arguments={"a": 3.0, "b": b}) for b in (2.0, "two")]
         action = Action(text="", tool_calls=calls)
-        outcome = await host.step("tools", 0, SampledTurn("1", b"", action))
+        outcome = await host.step("tools", 0, SampledTurn("1", None, action))
         divided, mistake = (message["content"] for message in outcome.observation.messages)
         assert divided == "1.5"
         assert f"\n{mistake}\n" in PAGE
         by_zero = Action(text="", tool_calls=[ToolCall(name="divide", arguments={"a": 1, "b": 0})])
-        failed = await host.step("tools", 1, SampledTurn("2", b"", by_zero))
+        failed = await host.step("tools", 1, SampledTurn("2", None, by_zero))
         assert failed.failure.startswith("exception: ZeroDivisionError: ")
 
         await host.open("text", 2, task_of("text"))
@@ -59,7 +59,7 @@ def test_examples_play(tmp_path, monkeypatch):
         assert found.observation.text == "<result>42</result>"
         await host.open("search", 3, task_of("search"))
         call = ToolCall(name="search", arguments={"query": "capital"})
-        asked = SampledTurn("3", b"", Action(text="", tool_calls=[call]))
+        asked = SampledTurn("3", None, Action(text="", tool_calls=[call]))
         found = content_of(await host.step("search", 0, asked))
         assert found == "[1] Berlin\nThe capital of Germany."
         await host.open("both", 4, task_of("both"))

@@ -30,7 +30,7 @@ def answers(*turns: Sequence[tuple[str, object]]):
         for number, turn in enumerate(turns):
             calls = [ToolCall(name=name, arguments=arguments) for name, arguments in turn]
             await host.open(f"{number}", 0, task_of("a"))
-            given = SampledTurn("digest", b"", Action(text="", tool_calls=calls))
+            given = SampledTurn("digest", None, Action(text="", tool_calls=calls))
             outcomes.append(await host.step(f"{number}", 0, given))
         return outcomes
 

@@ -10,7 +10,7 @@ from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.journal.journal import evaluation_journal_path
+from megadapo.rollout.journal.journal import EVALUATION, journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.inputs import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
@@ -125,7 +125,7 @@ def test_stored_answers_need_equal_weights_and_rewards(tmp_path):
     """
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
-    assert len(payloads(evaluation_journal_path(tmp_path, 3))) == NUM_PROBLEMS
+    assert len(payloads(journal_path(tmp_path, EVALUATION, 3))) == 1 + NUM_PROBLEMS
     cases = (
         ("weights", 1.0, 0),
         ("other weights", 1.0, NUM_PROBLEMS),
@@ -183,11 +183,12 @@ def test_next_evaluation_waits_for_the_reserved_engine():
 def test_reserved_engine_reuses_stored_answers(tmp_path):
     first, second = Reserved(tmp_path), Reserved(tmp_path)
     first.evaluations.begin(2)
-    while not payloads(evaluation_journal_path(tmp_path, 2)):
+    path = journal_path(tmp_path, EVALUATION, 2)
+    while not path.exists() or len(payloads(path)) < 2:
         first.evaluations.check()
     first.evaluations.close()
     first.evaluations.check()
-    num_known = len(payloads(evaluation_journal_path(tmp_path, 2)))
+    num_known = len(payloads(path)) - 1
     assert 0 < num_known < NUM_PROBLEMS
     second.evaluations.begin(2)
     assert len(second.own.asked) == NUM_PROBLEMS - num_known

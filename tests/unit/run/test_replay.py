@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from megadapo.codec import encode
 from megadapo.config import RunConfig, from_dict, load_config
 from megadapo.data.batch import in_training_order
-from megadapo.data.group import encode_group
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
@@ -90,9 +90,9 @@ def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> 
 def contents(batch: SampledBatch) -> list[object]:
     """Return a batch without the facts about its generation, in the encoding of a checkpoint."""
     return [
-        [encode_group(group) for group in batch.groups],
-        [(encode_group(entry.group), entry.disposition) for entry in batch.saved],
-        [replace(group, seconds=0.0).to_json() for group in batch.stats],
+        [encode(replace(group, seconds=0.0)) for group in batch.groups],
+        [(encode(replace(one.group, seconds=0.0)), one.disposition) for one in batch.saved],
+        [encode(replace(group, seconds=0.0)) for group in batch.stats],
         [len(batch.to_reserve), len(batch.dropped), batch.num_surplus],
     ]
 
@@ -111,7 +111,7 @@ def test_groups_with_failures_are_replayed(tmp_path, tokenizer):
     batches = sample(config, FailsOn(0.1, HALF))
     save(tmp_path, batches, tokenizer)
     for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
-        assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in whole.groups]
+        assert contents(batch)[0] == contents(whole)[0]
         assert batch.num_excluded > 0 and batch.reward_parts["judge/failed"] > 0
         assert batch.num_at("all_correct") == whole.num_at("all_correct")
 

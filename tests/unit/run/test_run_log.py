@@ -15,7 +15,7 @@ from megadapo.observe.metrics.names import METRIC_NAMES, METRICS
 from megadapo.observe.metrics.records import read_evaluations, read_metrics
 from megadapo.observe.rollouts import files as rollouts
 from megadapo.observe.summary import before_after
-from megadapo.rollout.journal.journal import evaluation_journal_path
+from megadapo.rollout.journal.journal import EVALUATION, journal_path
 from megadapo.run.run import Run
 from megadapo.run.run_log import prometheus_name
 from tests.support.rollout.saved_groups import saved_group
@@ -64,7 +64,7 @@ def test_redone_step_reports_older_evaluation(tmp_path):
 
 def test_recorded_evaluation_deletes_its_answers(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        files = [evaluation_journal_path(tmp_path, step) for step in (2, 4)]
+        files = [journal_path(tmp_path, EVALUATION, step) for step in (2, 4)]
         for file in files:
             file.touch()
         run.log.record_evaluation(evaluation_record(2))

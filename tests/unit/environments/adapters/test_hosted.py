@@ -30,7 +30,7 @@ def hosted(environment: str, options: dict[str, Any], **fields: Any) -> Environm
 def turn(text: str, name: str = "", **arguments: Any) -> SampledTurn:
     calls = (ToolCall(name=name, arguments=arguments),) if name else ()
     key = json.dumps([text, name, arguments])
-    return SampledTurn(key, key.encode(), Action(text=text, tool_calls=calls))
+    return SampledTurn(key, None, Action(text=text, tool_calls=calls))
 
 
 async def play(host: Any, episode: str, turns: list[SampledTurn], start: int = 0) -> list[Any]:

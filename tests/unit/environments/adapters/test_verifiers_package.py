@@ -100,7 +100,7 @@ class Game:
         assert not oddly or len(pieces) > len(self._encode(text))
         ids = [one for part in pieces for one in self._encode(part)] + self._encode("<|im_end|>")
         action = Action(text=text, token_ids=ids, logprobs=[LOGPROB] * len(ids))
-        self.turns.append(SampledTurn(text, b"", action))
+        self.turns.append(SampledTurn(text, None, action))
         outcome = await self._host.step(self.name, len(self.turns) - 1, self.turns[-1])
         given = outcome.observation.token_ids or [] if outcome.observation else []
         self.ids += [*ids, *given]

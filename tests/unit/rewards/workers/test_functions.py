@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.codec import decode, encode
 from megadapo.config.run_config import from_dict
-from megadapo.data.group import decode_score, encode_score
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
@@ -139,7 +140,7 @@ def test_texts_of_a_table_are_kept_and_numbers_are_metrics(returns: Runner) -> N
     assert dict(one.parts) == {"acc": 0.4, "failed": 0.0}
     assert dict(one.texts) == {"pred": "34", "all": "[1, 2]"}
     (whole,) = score(["acc of tests"], f"{MODULE}:returns")
-    assert decode_score(encode_score(whole), 12) == whole
+    assert decode(Score, encode(whole)) == whole
     assert ("returns/pred", "34") in whole.texts
 
 

@@ -14,12 +14,11 @@ import pytest
 
 from megadapo.algorithm.groups import Branch
 from megadapo.environments.config import EnvironmentConfig
-from megadapo.environments.environment import Action, Observation, Task
+from megadapo.environments.environment import Observation, Task
 from megadapo.rollout.engine.episode import EpisodeTexts
 from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.host import identity_of
-from megadapo.rollout.episodes.journal import EpisodeRecord
-from megadapo.rollout.types import OpenGroup, Outcome, SampledTurn, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 
 
@@ -308,21 +307,6 @@ async def test_a_response_is_cut_at_its_length(tmp_path, tokenizer):
         found = await play.finish(Policy(tokenizer, "one"), max_tokens=len(one) + 2)
         assert found.token_ids.tolist() == one + answer[:2]
         assert found.finish_reason == "length"
-
-
-def test_journals_of_earlier_versions_are_read():
-    """They have no token ids in observations, actions and tasks."""
-    turn = SampledTurn("digest", b"ids", Action(text="one"), "weights")
-    turn.outcome = Outcome(Observation(text="1"), None, 0.5)
-    record = EpisodeRecord("identity", True, Observation(text="0"), turns=[turn])
-    entry = json.loads(json.dumps(record.to_json()))
-    for observation in (entry["observation"], entry["turns"][0]["observation"]):
-        del observation["token_ids"]
-    for name in ("token_ids", "logprobs"):
-        del entry["turns"][0]["action"][name]
-    found = EpisodeRecord.from_json(entry, 1)
-    assert found.observation.text == "0" and found.observation.token_ids is None
-    assert found.turns[0].action.token_ids == () and found.turns[0].outcome.observation.text == "1"
 
 
 def test_episodes_without_token_ids_are_known_by_their_earlier_identity():

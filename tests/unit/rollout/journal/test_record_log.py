@@ -9,51 +9,54 @@ import pytest
 from megadapo.rollout.journal.record_log import RecordLog
 
 PAYLOADS = [b"", b"one", bytes(range(256)), b"last\x00"]
+IDENTITY = {"format": 1, "weights": "a"}
 
 
-def opened(path: Path) -> tuple[RecordLog, list[bytes]]:
+def opened(path: Path, **changed: object) -> tuple[RecordLog, list[bytes]]:
     seen: list[bytes] = []
-    log = RecordLog(path, lambda _, payload: seen.append(payload))
-    return log, seen
+
+    def read(_: int, payload: bytes) -> None:
+        seen.append(payload)
+
+    return RecordLog(path, IDENTITY | changed, read, loss="they are lost"), seen
 
 
 def written(path: Path) -> list[int]:
-    """Write all payloads, and return the ends of their records."""
+    """Write all payloads, and return the ends of all records, the first one's included."""
     log, _ = opened(path)
-    ends = [0]
-    for payload in PAYLOADS:
-        assert log.append(payload) == ends[-1]
-        ends.append(path.stat().st_size)
+    assert not path.exists()
+    offsets = [log.append(payload) for payload in PAYLOADS]
     log.close()
-    return ends
+    return [0, *offsets, path.stat().st_size]
 
 
-def test_records_are_read_in_order(tmp_path):
+def test_records_are_read_in_order(tmp_path, caplog):
     written(tmp_path / "log")
     log, seen = opened(tmp_path / "log")
-    assert (seen, log.cut) == (PAYLOADS, "")
+    assert (seen, caplog.messages) == (PAYLOADS, [])
     log.append(b"more")
     log.sync()
     log.close()
     assert opened(tmp_path / "log")[1] == [*PAYLOADS, b"more"]
 
 
-def test_torn_tail_is_cut_off_at_any_byte(tmp_path):
+def test_torn_tail_is_cut_off_at_any_byte(tmp_path, caplog):
     path = tmp_path / "log"
     ends = written(path)
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
+        caplog.clear()
         log, seen = opened(path)
-        num_whole = sum(end <= size for end in ends) - 1
+        num_whole = max(0, sum(end <= size for end in ends) - 2)
         assert seen == PAYLOADS[:num_whole]
-        assert bool(log.cut) == (size not in ends) and "damaged" not in log.cut
+        assert bool(caplog.text) == (size not in ends) and "damaged" not in caplog.text
         log.append(b"next")
         log.close()
         assert opened(path)[1] == [*PAYLOADS[:num_whole], b"next"]
 
 
-def test_flipped_byte_ends_the_log(tmp_path):
+def test_flipped_byte_ends_the_log(tmp_path, caplog):
     path = tmp_path / "log"
     ends = written(path)
     whole = path.read_bytes()
@@ -61,11 +64,13 @@ def test_flipped_byte_ends_the_log(tmp_path):
         path.write_bytes(
             whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
         )
+        caplog.clear()
         log, seen = opened(path)
         damaged = sum(end <= place for end in ends) - 1
-        assert seen == PAYLOADS[:damaged], f"byte {place}"
-        assert log.cut == f"a damaged record at byte {ends[damaged]} of {len(whole)}"
-        assert path.stat().st_size == ends[damaged]
+        assert seen == PAYLOADS[: max(0, damaged - 1)], f"byte {place}"
+        problem = f"a damaged record at byte {ends[damaged]} of {len(whole)}"
+        assert caplog.messages == [f"{path}: {problem}; they are lost"]
+        assert path.stat().st_size == ends[max(1, damaged)]
         log.close()
 
 
@@ -73,14 +78,14 @@ def test_damage_is_detected_while_open(tmp_path):
     path = tmp_path / "log"
     ends = written(path)
     log, _ = opened(path)
-    assert log.read(ends[1]) == PAYLOADS[1]
+    assert log.read(ends[2]) == PAYLOADS[1]
     with path.open("r+b") as file:
-        file.seek(ends[2] - 1)
+        file.seek(ends[3] - 1)
         file.write(b"X")
-    assert log.read(ends[1]) is None
-    assert log.read(ends[2]) == PAYLOADS[2]
-    os.truncate(path, 5)
     assert log.read(ends[2]) is None
+    assert log.read(ends[3]) == PAYLOADS[2]
+    os.truncate(path, 5)
+    assert log.read(ends[3]) is None
     log.close()
 
 
@@ -104,7 +109,7 @@ def _target(file: int) -> str:
 
 @pytest.mark.parametrize("num_written", [0, 1, 30])
 def test_failed_write_leaves_no_trace(tmp_path, monkeypatch, num_written):
-    """A full disk accepts part of a write; later records must still be readable."""
+    """A full disk accepts part of a write; the records before must still be readable."""
     path = tmp_path / "log"
     written(path)
     log, seen = opened(path)
@@ -122,17 +127,34 @@ def test_failed_write_leaves_no_trace(tmp_path, monkeypatch, num_written):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space"):
-            log.append(b"x" * 100)
-    log.append(b"fits")
+        assert log.append(b"x" * 100) is None
+    assert log.append(b"fits") is None, "a file with a gap"
     log.close()
-    assert opened(path)[1] == [*seen, b"fits"]
+    assert opened(path)[1] == seen
 
 
 def test_clear(tmp_path):
     written(tmp_path / "log")
     log, _ = opened(tmp_path / "log")
     log.clear()
-    assert log.append(b"first") == 0
+    log.append(b"first")
     log.close()
     assert opened(tmp_path / "log")[1] == [b"first"]
+
+
+@pytest.mark.parametrize("name", ["format", "weights"])
+def test_records_of_another_identity_are_discarded(tmp_path, caplog, name):
+    path = tmp_path / "log"
+    written(path)
+    assert opened(path, **{name: 2})[1] == []
+    assert caplog.messages == [f"{path}: differs in {name}; they are lost"]
+    assert opened(path, **{name: 2})[1] == [] and len(caplog.messages) == 1
+
+
+def test_file_without_an_identity_is_of_another_format(tmp_path, caplog):
+    """Logs of earlier versions begin with a record."""
+    path = tmp_path / "log"
+    written(path)
+    first = path.read_bytes().index(PAYLOADS[2]) - 28
+    path.write_bytes(path.read_bytes()[first:])
+    assert opened(path)[1] == [] and "differs in format" in caplog.text

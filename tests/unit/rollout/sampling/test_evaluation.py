@@ -5,6 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from megadapo.rewards.rules import score
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal import record_log
-from megadapo.rollout.journal.journal import EvaluationJournal
+from megadapo.rollout.journal.journal import EVALUATION, Journal, ProblemResult
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.evaluation import (
     Evaluation,
@@ -75,7 +76,7 @@ def held_out(
 def run(
     prompts: list[Prompt] | dict[str, list[Prompt]],
     engines: ScriptedEngines | None = None,
-    journal: EvaluationJournal | None = None,
+    journal: Journal[ProblemResult] | None = None,
     **config: object,
 ) -> Evaluation:
     engines, asked = engines or ScriptedEngines(), held_out(prompts, **config)
@@ -225,16 +226,21 @@ def test_number_of_problems():
         run([])
 
 
+def journal_in(folder: Path, weights: str = "weights") -> Journal[ProblemResult]:
+    journal = Journal(ProblemResult, folder, "settings", name=EVALUATION)
+    journal.begin(3, weights)
+    return journal
+
+
 def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monkeypatch):
     """A file server that fails for a minute would end the run."""
     prompts, engines = make_prompts(6), ScriptedEngines()
-    nowhere = EvaluationJournal(tmp_path / "missing" / "answers.log", "weights")
+    nowhere = journal_in(tmp_path / "no" / "folder")
     assert run(prompts, engines, nowhere) == run(prompts)
-    assert "answers.log fails: No such file" in caplog.text
+    assert "evaluation-3.log: cannot be written: No such file" in caplog.text
     monkeypatch.setattr(record_log.os, "pwrite", lambda *arguments: os.stat("missing"))
-    failing = EvaluationJournal(tmp_path / "answers.log", "weights")
-    assert run(prompts, ScriptedEngines(), failing) == run(prompts)
-    assert caplog.text.count("is repeated") == 2
+    assert run(prompts, ScriptedEngines(), journal_in(tmp_path)) == run(prompts)
+    assert caplog.text.count("are requested again after a kill") == 2
 
 
 @pytest.mark.parametrize(
@@ -246,14 +252,12 @@ def test_results_that_cannot_be_written_end_no_evaluation(tmp_path, caplog, monk
     ],
 )
 def test_results_of_other_weights_or_requests_are_ignored(tmp_path, weights, change):
-    prompts, path = make_prompts(6), tmp_path / "answers.log"
+    prompts = make_prompts(6)
     with pytest.raises(KilledError):
         killed = KilledAfter(5, finish="at random")
-        run(prompts, killed, EvaluationJournal(path, "weights"))
+        run(prompts, killed, journal_in(tmp_path))
     engines = ScriptedEngines()
-    assert run(prompts, engines, EvaluationJournal(path, weights), **change) == run(
-        prompts, **change
-    )
+    assert run(prompts, engines, journal_in(tmp_path, weights), **change) == run(prompts, **change)
     assert len(engines.asked) == 6
 
 

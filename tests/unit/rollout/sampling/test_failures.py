@@ -17,8 +17,9 @@ from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.groups import Branch, branches_among
 from megadapo.algorithm.loss_weights import loss_weights
+from megadapo.codec import decode, encode
 from megadapo.data.batch import pack
-from megadapo.data.group import INTERRUPTED, Failure, Group, Score, decode_group, encode_group
+from megadapo.data.group import INTERRUPTED, Failure, Group, Score
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import InfraError
@@ -28,7 +29,7 @@ from megadapo.rewards.workers.processes import LOST
 from megadapo.rollout import episodes
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
-from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.journal import VERSION, Journal
 from megadapo.rollout.sampling import scoring
 from megadapo.rollout.sampling.evaluation import (
     MAX_REPLACED,
@@ -73,7 +74,7 @@ def test_failed_responses_leave_groups_and_statistics():
     assert batch.reward_parts["judge/failed"] == pytest.approx(batch.num_excluded / 48)
     assert len(batch.unscored) == 0
     for group in batch.groups:
-        assert decode_group(encode_group(group)).failures == group.failures
+        assert decode(Group, encode(group)).failures == group.failures
 
 
 def test_group_whose_remaining_responses_are_all_correct_is_all_correct():
@@ -165,7 +166,7 @@ def test_left_out_response_takes_no_branches_along():
     left = branched.without_failures()
     assert left.branches == (None, Branch(0, 1), Branch(0, 2), None, None)
     assert left.failures == (failure,)
-    assert decode_group(encode_group(left)).branches == left.branches
+    assert decode(Group, encode(left)).branches == left.branches
 
 
 @pytest.fixture
@@ -218,12 +219,12 @@ def test_too_many_failures_stop_the_step_early():
 
 def test_group_with_failures_is_scored_again_after_a_kill(tmp_path):
     """Catches a restart that finds the failures in its journal and ends again."""
-    journal = Journal(tmp_path, "settings")
+    journal = Journal(Group, tmp_path, "settings", name=VERSION)
     journal.begin(3, "weights")
     keys = {"selection": "all", "sampler": {"journal": journal}}
     first = make_sampler(ScriptedEngines(), judge=FailsOn(0.3, HALF), **keys).next_batch()
     journal.close()
-    again = Journal(tmp_path, "settings")
+    again = Journal(Group, tmp_path, "settings", name=VERSION)
     again.begin(3, "weights")
     keys["sampler"] = {"journal": again}
     whole = make_sampler(ScriptedEngines(), judge=FailsOn(0.0, HALF), **keys).next_batch()

@@ -248,7 +248,7 @@ def test_sampler_begins_with_the_first_of_other_prompts():
     take(sampler, 2)
     others = make_sampler(ScriptedEngines(), num_prompts=30)
     state = {SAMPLER_STATE: saved_state(sampler), "kl": 0.5}
-    state = from_first_prompt(state, others._cursor._prompts)
+    state = from_first_prompt(state, others._prompts)
     others.load_state_dict(state[SAMPLER_STATE])
     fresh = make_sampler(ScriptedEngines(), num_prompts=30)
     assert contents(take(others, 2)) == contents(take(fresh, 2))
@@ -442,7 +442,7 @@ def test_group_being_scored_continues_in_the_next_step():
         max_staleness=1,
         saved_groups="all",
     )
-    first = sampler._cursor.prompt(0).id
+    first = sampler._prompts.at(0).id
     sampler.next_batch()
     waiting = sampler.state_dict().reserve.open[0]
     assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}

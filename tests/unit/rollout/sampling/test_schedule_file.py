@@ -27,8 +27,10 @@ def test_records_survive(tmp_path):
 def test_file_names_its_format_and_rules(tmp_path):
     """A later version must not read records of another kind."""
     for name, rules in (("a", ()), ("b", ("some",))):
-        SamplingSchedule(tmp_path / name, *rules).close()
-        (header,) = payloads(tmp_path / name)
+        schedule = SamplingSchedule(tmp_path / name, *rules)
+        schedule.pause(0, "00" * 32, 0, {})
+        schedule.close()
+        header, _ = payloads(tmp_path / name)
         assert json.loads(header) == {"format": 1, "rules": "".join(rules)}
 
 
@@ -111,10 +113,10 @@ def test_damaged_end_is_named_and_decided_again(tmp_path, caplog):
     assert caplog.messages == []
     (tmp_path / "a").write_bytes(data[:-1])
     schedule = SamplingSchedule(tmp_path / "a", "rules")
-    last, size = read_ends(tmp_path / "a")[-1], len(data) - 1
-    place = f"a torn record at byte {schedule.num_bytes} of {size}"
-    assert last < schedule.num_bytes < size
-    assert caplog.messages == [f"{tmp_path / 'a'}: {place}; what followed is decided again"]
+    whole = (tmp_path / "a").stat().st_size
+    problem = f"a torn record at byte {whole} of {len(data) - 1}"
+    loss = "steps that it lacks cannot be repeated"
+    assert caplog.messages == [f"{tmp_path / 'a'}: {problem}; {loss}"]
     schedule.resume_at(2)
     schedule.pause(1, "cc" * 32, 9, COUNTS)
     schedule.close()
@@ -130,8 +132,8 @@ def test_schedule_of_other_rules_is_refused_and_an_own_one_begins_again(tmp_path
     assert SamplingSchedule(tmp_path / "a", "other rules").next is None
     (aside,) = (tmp_path / "aside").iterdir()
     assert aside.read_bytes() == before and aside.name.endswith("-a")
-    told = f"{tmp_path / 'a'} is of a run with other rules, and begins again; the old one is in "
-    assert caplog.messages == [f"{told}{tmp_path / 'aside'}"]
+    told = f"{tmp_path / 'a'}: differs in rules, and is copied to {tmp_path / 'aside'}; steps that "
+    assert caplog.messages == [f"{told}it lacks cannot be repeated"]
     with pytest.raises(ConfigError, match="other data"):
         SamplingSchedule(None, "rules", source=tmp_path / "a")
 
@@ -244,8 +246,8 @@ def test_full_disk_ends_the_schedule_and_not_the_run(
         schedule.pause(1, "cc" * 32, 9, COUNTS)
     schedule.take(2, 60, [], BATCH)
     problem = "cannot be written: No space left on device"
-    assert caplog.messages[1:] == [f"{path} {problem}: the run cannot be repeated from there on"]
-    assert schedule.num_bytes == 0 and schedule.position == 4
+    assert caplog.messages[1:] == [f"{path}: {problem}; steps that it lacks cannot be repeated"]
+    assert schedule.position == 4
     assert len(read_ends(path)) == num_left
 
 
@@ -261,10 +263,9 @@ def random_counts(source, num_groups):
 def test_a_group_takes_few_bytes(tmp_path):
     """Sixteen counts of up to 20,480 tokens for each open group of the paper's recipe."""
     schedule, num_groups = SamplingSchedule(tmp_path / "a"), 800
-    start = schedule.num_bytes
     counts = random_counts(random.Random(0), num_groups)
     schedule.pause(1, "aa" * 32, 2 * num_groups, counts)
-    assert (schedule.num_bytes - start) / num_groups <= 40
+    assert (tmp_path / "a").stat().st_size / num_groups <= 40
 
 
 def test_past_records_take_few_bytes_of_memory(tmp_path):

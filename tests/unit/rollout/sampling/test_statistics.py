@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadapo.data.group import Group, Response, encode_group
+from megadapo.codec import decode, encode
+from megadapo.data.group import Group, Response
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.sampling.reserve import OpenEntry, Reserve
-from megadapo.rollout.sampling.sampler import PromptHistory, describe_shortfall
+from megadapo.rollout.sampling.reserve import OpenEntry, PromptHistory, Reserve
+from megadapo.rollout.sampling.sampler import describe_shortfall
 from megadapo.rollout.sampling.statistics import (
     GroupStats,
     SampledBatch,
@@ -97,16 +98,19 @@ def stats(prompt_id: str, num_correct: int) -> GroupStats:
 
 def test_states_of_earlier_versions_are_read():
     """A resumed run would end, or know nothing of its prompts."""
-    entry = stats("a", 2).to_json()
+    entry = encode(stats("a", 2))
     del entry["reward_range"], entry["is_one_text"]
-    assert GroupStats.from_json(json.loads(json.dumps(entry))) == stats("a", 2)
-    state = SampledBatch().to_json()
+    assert decode(GroupStats, json.loads(json.dumps(entry))) == stats("a", 2)
+    state = encode(SampledBatch())
     counts = dict.fromkeys(state.pop("counts"), 0) | {"groups/stopped": 3, "time/overdue_s": 0.5}
     names = {"num_stopped": 3, "num_carried": 0, "overdue_seconds": 0.5, "num_from_journal": 0}
-    assert SampledBatch.from_json({**state, **names}, 0).counts == counts
-    state = PromptHistory().state_dict()
-    del state["rates"]["equal"]
-    PromptHistory().load_state_dict(state)
+    assert decode(SampledBatch, {**state, **names}).counts == counts
+    reserve = Reserve(open={index: OpenEntry(5, ()) for index in (1, 2)})
+    reserve.finish(make_group(1), is_mixed=True)
+    group = {"version": 5, "group": encode(make_group(1))}
+    open_group = {"prompt_index": 2, "version": 5, "responses": []}
+    earlier = decode(Reserve, {"finished": [group], "open": [open_group]})
+    assert encode(earlier) == encode(reserve)
 
 
 def test_group_of_one_text_has_several_responses():
@@ -138,18 +142,18 @@ def test_finished_group_is_kept_if_it_is_mixed():
     reserve.finish(make_group(1), is_mixed=True)
     reserve.finish(make_group(2), is_mixed=False)
     assert (reserve.versions, reserve.finished.keys(), reserve.open) == ({1: 5}, {1}, {})
-    again = Reserve.from_json(json.loads(json.dumps(reserve.to_json(), allow_nan=False)))
+    again = decode(Reserve, json.loads(json.dumps(encode(reserve), allow_nan=False)))
     assert again.versions == {1: 5}
-    assert encode_group(again.take(1)) == encode_group(make_group(1))
+    assert encode(again.take(1)) == encode(make_group(1))
     assert again == Reserve()
 
 
 def test_copy_does_not_change_with_the_reserve():
     """A checkpoint is encoded in a thread while the next groups finish."""
     reserve = Reserve(open={1: OpenEntry(5, ())})
-    copy, text = reserve.copy(), json.dumps(reserve.to_json())
+    copy, text = reserve.copy(), json.dumps(encode(reserve))
     reserve.finish(make_group(1), is_mixed=True)
-    assert json.dumps(copy.to_json()) == text
+    assert json.dumps(encode(copy)) == text
 
 
 def test_counts_of_a_batch_that_is_not_taken_survive_json():
@@ -160,14 +164,14 @@ def test_counts_of_a_batch_that_is_not_taken_survive_json():
         batch.add(make_group(index), is_mixed=index == 1)
     batch.unscored.append(make_group(7))
     copy = batch.copy()
-    text = json.dumps(batch.to_json(), allow_nan=False)
-    again = SampledBatch.from_json(json.loads(text), "all")
+    text = json.dumps(encode(batch), allow_nan=False)
+    again = decode(SampledBatch, json.loads(text))
     assert repr(again.stats) == repr(batch.stats)
     assert again.counts == batch.counts
-    assert json.dumps(again.to_json()) == text
+    assert json.dumps(encode(again)) == text
     batch.add(make_group(4), is_mixed=False)
     batch.counts["groups/stopped"] += 1
-    assert json.dumps(copy.to_json()) == text
+    assert json.dumps(encode(copy)) == text
 
 
 def test_unfinished_group_survives_json_exactly():
@@ -184,7 +188,7 @@ def test_unfinished_group_survives_json_exactly():
         for size, reason in ((0, "unfinished"), (7, "unfinished"), (5, "stop"))
     )
     reserve = Reserve(open={9: OpenEntry(4, responses)})
-    after = Reserve.from_json(json.loads(json.dumps(reserve.to_json(), allow_nan=False)))
+    after = decode(Reserve, json.loads(json.dumps(encode(reserve), allow_nan=False)))
     assert after.open.keys() == {9} and after.open[9].version == 4
     again = after.open[9].responses
     assert [one.oldest_version for one in again] == [float("inf"), 4, 4]
@@ -194,12 +198,13 @@ def test_unfinished_group_survives_json_exactly():
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
 
-@pytest.mark.parametrize("part", ["finished", "open"])
-def test_damaged_state_is_rejected(part):
-    reserve = Reserve(open={9: OpenEntry(4, ())})
-    reserve.open[8] = OpenEntry(4, ())
-    reserve.finish(make_group(8), is_mixed=True)
-    state = reserve.to_json()
-    del state[part][0]["version"]
-    with pytest.raises(KeyError):
-        Reserve.from_json(state)
+def test_rejected_groups_beyond_the_limit_are_forgotten():
+    """The texts of all rejected groups of a step are gigabytes."""
+    batch = SampledBatch(saved_groups=2)
+    wrong = [
+        replace(make_group(index), scores=(make_group(index).scores[1],) * 2)
+        for index in (3, 1, 2, 0)
+    ]
+    for group in (*wrong, make_group(5)):
+        batch.add(group, is_mixed=False)
+    assert [group.prompt_index for group in batch.rejected] == [1, 0, 5]

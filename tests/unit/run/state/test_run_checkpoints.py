@@ -65,7 +65,7 @@ def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
         found_damaged(run)
         found_damaged(run)
         assert (run.step, [r["step"] for r in run.log.records]) == (1, [1])
-        assert run.checkpoints.current.state["sampler"]["reserve"]["open"] == []
+        assert run.checkpoints.current.state["sampler"]["reserve"]["open"] == {}
         status = read_status(tmp_path)
         assert (status.restarts, status.step, status.resumed_from) == (1, 1, 1)
         advance(run, 2)
