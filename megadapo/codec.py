@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
@@ -34,7 +34,7 @@ def encode(value: Any, *, readable: bool = False) -> Any:
     `readable`: with arrays as lists, not as base64.
     """
     context = READABLE if readable else None
-    return _adapter(type(value)).dump_python(value, by_alias=True, context=context)
+    return _adapter(value.__class__).dump_python(value, by_alias=True, context=context)
 
 
 def decode(kind: type[Value], entry: object) -> Value:
@@ -44,7 +44,7 @@ def decode(kind: type[Value], entry: object) -> Value:
         ValueError: the values are not of this kind; the message has the path of the first problem.
     """
     try:
-        decoded: Value = _adapter(kind).validate_python(entry)
+        decoded: Value = _adapter(cast(Any, kind)).validate_python(entry)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))

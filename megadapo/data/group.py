@@ -187,6 +187,8 @@ class Response:
     Arrays, because 8,192 responses of 5,000 tokens are gigabytes as Python numbers.
     """
 
+    text: str
+    """The response decoded without special tokens."""
     token_ids: Annotated[
         np.ndarray, PlainValidator(partial(_unpack, "<i4")), PlainSerializer(_encode_ids)
     ]
@@ -203,8 +205,6 @@ class Response:
     """max_turns: its environment takes no further action, so it is complete. An unfinished response
     was stopped; a later request can continue it. A failed one has no score, because its environment
     failed."""
-    text: str
-    """The response decoded without special tokens."""
     policy_versions: Annotated[
         np.ndarray, PlainValidator(decode_versions), PlainSerializer(encode_versions)
     ]

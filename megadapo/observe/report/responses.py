@@ -215,7 +215,7 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
 
 
 def _shown_response(saved: SavedResponse) -> dict[str, object]:
-    shown = encode(saved, readable=True)
+    shown: dict[str, object] = encode(saved, readable=True)
     del shown["experts"]
     parts = list(conversation(saved.response)) if saved.response.turns else []
     return shown | {

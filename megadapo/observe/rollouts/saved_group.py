@@ -128,10 +128,10 @@ class SavedGroup:
 
     step: int
     """Step that generated the group, or trained on it if it is from the reserve."""
-    prompt_index: int
     disposition: Disposition
     from_reserve: bool
     """Whether an earlier step generated the group."""
+    prompt_index: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     responses: tuple[SavedResponse, ...]
