@@ -49,7 +49,7 @@ def decode(kind: type[Value], entry: object) -> Value:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
-    except (ArithmeticError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(repr(error)) from error
     return decoded
 

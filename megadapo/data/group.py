@@ -28,6 +28,7 @@ from pydantic import (
     PlainValidator,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -147,10 +148,22 @@ def encode_versions(versions: np.ndarray) -> list[list[int]]:
     return [[int(versions[i]), int(n)] for i, n in zip(starts, counts, strict=True)]
 
 
-def decode_versions(runs: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the int32 versions from their runs."""
-    versions = [version for version, _ in runs]
-    return np.repeat(np.array(versions, dtype=np.int32), [count for _, count in runs])
+def decode_versions(runs: Sequence[Sequence[int]], num_tokens: int) -> np.ndarray:
+    """Return [num_tokens] int32 versions from their runs.
+
+    Raises:
+        ArithmeticError, TypeError, ValueError: the runs are malformed or have other tokens.
+    """
+    versions = np.array([version for version, _ in runs], dtype=np.int32)
+    counts = [count for _, count in runs]
+    # a wrong count could fill the memory
+    if sum(counts) != num_tokens or (versions < NO_VERSION).any():
+        raise ValueError(f"{runs} are no policy versions of {num_tokens} tokens")
+    return np.repeat(versions, counts)
+
+
+def _versions_of_response(runs: Sequence[Sequence[int]], info: ValidationInfo) -> np.ndarray:
+    return decode_versions(runs, len(info.data["token_ids"]))
 
 
 EXPERT_TYPES = {"uint8": "<u1", "uint16": "<u2"}
@@ -206,7 +219,7 @@ class Response:
     was stopped; a later request can continue it. A failed one has no score, because its environment
     failed."""
     policy_versions: Annotated[
-        np.ndarray, PlainValidator(decode_versions), PlainSerializer(encode_versions)
+        np.ndarray, PlainValidator(_versions_of_response), PlainSerializer(encode_versions)
     ]
     """[n] int32 policy version that sampled each token, NO_VERSION on output of tools and
     environments."""

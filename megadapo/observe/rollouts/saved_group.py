@@ -146,9 +146,9 @@ class SavedGroup:
         sizes = [len(saved.response.token_ids) for saved in self.responses]
         for index, (saved, size) in enumerate(zip(self.responses, sizes, strict=True)):
             response = saved.response
-            listed = (response.logprobs, response.policy_versions, saved.tokens)
             trained = (saved.logprobs_old, saved.logprobs_update, saved.advantages)
-            lengths = {len(one) for one in (*listed, *trained) if one is not None}
+            listed = (response.logprobs, saved.tokens, *trained)
+            lengths = {len(one) for one in listed if one is not None}
             if lengths != {size}:
                 raise ValueError(f"lists of a response of {size} tokens have lengths {lengths}")
             ends = [0, *(end for end, _ in saved.score.steps), size]

@@ -63,7 +63,7 @@ def test_versions_survive(versions: list[int]) -> None:
     array = np.array(versions, dtype=np.int32)
     runs = encode_versions(array)
     assert all(before[0] != after[0] for before, after in zip(runs, runs[1:], strict=False))
-    back = decode_versions(runs)
+    back = decode_versions(runs, len(versions))
     assert back.tolist() == versions and back.dtype == np.int32
 
 

@@ -97,7 +97,9 @@ def test_names_of_control_tokens_survive_and_older_files_have_none(tmp_path):
     [
         *({"branch": one} for one in ([1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], "ab")),
         *({"policy_versions": one} for one in ([], [[1, 2]], [[1, 4], [2, -1]], [4], None)),
-        *({"policy_versions": [[one, 3]]} for one in (2**31, "a")),
+        *({"policy_versions": [[one, 3]]} for one in (2**31, -2, "a")),
+        {"policy_versions": [[3, 10**11]]},
+        {"reward_parts": [1]},
         *({"steps": one} for one in ([[3, 0.1], [2, 0.1]], [[4, 0.1]], [[1]])),
         {"tokens": ["a"]},
         {"logprobs_old": [0.1]},

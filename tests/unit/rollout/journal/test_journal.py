@@ -146,24 +146,6 @@ def test_group_is_restored_exactly(tmp_path):
     assert found is not None and encode(found) == encode(group)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 100])
-def test_foreign_file_is_replaced(tmp_path, caplog, content):
-    killed_after(tmp_path, 5)
-    path = tmp_path / JOURNAL_FOLDER / "version-3.log"
-    path.write_bytes(content)
-    journal = journal_in(tmp_path)
-    assert bool(caplog.messages) == bool(content)
-    num_reused(journal)
-    assert num_reused(journal_in(tmp_path)) > 0
-
-
-def test_other_format_is_reported(tmp_path, caplog, monkeypatch):
-    killed_after(tmp_path, 5)
-    monkeypatch.setattr("megadapo.rollout.journal.journal.FORMAT", 3)
-    assert num_reused(journal_in(tmp_path)) == 0
-    assert "differs in format" in caplog.text
-
-
 def test_damage_costs_later_groups(tmp_path, caplog):
     expected = make_sampler(ScriptedEngines()).next_batch()
     before = killed_after(tmp_path, 6)
