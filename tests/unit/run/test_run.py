@@ -239,8 +239,9 @@ def test_groups_of_another_rule_are_dropped(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
         open_and_close(changed)
     with Run.open(changed, accept_changes=["reward.rule"]) as run:
+        empty = {"finished": {}, "versions": {}, "open": {}}
         assert run.checkpoints.current.state == {
-            "sampler": {"cursor": 7, "reserve": {"finished": [], "open": []}, "counters": None},
+            "sampler": {"cursor": 7, "reserve": empty, "counters": None},
             "kl": 0.5,
         }
     assert "are dropped" in (tmp_path / "log.txt").read_text()
