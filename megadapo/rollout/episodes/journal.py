@@ -29,6 +29,7 @@ FORMAT = 2
 """Version of the records; a file with another version is discarded."""
 MAX_COPIES = 32
 """Number of files that get the records of an episode which no engine has opened since a restart."""
+LOSS = "episodes that it lacks fail if the run is restarted"
 _FILE_NAME = re.compile(r"environments-version-(\d+)\.log")
 
 Kind = Literal["open", "act", "answer", "close"]
@@ -76,12 +77,15 @@ class EpisodeJournal:
         self._flusher: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         """Held by the thread that writes, and while the current file changes."""
+        self._unread: OSError | None = None
+        """Error of the folder itself, whose files are not known."""
         self._warnings: list[str] = []
 
     @property
     def _error(self) -> OSError | None:
         """Reason why nothing more is written until the next weights."""
-        return next((log.error for log in self._logs.values() if log.error is not None), None)
+        errors = (self._unread, *(log.error for log in self._logs.values()))
+        return next((error for error in errors if error is not None), None)
 
     def begin(self, policy_version: int, live: Mapping[str, EpisodeRecord]) -> None:
         """Continue in the file of new weights, with all that is known of open episodes.
@@ -91,23 +95,32 @@ class EpisodeJournal:
         """
         with self._lock:
             self._version = policy_version
-            self._folder.mkdir(exist_ok=True)
             versions = {policy_version}
             if not self._logs or self._error is not None:
                 self._close_logs()
                 self._entries = {}
-                matches = map(_FILE_NAME.fullmatch, os.listdir(self._folder))
-                versions |= {int(match[1]) for match in matches if match}
+                versions |= self._found_versions()
             for version in versions - self._logs.keys():
                 self._logs[version] = RecordLog(
                     self._folder / f"environments-version-{version}.log",
                     {"format": FORMAT},
                     partial(self._index, version),
-                    loss="episodes that it lacks fail if the run is restarted",
+                    loss=LOSS,
                     warn=self._warnings.append,
                 )
             if self._error is None:
                 self._copy_open(live)
+
+    def _found_versions(self) -> set[int]:
+        """Return the policy versions of the folder's files."""
+        self._unread, names = None, list[str]()
+        try:
+            self._folder.mkdir(exist_ok=True)
+            names = os.listdir(self._folder)
+        except OSError as error:
+            self._unread = error
+            self._warnings.append(f"{self._folder}: cannot be read: {error.strerror}; {LOSS}")
+        return {int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match}
 
     def forget(self, episode: str) -> None:
         """Copy an episode to no further file; its "close" may take a while."""
@@ -208,9 +221,10 @@ class EpisodeJournal:
             OSError: this call, or an earlier one under the same weights, has failed.
         """
         with self._lock:
-            log = self._logs[self._version]
-            appended = [log.append(payload) for payload in payloads]
-            log.sync()
+            log, appended = self._logs[self._version], list[int | None]()
+            if self._error is None:
+                appended = [log.append(payload) for payload in payloads]
+                log.sync()
             if self._error is not None:
                 raise self._error
             return self._version, [offset for offset in appended if offset is not None]

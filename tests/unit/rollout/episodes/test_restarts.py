@@ -229,7 +229,8 @@ def test_run_that_goes_back_to_older_weights_repeats_no_action(tmp_path):
     assert failure == 'interrupted: turn 0 was begun before a restart, and recovery = "once"'
 
 
-def test_journal_that_cannot_be_read_at_first_is_read_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["pread", "listdir"])
+def test_journal_that_cannot_be_read_at_first_is_read_later(tmp_path, monkeypatch, call):
     """Otherwise an action with effects outside would be repeated."""
     first_life(tmp_path, {"a": "once"}, 1)
 
@@ -245,7 +246,7 @@ def test_journal_that_cannot_be_read_at_first_is_read_later(tmp_path, monkeypatc
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(record_log.os, "pread", fail)
+    monkeypatch.setattr(record_log.os, call, fail)
     failure = with_host([counting(tmp_path, recovery="once")], run, tmp_path / "journal")
     assert cause_of(failure) == "interrupted"
     assert len(actions(tmp_path)) == 1
