@@ -18,11 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import policy_loss
-from megadapo.kernels.policy_head.blocks import (
-    logprob_blocks,
-    logprob_grad_blocks,
-    policy_blocks,
-)
+from megadapo.kernels.policy_head.blocks import logprob_blocks, logprob_grad_blocks, policy_blocks
 from megadapo.kernels.policy_head.terms import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, DUAL_CLIPPED
 from megadapo.kernels.policy_head.tiles import PolicyInputs, RowOutputs
 from megadapo.kernels.policy_head.tiling import HeadCall, HeadOptions, plan_call

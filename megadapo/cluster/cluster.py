@@ -15,12 +15,7 @@ from megadapo.cluster.health import nodes_to_leave_out
 from megadapo.cluster.local_ray import LocalRay
 from megadapo.cluster.nodes import NodeFolders, alive_nodes, lost_nodes
 from megadapo.cluster.places import Place, PlaceRequest, Slot, wait_for_places
-from megadapo.cluster.ray_connection import (
-    RayDaemonWatch,
-    connect_to_ray,
-    leave_ray,
-    watch_daemons,
-)
+from megadapo.cluster.ray_connection import RayDaemonWatch, connect_to_ray, leave_ray, watch_daemons
 from megadapo.errors import InfraError
 
 

@@ -18,13 +18,7 @@ from typing import Any
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.worker import MAX_RESULT_BYTES, MAX_STUCK
-from megadapo.rewards.workers.processes import (
-    LOST,
-    CallError,
-    Program,
-    TimeLimit,
-    WorkerProcess,
-)
+from megadapo.rewards.workers.processes import LOST, CallError, Program, TimeLimit, WorkerProcess
 
 PING_S = 10.0
 """Time in which a process must answer after a call has missed its limit."""

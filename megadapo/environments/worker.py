@@ -37,13 +37,7 @@ from megadapo.environments.results import (
     read_observation,
     read_state,
 )
-from megadapo.rewards.workers.worker import (
-    CannotStart,
-    Host,
-    describe_error,
-    forbid,
-    text_of,
-)
+from megadapo.rewards.workers.worker import CannotStart, Host, describe_error, forbid, text_of
 
 SECTION = "rollout.environments"
 MAX_ERROR = 300

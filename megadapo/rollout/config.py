@@ -13,13 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    WithJsonSchema,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.section import Pair, Section, Timeout

@@ -21,12 +21,7 @@ from megadapo.data.group import Group
 from megadapo.data.order import Share
 from megadapo.data.overlap import warn_of_overlap, without_overlap
 from megadapo.data.pretraining import PretrainingStream, read_texts
-from megadapo.data.prompts import (
-    Prompt,
-    PromptStream,
-    load_prompts,
-    warn_of_contradictions,
-)
+from megadapo.data.prompts import Prompt, PromptStream, load_prompts, warn_of_contradictions
 from megadapo.errors import DataError, InfraError
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.shape import required_size

@@ -6,13 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megadapo.section import ModelPath, Pair, Section, Timeout
 

@@ -19,12 +19,7 @@ from megadapo.trainer.model.model import build_chunks, transformer_config
 from megadapo.trainer.model.parallel import parameters_by_global_name, shard_position
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, finalize_sums, wrap_for_gradients
-from megadapo.weights.disk.sources import (
-    TensorSource,
-    fill_shard,
-    match_params,
-    open_weights,
-)
+from megadapo.weights.disk.sources import TensorSource, fill_shard, match_params, open_weights
 from megadapo.weights.layout.layout import ModelLayout
 
 WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")

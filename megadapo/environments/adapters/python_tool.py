@@ -11,13 +11,7 @@ from typing import Literal
 
 from megadapo.environments.adapters.calls import OUTPUT, Tool, require_positive
 from megadapo.environments.environment import EnvironmentFailure, Task
-from megadapo.rewards.workers.processes import (
-    TIMEOUT,
-    CallError,
-    Program,
-    TimeLimit,
-    WorkerProcess,
-)
+from megadapo.rewards.workers.processes import TIMEOUT, CallError, Program, TimeLimit, WorkerProcess
 
 SLOWDOWN = 3.0
 """Factor by which calls may exceed their limit of CPU time in wall-clock time."""

@@ -56,15 +56,7 @@ from pydantic import (
     model_validator,
 )
 
-from megadapo.data.group import (
-    Failure,
-    Group,
-    Response,
-    Score,
-    Turn,
-    decode_floats,
-    encode_floats,
-)
+from megadapo.data.group import Failure, Group, Response, Score, Turn, decode_floats, encode_floats
 from megadapo.data.prompts import Prompt
 
 Disposition = Literal[

@@ -24,13 +24,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.tool_parsers import ToolParserManager
 
-from megadapo.data.group import (
-    CUT_MESSAGES,
-    NO_VERSION,
-    Failure,
-    Response,
-    Turn,
-)
+from megadapo.data.group import CUT_MESSAGES, NO_VERSION, Failure, Response, Turn
 from megadapo.environments.environment import Action, Observation, ToolCall
 from megadapo.errors import ConfigError, DataError
 from megadapo.rollout.engine.in_flight import InFlightResponse, Segment

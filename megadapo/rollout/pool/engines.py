@@ -28,13 +28,7 @@ from megadapo.rollout.pool.handle import (
     PendingScores,
     State,
 )
-from megadapo.rollout.types import (
-    EngineActivity,
-    EngineCounts,
-    OpenGroup,
-    ScoreRequest,
-    StopReport,
-)
+from megadapo.rollout.types import EngineActivity, EngineCounts, OpenGroup, ScoreRequest, StopReport
 
 if TYPE_CHECKING:
     from ray import ObjectRef

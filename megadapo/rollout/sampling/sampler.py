@@ -27,9 +27,7 @@ from megadapo.rollout.journal.journal import Journal, group_digest
 from megadapo.rollout.sampling.reserve import OpenEntry, PromptHistory, Reserve, SamplerState
 from megadapo.rollout.sampling.schedule import SamplingSchedule, Take, WeightPause
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
-from megadapo.rollout.sampling.statistics import (
-    SampledBatch,
-)
+from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.sampling.window import (
     KeepRate,
     Window,

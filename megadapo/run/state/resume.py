@@ -26,11 +26,7 @@ RESERVE_KEYS = (
     *("data.train", "data.columns", "data.chat_template_kwargs"),
     *("data.max_prompt_tokens", "data.overlong_prompts"),
     *("reward.rule", "reward.pattern", "reward.symbolic", "reward.functions"),
-    *(
-        "rollout.temperature",
-        "rollout.max_response_tokens",
-        "rollout.environments",
-    ),
+    *("rollout.temperature", "rollout.max_response_tokens", "rollout.environments"),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
     "sampling.accuracy_range",
 )

@@ -23,11 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.trainer.config import ADAM_EPS, OptimizerConfig, TrainerConfig
-from megadapo.trainer.model.megatron_internals import (
-    allocate_moments,
-    clip_and_step,
-    param_groups,
-)
+from megadapo.trainer.model.megatron_internals import allocate_moments, clip_and_step, param_groups
 
 
 def wrap_for_gradients(

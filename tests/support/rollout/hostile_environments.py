@@ -8,12 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megadapo.environments.environment import (
-    Action,
-    Environment,
-    EnvironmentFailure,
-    Observation,
-)
+from megadapo.environments.environment import Action, Environment, EnvironmentFailure, Observation
 
 
 def say(text, **fields):

@@ -13,13 +13,7 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
-from megadapo.trainer.types import (
-    Metrics,
-    Rendezvous,
-    TrainerSettings,
-    UpdateRequest,
-    UpdateResult,
-)
+from megadapo.trainer.types import Metrics, Rendezvous, TrainerSettings, UpdateRequest, UpdateResult
 from tests.support.trainer.batches import TEXT_COEF
 
 if TYPE_CHECKING:

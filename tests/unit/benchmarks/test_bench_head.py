@@ -17,13 +17,7 @@ from shared import peak_extra_mib, time_together
 from megadapo.errors import ConfigError
 from megadapo.kernels.policy_head.tiling import plan_tiling
 from megadapo.lab.profiling import head_inputs
-from megadapo.lab.profiling.head_inputs import (
-    OURS,
-    PRODUCTS,
-    HeadShape,
-    make_inputs,
-    parse_shape,
-)
+from megadapo.lab.profiling.head_inputs import OURS, PRODUCTS, HeadShape, make_inputs, parse_shape
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)

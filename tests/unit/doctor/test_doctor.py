@@ -11,13 +11,7 @@ from megadapo.cli import main, run_command
 from megadapo.cluster import health
 from megadapo.cluster.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 from megadapo.cluster.this_node import ClockOffset
-from megadapo.doctor.cluster import (
-    ClusterFacts,
-    Link,
-    Node,
-    diagnose_cluster,
-    inspect_node,
-)
+from megadapo.doctor.cluster import ClusterFacts, Link, Node, diagnose_cluster, inspect_node
 from megadapo.doctor.doctor import diagnose
 from megadapo.errors import ConfigError
 from tests.support.processes.running import heavy_imports

@@ -19,13 +19,7 @@ from megadapo.lab.simulate.policies import Policy, policies_on_gpus
 from megadapo.lab.simulate.simulation import SimulatedStep, compare, steps_of
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.plan.cards import CARDS, H100
-from megadapo.plan.engine import (
-    ALL_REDUCE_S,
-    LAYER_S,
-    PRODUCT_SHARE,
-    READ_SHARE,
-    EngineSpeed,
-)
+from megadapo.plan.engine import ALL_REDUCE_S, LAYER_S, PRODUCT_SHARE, READ_SHARE, EngineSpeed
 from megadapo.plan.responses import LogNormalLengths
 from megadapo.plan.split import PUBLISH_S, SWITCH_S, Split
 from megadapo.rollout.config import SamplingConfig

@@ -17,11 +17,7 @@ from megadapo.data.group import Response, Turn
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
 from megadapo.rollout.engine import in_flight
-from megadapo.rollout.engine.in_flight import (
-    choose_branches,
-    normalized_entropy,
-    response_prefix,
-)
+from megadapo.rollout.engine.in_flight import choose_branches, normalized_entropy, response_prefix
 from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 PROMPT = (3, 4, 5)

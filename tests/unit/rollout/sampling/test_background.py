@@ -13,12 +13,7 @@ from megadapo.run.rollouts import LiveRollouts
 from tests.support.processes.running import wait_until
 from tests.support.rollout.clocked_engines import ClockedEngines
 from tests.support.rollout.samplers import contents, make_sampler, saved_state
-from tests.support.rollout.scripted_engines import (
-    AtOnce,
-    KilledAfter,
-    KilledError,
-    ScriptedEngines,
-)
+from tests.support.rollout.scripted_engines import AtOnce, KilledAfter, KilledError, ScriptedEngines
 
 MODE = {"mode": "one_step_off", "max_staleness": 1, "sampler": {"new_executor": AtOnce}}
 NUM_STEPS = 4

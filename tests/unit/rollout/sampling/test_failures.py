@@ -31,11 +31,7 @@ from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.journal.journal import VERSION, Journal
 from megadapo.rollout.sampling import scoring
-from megadapo.rollout.sampling.evaluation import (
-    MAX_REPLACED,
-    EvaluationInProgress,
-    HeldOutRequests,
-)
+from megadapo.rollout.sampling.evaluation import MAX_REPLACED, EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.sampling.schedule import SamplingSchedule
 from megadapo.rollout.sampling.scoring import MAX_REPEATS
 from megadapo.rollout.types import CAUSES

@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from megadapo.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    InfraError,
-    RunInterruptedError,
-)
+from megadapo.errors import CheckpointError, CorruptCheckpointError, InfraError, RunInterruptedError
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER
 from megadapo.run.run import Run

@@ -6,12 +6,7 @@ import os
 import pytest
 
 from megadapo.run.state.status import read_status
-from megadapo.run.state.supervisor import (
-    LONGEST_WAIT_S,
-    MAX_SAME_ENDS,
-    DriverEnd,
-    RestartBudget,
-)
+from megadapo.run.state.supervisor import LONGEST_WAIT_S, MAX_SAME_ENDS, DriverEnd, RestartBudget
 from tests.support.processes.supervised import supervise
 
 

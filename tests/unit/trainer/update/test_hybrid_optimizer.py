@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megadapo.trainer.config import OptimizerConfig
-from megadapo.trainer.model.megatron_internals import (
-    allocate_moments,
-    num_updates,
-    set_num_updates,
-)
+from megadapo.trainer.model.megatron_internals import allocate_moments, num_updates, set_num_updates
 from megadapo.trainer.update.optimizer import cpu_offload_options, use_fused_adamw
 from tests.support.trainer.te_stand_in import FusedAdam
 
