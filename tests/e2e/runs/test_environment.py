@@ -47,7 +47,7 @@ responses_per_prompt = 2
 selection = "all"
 
 [reward]
-functions = [{ function = "environment", right_above = 0.0 }]
+functions = [{{ function = "environment", right_above = 0.0 }}]
 max_failed_share = 0.9
 
 [algorithm]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NUM_STEPS = 3
 NEEDS_ENGINES = {
     "tokens/generated",
-    *("eval/accuracy", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version"),
+    *("eval/accuracy", "eval/score", "eval/pass_at_k", "eval/cons_at_k", "eval/policy_version"),
 }
 WARMUP = "--trainer.optimizer.warmup_steps=2"
 
@@ -64,7 +64,7 @@ def test_pretraining_data_and_kl_coefficient_resume(source, tmp_path):
         "--algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
         "--algorithm.kl_control={target = 0.01, horizon = 1000}",
         # after a step of another objective the weights are not those that sampled
-        "--oracles.logprob_abs_max=none",
+        *("--oracles.logprob_abs_max=none", "--oracles.logprob_abs_mean=none"),
     ]
     for name, stops in (("whole", [NUM_STEPS]), ("stopped", [2, NUM_STEPS])):
         for num_steps in stops:
