@@ -100,6 +100,14 @@ class PromptHistory:
             self.rates.setdefault(level, KeepRate()).end_step(len(flags), sum(flags))
         self.prompts |= {group.prompt_id: group.level for group in stats}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_lists(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the lists of earlier versions, whose first entry is the level."""
+        levels = state["prompts"].items()
+        named = {key: level if isinstance(level, str) else level[0] for key, level in levels}
+        return {**state, "prompts": named}
+
     def copy(self) -> PromptHistory:
         """Return a copy that later steps do not change."""
         rates = {level: replace(rate) for level, rate in self.rates.items()}

@@ -111,6 +111,8 @@ def test_states_of_earlier_versions_are_read():
     open_group = {"prompt_index": 2, "version": 5, "responses": []}
     earlier = decode(Reserve, {"finished": [group], "open": [open_group]})
     assert encode(earlier) == encode(reserve)
+    history = {"prompts": {"a": ["mixed", 3], "b": "equal"}, "rates": {}}
+    assert decode(PromptHistory, history).prompts == {"a": "mixed", "b": "equal"}
 
 
 def test_group_of_one_text_has_several_responses():
