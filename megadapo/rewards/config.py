@@ -67,8 +67,8 @@ WITH_NETWORK = ("judge", "reward_model")
 LOADING_TIMEOUT_S = 60.0
 """Shortest limit of a call that loads a model."""
 REQUEST_TIMEOUT_S = 60.0
-SCORE_PATTERN = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"
 """Default timeout of one request to a server."""
+SCORE_PATTERN = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"
 OnFailure = Literal["retry", "exclude", "score", "stop"]
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")

@@ -81,7 +81,7 @@ def start_processes(
     Returns:
         The trainer, the engines for rollouts, and the engine reserved for held-out problems.
     """
-    # an engine measures the free memory of its GPU, so it must start alone (run/processes.py)
+    # an engine measures the free memory of its GPU, so it must start alone
     one_by_one = config.cluster.engines_sleep
     options: dict[str, Any] = {
         "log_folder": config.run.folder / LOGS_FOLDER,
