@@ -166,7 +166,11 @@ class EpisodeJournal:
                 break
             head, _, body = payload.partition(b"\n")
             kind, _, _, num_turns = json.loads(head)
-            record = _apply(record, kind, num_turns, json.loads(body))
+            try:
+                record = _apply(record, kind, num_turns, json.loads(body))
+            except ValueError as error:
+                self._warnings.append(f"{self._logs[version].path}: cannot read a record: {error}")
+                break
         return record
 
     async def write(self, kind: Kind, episode: str, record: EpisodeRecord) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megadapo.codec import decode, encode
 from megadapo.data.prompts import Prompt
 from megadapo.rollout.journal.record_log import JOURNAL_FOLDER, RecordLog
 from megadapo.rollout.types import OpenGroup
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of the records; a file with another version is discarded."""
@@ -63,7 +66,15 @@ class Journal(Generic[Result]):
         if self._log is None or digest not in self._offsets:
             return None
         payload = self._log.read(self._offsets[digest])
-        return None if payload is None else decode(self._kind, json.loads(payload[DIGEST_BYTES:]))
+        if payload is None:
+            return None
+        try:
+            return decode(self._kind, json.loads(payload[DIGEST_BYTES:]))
+        except ValueError as error:
+            logger.warning(
+                "%s: cannot read a result (%s): it is requested again", self._log.path, error
+            )
+            return None
 
     def append(self, digest: bytes, result: Result) -> None:
         """Write a result."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,14 @@ def test_group_is_restored_exactly(tmp_path):
     journal.close()
     found = journal_in(tmp_path).find(bytes(DIGEST_BYTES))
     assert found is not None and encode(found) == encode(group)
+
+
+def test_group_of_another_form_is_requested_again(tmp_path, caplog):
+    """It would end the run, and each restart."""
+    journal = journal_in(tmp_path)
+    journal.append(bytes(DIGEST_BYTES), replace(make_group(2), prompt_index="none"))
+    assert journal.find(bytes(DIGEST_BYTES)) is None
+    assert "cannot read a result (prompt_index" in caplog.text
 
 
 def test_damage_costs_later_groups(tmp_path, caplog):
