@@ -70,6 +70,16 @@ sampling.accuracy_range. If no function says what is correct, equal rewards are 
 Floats = Annotated[np.ndarray | None, PlainValidator(decode_floats), PlainSerializer(encode_floats)]
 
 
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("text", "answer"), str),
+    **dict.fromkeys(("reward", "penalty", "shaped_reward"), int | float),
+    **dict.fromkeys(("correct", "symbolic_correct", "rule_correct"), bool | None),
+    "advantage": int | float | None,
+}
+_WRITTEN = {*_KINDS, "branch", "entropy", "experts", "reward_parts", "steps", "advantages"}
+"""Values that a saved response always has."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedResponse:
     """One response of n tokens with its score and the results of training."""
@@ -105,6 +115,12 @@ class SavedResponse:
     @model_validator(mode="before")
     @classmethod
     def _from_flat(cls, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuse values that its user may have changed, and that a default would replace."""
+        for name in _WRITTEN - entry.keys():
+            raise ValueError(f"{name} is missing")
+        for name, kind in _KINDS.items():
+            if not isinstance(entry[name], kind):
+                raise ValueError(f"{name} is a {type(entry[name]).__name__}")
         return {**entry, "response": entry, "score": entry}
 
     @property

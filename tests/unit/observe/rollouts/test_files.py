@@ -100,6 +100,8 @@ def test_names_of_control_tokens_survive_and_older_files_have_none(tmp_path):
         *({"policy_versions": [[one, 3]]} for one in (2**31, -2, "a")),
         {"policy_versions": [[3, 10**11]]},
         {"reward_parts": [1]},
+        {"correct": 1},
+        {"reward": "0.5"},
         *({"steps": one} for one in ([[3, 0.1], [2, 0.1]], [[4, 0.1]], [[1]])),
         {"tokens": ["a"]},
         {"logprobs_old": [0.1]},
