@@ -254,8 +254,11 @@ class SampledBatch:
     def keep_rejected(self, group: Group) -> None:
         """Keep the group if it is among the first of its disposition by prompt index."""
         self.rejected.append(group)
-        alike = [one for one in self.rejected if _disposition(one) == _disposition(group)]
-        if self.saved_groups != "all" and len(alike) > self.saved_groups:
+        if self.saved_groups == "all":
+            return
+        disposition = _disposition(group)
+        alike = [one for one in self.rejected if _disposition(one) == disposition]
+        if len(alike) > self.saved_groups:
             self.rejected.remove(max(alike, key=lambda one: one.prompt_index))
 
     def count_overdue(self, num_awaited: int) -> None:
