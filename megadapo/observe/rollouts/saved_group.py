@@ -76,7 +76,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("correct", "symbolic_correct", "rule_correct"), bool | None),
     "advantage": int | float | None,
 }
-_WRITTEN = {*_KINDS, "branch", "entropy", "experts", "reward_parts", "steps", "advantages"}
+_WRITTEN = {*_KINDS, "branch", "entropy", "experts", "reward_parts", "steps", "turns", "advantages"}
 """Values that a saved response always has."""
 
 
@@ -116,8 +116,9 @@ class SavedResponse:
     @classmethod
     def _from_flat(cls, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse values that its user may have changed, and that a default would replace."""
-        for name in _WRITTEN - entry.keys():
-            raise ValueError(f"{name} is missing")
+        # turns of earlier versions are calls
+        if missing := sorted(_WRITTEN - {"turns" if name == "calls" else name for name in entry}):
+            raise ValueError(f"without {', '.join(missing)}")
         for name, kind in _KINDS.items():
             if not isinstance(entry[name], kind):
                 raise ValueError(f"{name} is a {type(entry[name]).__name__}")

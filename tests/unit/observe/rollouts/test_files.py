@@ -122,6 +122,15 @@ def test_response_that_was_changed_wrongly_is_rejected(changes):
         decode(SavedGroup, entry)
 
 
+@pytest.mark.parametrize("name", ["branch", "turns", "experts", "advantages"])
+def test_response_without_a_value_is_rejected(name):
+    """A default would make shared tokens its own, or lose the experts."""
+    entry = encode(saved_group(saved_response("ab")), readable=True)
+    del entry["responses"][0][name]
+    with pytest.raises(ValueError, match=f"without {name}"):
+        decode(SavedGroup, entry)
+
+
 def test_float32_survives_as_decimal_text(tmp_path):
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)
