@@ -92,8 +92,8 @@ def policy_rows(
     outputs.logprobs.copy_(logprobs)
     outputs.entropy.copy_(entropy)
     outputs.loss.copy_(terms.loss)
+    outputs.d_policy.copy_(terms.d_policy)
     outputs.ratio.copy_(terms.ratio)
-    outputs.kl.copy_(terms.kl)
     outputs.flags.copy_(terms.flags)
     if d_logits is not None:
         d_entropy = None

@@ -39,6 +39,11 @@ class PolicyHeadOutput:
     """[T] fp32, 0 where the loss weight is 0."""
     entropy: Tensor
     """[T] fp32 in nats, 0 where the loss weight is 0."""
+    ratio: Tensor
+    """[T] fp32 of the policies, 0 for a token that enters no sum."""
+    d_policy: Tensor
+    """[T] fp32, derivative of loss_weights[t] * l_t in the log-prob without the KL divergence: 0
+    for a clipped token, the rest of a truncated one."""
     ratio_max_error: Tensor
     """max |ratio - 1|, 0-d fp32; combine with max, not with a sum."""
     num_tokens: Tensor
@@ -52,7 +57,6 @@ class PolicyHeadOutput:
     probability_sum: Tensor
     clip_high_probability_sum: Tensor
     """Sum of the probabilities of the tokens in clip_high_count."""
-    kl_sum: Tensor
 
 
 def token_logprobs(
@@ -316,6 +320,8 @@ def _head_output(
         loss=loss,
         logprobs=call.spread(rows.logprobs),
         entropy=call.spread(rows.entropy),
+        ratio=call.spread(torch.where(weighted, rows.ratio, 0.0)),
+        d_policy=call.spread(inputs.loss_weights * rows.d_policy),
         ratio_max_error=error.amax() if call.num_rows else error.sum(),
         num_tokens=kept.sum().double(),
         num_dropped=(weighted & ~kept).sum().double(),
@@ -328,5 +334,4 @@ def _head_output(
         clip_high_probability_sum=total(
             torch.where((rows.flags & CLIPPED_HIGH) != 0, rows.logprobs.exp(), 0.0)
         ),
-        kl_sum=total(rows.kl),
     )

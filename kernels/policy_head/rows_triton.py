@@ -155,8 +155,8 @@ def policy_rows_kernel(
     LOGPROBS: tl.tensor,
     ENTROPY: tl.tensor,
     LOSS: tl.tensor,
+    D_POLICY: tl.tensor,
     RATIO: tl.tensor,
-    KL: tl.tensor,
     FLAGS: tl.tensor,
     logits_stride: tl.tensor,
     d_logits_stride: tl.tensor,
@@ -179,7 +179,7 @@ def policy_rows_kernel(
     logprob_ref = 0.0
     if SWITCHES.kl_value != "none":
         logprob_ref = tl.load(LOGPROBS_REF + row)
-    loss, d_logprob, ratio, kl, flags = token_terms(
+    loss, d_logprob, d_policy, ratio, flags = token_terms(
         logprob=logprob,
         entropy=entropy,
         logprob_old=tl.load(LOGPROBS_OLD + row),
@@ -192,8 +192,8 @@ def policy_rows_kernel(
     tl.store(LOGPROBS + row, logprob)
     tl.store(ENTROPY + row, entropy)
     tl.store(LOSS + row, loss)
+    tl.store(D_POLICY + row, d_policy)
     tl.store(RATIO + row, ratio)
-    tl.store(KL + row, kl)
     tl.store(FLAGS + row, flags.to(tl.uint8))
     if WRITES_GRAD:
         weight = tl.load(LOSS_WEIGHTS + row)
@@ -322,8 +322,8 @@ def policy_rows_triton(
         LOGPROBS=outputs.logprobs,
         ENTROPY=outputs.entropy,
         LOSS=outputs.loss,
+        D_POLICY=outputs.d_policy,
         RATIO=outputs.ratio,
-        KL=outputs.kl,
         FLAGS=outputs.flags,
         numbers=numbers,
         SWITCHES=switches,

@@ -97,9 +97,9 @@ class TokenTerms:
     """l_t, not yet weighted."""
     d_logprobs: Tensor
     """dl_t / dlogprob_t."""
+    d_policy: Tensor
+    """The part of it without the KL divergence."""
     ratio: Tensor
-    kl: Tensor
-    """KL estimate of the token, 0 without reference log-probs."""
     flags: Tensor
     """Bits of each token, uint8 [R]."""
 
@@ -137,8 +137,8 @@ def policy_terms(
     return TokenTerms(
         loss=torch.where(kept, loss, zero),
         d_logprobs=torch.where(kept, d_policy + numbers.kl_coef * d_kl, zero),
+        d_policy=torch.where(kept, d_policy, zero),
         ratio=torch.where(kept, ratio, zero),
-        kl=torch.where(kept, kl, zero),
         flags=torch.where(kept, flags, DROPPED),
     )
 
@@ -300,7 +300,7 @@ def token_terms(
     numbers: tl.tuple,
     SWITCHES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return (loss, d_logprob, ratio, kl, flags) of one token, as `policy_terms` does."""
+    """Return (loss, d_logprob, d_policy, ratio, flags) of one token, as `policy_terms` does."""
     log_ratio = logprob - logprob_old
     if SWITCHES.is_sequence:
         log_ratio = logprob_old
@@ -329,7 +329,7 @@ def token_terms(
     loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
     loss = tl.where(kept, loss, 0.0)
     d_logprob = tl.where(kept, d_policy + numbers.kl_coef * d_kl, 0.0)
+    d_policy = tl.where(kept, d_policy, 0.0)
     ratio = tl.where(kept, ratio, 0.0)
-    kl = tl.where(kept, kl, 0.0)
     flags = tl.where(kept, flags, _DROPPED)
-    return loss, d_logprob, ratio, kl, flags
+    return loss, d_logprob, d_policy, ratio, flags

@@ -66,8 +66,8 @@ class RowOutputs:
     logprobs: Tensor
     entropy: Tensor
     loss: Tensor
+    d_policy: Tensor
     ratio: Tensor
-    kl: Tensor
     flags: Tensor
 
     @classmethod

@@ -53,6 +53,23 @@ class PackedBatch:
         trained: np.ndarray = (self.loss_weights != 0.0) & np.isfinite(self.logprobs_rollout)
         return trained
 
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """[T] bool: the tokens after the prompts."""
+        assert (self.prompt_lengths > 0).all(), "the first token of a prompt has no predecessor"
+        lengths = np.diff(self.cu_seqlens)
+        starts = np.repeat(self.cu_seqlens[:-1], lengths)
+        sampled: np.ndarray
+        sampled = np.arange(len(self.tokens)) - starts >= np.repeat(self.prompt_lengths, lengths)
+        return sampled
+
+    def predicted(self, policy_version: int, *, leaves_out_stale: bool) -> np.ndarray:
+        """Return [T] bool: the tokens that the policy head predicts in an update."""
+        predicted = self.is_trained
+        if leaves_out_stale:
+            predicted &= self.version_gaps(policy_version) == 0
+        return predicted
+
     def version_gaps(self, policy_version: int) -> np.ndarray:
         """Return [T] int32: publications between a token's sampling and `policy_version`.
 

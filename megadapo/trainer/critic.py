@@ -29,7 +29,7 @@ from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_critic, describe_stored
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.rows import VALUE_HEAD
-from megadapo.trainer.batch.micro_batch import MicroBatch, without_experts
+from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint
 from megadapo.trainer.model.model_layout import validate_critic
@@ -38,7 +38,7 @@ from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, Metrics, TrainerSettings
 from megadapo.trainer.update.metrics import Sums, mean_of, summed
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
-from megadapo.trainer.update.step import run_schedule
+from megadapo.trainer.update.step import run_schedule, without_experts
 from megadapo.weights.disk.sources import TensorSource, open_weights
 from megadapo.weights.layout.layout import ModelLayout
 

@@ -21,7 +21,7 @@ from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch, predicted_tokens
+from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
@@ -126,10 +126,10 @@ class TrainerRank(TrainedModel):
         self.check_experts(batch)
         self.offload.load("parameters")
         self.offload.prefetch("optimizer")
-        predicted = predicted_tokens(batch, request.policy_version, algorithm.importance)
-        split = self.splitter.split(
-            batch, predicted=predicted, policy_version=request.policy_version
-        )
+        version = request.policy_version
+        leaves_out_stale = algorithm.importance.stale_logprobs == "none"
+        predicted = batch.predicted(version, leaves_out_stale=leaves_out_stale)
+        split = self.splitter.split(batch, predicted=predicted, policy_version=version)
         seconds: list[float] = []
         if not self.first_pass_is_old_policy(len(split), checks_ratio=request.checks_first_ratio):
             with self.experts.counted():

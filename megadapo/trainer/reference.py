@@ -24,7 +24,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch, without_experts
+from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.batch.packing import with_rotary
 from megadapo.trainer.checkpoint.checkpoint import read_state
@@ -37,7 +37,7 @@ from megadapo.trainer.offload import OffloadedStorages, storages_of
 from megadapo.trainer.trained_model import RankModel, TrainedModel
 from megadapo.trainer.types import REFERENCE_FOLDER, TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
-from megadapo.trainer.update.step import compute_logprobs
+from megadapo.trainer.update.step import compute_logprobs, without_experts
 from megadapo.weights.disk.headers import OLD_MANIFEST
 from megadapo.weights.disk.sources import TensorSource, open_weights
 
@@ -234,11 +234,12 @@ class ReferencePolicy:
 
         Every rank gets the KL divergence of every token and computes the same advantages.
         """
+        kl = self._kl_of_all_tokens(batch, split)[trained]
         num_tokens = np.add.reduceat(trained, batch.cu_seqlens[:-1], dtype=np.int64)
         advantages = np.zeros(len(batch.tokens))
         advantages[trained] = advantages_with_kl(
             batch.rewards,
-            self._kl_of_all_tokens(batch, split)[trained],
+            kl,
             num_tokens,
             batch.group_sizes,
             kl_coef=kl_coef,

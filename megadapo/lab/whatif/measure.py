@@ -18,19 +18,13 @@ from torch import Tensor
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
-from megadapo.kernels.policy_head.terms import DROPPED, policy_terms
 from megadapo.lab.whatif.types import Measured, OldNumbers, Variant
-from megadapo.trainer.batch.micro_batch import (
-    MicroBatch,
-    old_policy,
-    predicted_tokens,
-    response_tokens,
-)
+from megadapo.trainer.batch.micro_batch import MicroBatch, old_policy
 from megadapo.trainer.batch.mini_batch import MiniBatch
 from megadapo.trainer.critic import add_token_advantages, values_of_tokens
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.megatron_internals import grads_of_norm
-from megadapo.trainer.update.metrics import POLICY_SUMS, Sums, mean_of, policy_inputs
+from megadapo.trainer.update.metrics import POLICY_SUMS, Sums, mean_of
 from megadapo.trainer.update.step import find_bounds, run_schedule
 
 if TYPE_CHECKING:
@@ -79,17 +73,14 @@ def dot(rank: TrainerRank, one: Gradient, other: Gradient) -> float:
 
 
 def _add_weights(
-    sums: Sums, micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
+    sums: Sums, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
 ) -> None:
-    inputs = policy_inputs(micro_batch, logprobs, objective)
-    own = logprobs[micro_batch.rows]
-    terms = policy_terms(own, torch.zeros_like(own), inputs, objective)
-    counted = (inputs.loss_weights != 0) & (terms.flags < DROPPED)
-    weights = torch.ones_like(own) if objective.ratio == "none" else terms.ratio
-    if inputs.importance_weights is not None:
-        weights = weights * inputs.importance_weights
+    counted = output.ratio != 0
+    weights = torch.ones_like(output.ratio) if objective.ratio == "none" else output.ratio
+    if micro_batch.importance_weights is not None:
+        weights = weights * micro_batch.importance_weights
     weights = weights[counted].double()
-    sums["moved"] += (counted & (terms.d_logprobs != 0)).sum().item()
+    sums["moved"] += (output.d_policy != 0).sum().item()
     sums["weight"] += weights.sum().item()
     sums["squared_weight"] += weights.square().sum().item()
 
@@ -168,7 +159,7 @@ def _fixed_numbers(
     """
     if old is not None:
         return old.values, old.logprobs_ref
-    split = rank.splitter.split(batch, predicted=response_tokens(batch), policy_version=0)
+    split = rank.splitter.split(batch, predicted=batch.is_sampled, policy_version=0)
     values = logprobs_ref = None
     if rank.critic is not None:
         values = _of_batch(batch, split, [rank.critic.values(mini_batch) for mini_batch in split])
@@ -204,7 +195,9 @@ def _work(
 ) -> Work:
     """Return the batch's micro-batches with the head of one objective, as an update has them."""
     importance, objective = variant.algorithm.importance, variant.algorithm.objective
-    predicted = predicted_tokens(variant.batch, policy_version, importance)
+    predicted = variant.batch.predicted(
+        policy_version, leaves_out_stale=importance.stale_logprobs == "none"
+    )
     split = rank.splitter.split(variant.batch, predicted=predicted, policy_version=policy_version)
     has_reference = objective.kl_coef != 0.0
     # otherwise the head itself computes the old log-probs
@@ -263,7 +256,7 @@ def _sums(rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]) ->
         if micro_batch.logprobs_old is None:
             micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
         sums.add(micro_batch, output, head)
-        _add_weights(sums, micro_batch, output.logprobs, head.objective)
+        _add_weights(sums, micro_batch, output, head.objective)
     return sums.reduced(rank.device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -217,31 +216,6 @@ def _lay_out(
     firsts = np.cumsum(padded) - padded
     pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
     return padded, _concatenate(pieces)
-
-
-def without_experts(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches without the engines' experts: routers choose their own."""
-    return [replace(micro_batch, experts=None) for micro_batch in micro_batches]
-
-
-def response_tokens(batch: PackedBatch) -> np.ndarray:
-    """Return [T] bool: the tokens after the prompts."""
-    assert (batch.prompt_lengths > 0).all(), "the first token of a prompt has no predecessor"
-    lengths = np.diff(batch.cu_seqlens)
-    starts = np.repeat(batch.cu_seqlens[:-1], lengths)
-    prompt_lengths = np.repeat(batch.prompt_lengths, lengths)
-    sampled: np.ndarray = np.arange(len(batch.tokens)) - starts >= prompt_lengths
-    return sampled
-
-
-def predicted_tokens(
-    batch: PackedBatch, policy_version: int, importance: ImportanceConfig
-) -> np.ndarray:
-    """Return [T] bool: the tokens that the policy head predicts in an update."""
-    predicted = batch.is_trained
-    if importance.stale_logprobs == "none":
-        predicted &= batch.version_gaps(policy_version) == 0
-    return predicted
 
 
 def old_policy(

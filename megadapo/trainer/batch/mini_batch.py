@@ -22,7 +22,6 @@ from megadapo.trainer.batch.micro_batch import (
     POLICY_FIELDS,
     MicroBatch,
     build_micro_batch,
-    response_tokens,
 )
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import rotary_of_own_layers
@@ -124,7 +123,7 @@ class MicroBatchSplitter:
 
     def split_responses(self, batch: PackedBatch) -> list[MiniBatch]:
         """Return this rank's part of every mini-batch, with all response tokens predicted."""
-        return self.split(batch, predicted=response_tokens(batch), policy_version=None)
+        return self.split(batch, predicted=batch.is_sampled, policy_version=None)
 
 
 def partition(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Self
 
 import numpy as np
@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megadapo.algorithm.bapo import BapoBounds
-from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.objective import MAX_LOG_RATIO
 from megadapo.data.batch import PackedBatch
 from megadapo.kernels.policy_head import PolicyHeadOutput
-from megadapo.kernels.policy_head.terms import policy_terms
-from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.observe.metrics.names import SUMMED
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch
-from megadapo.trainer.model.head import PolicyHead, sequence_ratios
+from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import Metrics, RecordedTokens
 
@@ -104,13 +102,10 @@ class Sums(dict[str, float]):
         elif head.importance.bound == "mask":
             self["staleness/weight_masked_share"] += micro_batch.num_outside
         self["policy/approx_kl"] += _kl_from_old(micro_batch, output.logprobs)
-        positive, size = gradient_sizes(
-            output.logprobs[micro_batch.rows],
-            policy_inputs(micro_batch, output.logprobs, head.objective),
-            head.objective,
-        )
-        self["policy/positive_gradient_share"] += positive
-        self["gradient"] += size
+        sizes = output.d_policy.abs().double()
+        positive = torch.where(micro_batch.advantages > 0, sizes, 0.0)
+        self["policy/positive_gradient_share"] += positive.sum().item()
+        self["gradient"] += sizes.sum().item()
 
     def _add_old_policy(self, micro_batch: MicroBatch) -> None:
         assert micro_batch.proximal is not None, "computed before the first update"
@@ -164,43 +159,6 @@ def _kl_from_old(micro_batch: MicroBatch, logprobs: Tensor) -> float:
     trained = micro_batch.rows[(micro_batch.loss_weights != 0)[micro_batch.rows]]
     log_ratios = (logprobs[trained] - old[trained]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return float((log_ratios.expm1() - log_ratios).sum().item())
-
-
-def policy_inputs(
-    micro_batch: MicroBatch, logprobs: Tensor, objective: PolicyObjective
-) -> PolicyInputs:
-    """Return the inputs [R] of the policy term; a sequence ratio's log replaces old log-probs."""
-    old = micro_batch.logprobs_old
-    assert old is not None, "computed before the first update"
-    return PolicyInputs(
-        logprobs_old=sequence_ratios(micro_batch, logprobs)
-        if objective.ratio == "sequence"
-        else old,
-        advantages=micro_batch.advantages,
-        loss_weights=micro_batch.loss_weights,
-        logprobs_ref=None,
-        importance_weights=micro_batch.importance_weights,
-    ).map(lambda values: values[micro_batch.rows])
-
-
-def gradient_sizes(
-    logprobs: Tensor, inputs: PolicyInputs, objective: PolicyObjective
-) -> tuple[float, float]:
-    """Return sums of |loss weight x derivative in the log-prob|: positive advantages, and all.
-
-    Only the policy term counts, after its gate: 0 for a clipped token, the rest of a truncated
-    one. The KL divergence and the entropy bonus do not count.
-
-    Args:
-        inputs: [R] of the same tokens; with a sequence ratio, its log in place of old log-probs.
-        objective: of the update, with the clip bounds that were searched for it.
-    """
-    without_reference = replace(inputs, logprobs_ref=None)
-    terms = policy_terms(logprobs, torch.zeros_like(logprobs), without_reference, objective)
-    sizes = (inputs.loss_weights * terms.d_logprobs).abs().to(torch.float64)
-    positive = torch.where(inputs.advantages > 0, sizes, 0.0)
-    together: list[float] = torch.stack((positive.sum(), sizes.sum())).tolist()
-    return together[0], together[1]
 
 
 def summarize(

@@ -101,6 +101,11 @@ def compute_gradients(
     return sums.reduced(next(chunks[0].parameters()).device), computed
 
 
+def without_experts(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches without the engines' experts: routers choose their own."""
+    return [replace(micro_batch, experts=None) for micro_batch in micro_batches]
+
+
 def _for_likelihood(micro_batch: MicroBatch) -> MicroBatch:
     """Return pretraining data as the policy head and routers take it."""
     return replace(

@@ -43,8 +43,8 @@ def _terms_kernel(
     LOGPROBS_REF,
     LOSS,
     D_LOGPROBS,
+    D_POLICY,
     RATIO,
-    KL,
     FLAGS,
     num_rows,
     numbers,
@@ -54,7 +54,7 @@ def _terms_kernel(
     # all rows in one program: the interpreter takes as long for a block as for a number
     row = tl.arange(0, BLOCK)
     inside = row < num_rows
-    loss, d_logprob, ratio, kl, flags = token_terms(
+    loss, d_logprob, d_policy, ratio, flags = token_terms(
         logprob=tl.load(LOGPROBS + row, mask=inside),
         entropy=tl.load(ENTROPY + row, mask=inside),
         logprob_old=tl.load(LOGPROBS_OLD + row, mask=inside),
@@ -66,8 +66,8 @@ def _terms_kernel(
     )
     tl.store(LOSS + row, loss, mask=inside)
     tl.store(D_LOGPROBS + row, d_logprob, mask=inside)
+    tl.store(D_POLICY + row, d_policy, mask=inside)
     tl.store(RATIO + row, ratio, mask=inside)
-    tl.store(KL + row, kl, mask=inside)
     tl.store(FLAGS + row, flags.to(tl.uint8), mask=inside)
 
 
@@ -95,7 +95,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
     if not uses_triton(values["logprobs"]):
         return policy_terms(values["logprobs"], values["entropy"], inputs, objective)
     switches, numbers = describe_terms(objective, has_reference=True, has_importance_weights=True)
-    loss, d_logprobs, ratio, kl = torch.empty(4, len(inputs.advantages)).unbind()
+    loss, d_logprobs, d_policy, ratio = torch.empty(4, len(inputs.advantages)).unbind()
     flags = torch.empty(len(loss), dtype=torch.uint8)
     _terms_kernel[(1,)](
         LOGPROBS=values["logprobs"],
@@ -106,15 +106,15 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
         LOGPROBS_REF=inputs.logprobs_ref,
         LOSS=loss,
         D_LOGPROBS=d_logprobs,
+        D_POLICY=d_policy,
         RATIO=ratio,
-        KL=kl,
         FLAGS=flags,
         num_rows=len(loss),
         numbers=numbers,
         SWITCHES=switches,
         BLOCK=triton.next_power_of_2(len(loss)),
     )
-    return TokenTerms(loss=loss, d_logprobs=d_logprobs, ratio=ratio, kl=kl, flags=flags)
+    return TokenTerms(loss=loss, d_logprobs=d_logprobs, d_policy=d_policy, ratio=ratio, flags=flags)
 
 
 def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor]:
@@ -210,29 +210,23 @@ def test_corrected_k3_gradient_without_cancellation():
     assert torch.equal(terms(values, objective).d_logprobs, -19.5 * values["importance_weights"])
 
 
-def test_kl_in_reward_is_reported_and_not_in_loss():
+def test_kl_in_reward_is_not_in_loss():
     values = make_inputs((0.125,), (0.5,))
     got = terms(values, PolicyObjective(kl_coef=0.1, kl_in="reward", kl_value="k1"))
     expected = terms(values, PolicyObjective())
     assert torch.equal(got.loss, expected.loss) and torch.equal(got.d_logprobs, expected.d_logprobs)
-    assert got.kl.tolist() == [-0.5] * 3
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_ratio_and_kl_are_reported_as_defined(kind):
+def test_ratio_and_gradient_without_kl_are_reported_as_defined():
     """A wrong report would leave the training correct and its curves wrong."""
-    objective = PolicyObjective(kl_coef=0.1, kl_value=kind)
     values = make_inputs((-30.0, -20.0, 0.125, 20.5), (-30.0, -0.5, 0.0, 0.5))
-    got = terms(values, objective)
+    got = terms(values, PolicyObjective(kl_coef=0.1))
+    without = terms(values, PolicyObjective())
+    assert torch.equal(got.d_policy, without.d_logprobs)
+    assert not torch.equal(got.d_policy, got.d_logprobs)
     log_ratio = (values["logprobs"] - values["logprobs_old"]).double()
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     torch.testing.assert_close(got.ratio.double(), ratio, rtol=4e-6, atol=0.0)
-    gap = (values["logprobs_ref"] - values["logprobs"]).double()
-    gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = gap.exp() - gap - 1.0
-    corrected = values["importance_weights"] * ratio * k3
-    expected = {"k1": -gap, "k2": 0.5 * gap**2, "k3": k3, "corrected-k3": corrected}[kind]
-    torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
 
 
 def test_flags_have_the_clipped_side():
@@ -275,7 +269,7 @@ def test_token_without_finite_inputs_is_dropped(name, value, gate):
     values[name][4] = value
     got = terms(values, objective)
     assert (got.flags == DROPPED).tolist() == [row == 4 for row in range(9)]
-    for part in ("loss", "d_logprobs", "ratio", "kl"):
+    for part in ("loss", "d_logprobs", "d_policy", "ratio"):
         expected = getattr(whole, part).clone()
         expected[4] = 0.0
         assert torch.equal(getattr(got, part), expected)

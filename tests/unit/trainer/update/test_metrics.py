@@ -11,10 +11,11 @@ import torch
 from megadapo.algorithm.bapo import BapoBounds, BapoConfig, bapo_sums
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import token_losses
-from megadapo.kernels.policy_head.tiles import PolicyInputs
+from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.trainer.batch.micro_batch import MicroBatch, build_micro_batch
 from megadapo.trainer.critic import CRITIC_SUMS, add_values, summarize_critic
-from megadapo.trainer.update.metrics import Sums, gradient_sizes, summarize
+from megadapo.trainer.model.head import PolicyHead
+from megadapo.trainer.update.metrics import Sums, summarize
 from megadapo.trainer.update.step import sums_of
 from tests.support.runs.step_results import UPDATE, area
 from tests.support.trainer.batches import random_batch
@@ -152,52 +153,6 @@ def test_equal_returns_have_no_explained_variance():
     assert summarize_critic([Sums(CRITIC_SUMS)], grad_norms=[], lr=0.1) == {"critic/lr": 0.1}
 
 
-def inputs(**changes: torch.Tensor | None) -> tuple[torch.Tensor, PolicyInputs]:
-    old = torch.tensor([-1.0, -2.0, -0.5, -0.7, -1.5, -3.0])
-    ratios = torch.tensor([1.0, 1.5, 1.1, 0.5, 0.9, 2.0])
-    given = {
-        "logprobs_old": old,
-        "advantages": torch.tensor([1.0, 0.5, 2.0, -1.0, -0.5, -2.0]),
-        "loss_weights": torch.tensor([0.1, 0.2, 0.3, 0.1, 0.2, 0.1]),
-        "logprobs_ref": None,
-        "importance_weights": torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0, 0.0]),
-    }
-    return old + ratios.log(), PolicyInputs(**(given | changes))
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_sizes_are_those_of_autograd(name):
-    """It is the policy term's: the definition is computed without KL divergence and entropy."""
-    logprobs, given = inputs(logprobs_ref=torch.full((6,), -1.0))
-    objective = OBJECTIVES[name]
-    asked = logprobs.clone().requires_grad_()
-    losses = token_losses(
-        asked,
-        given.logprobs_old,
-        given.advantages,
-        objective=objective.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0}),
-        importance_weights=given.importance_weights,
-    )
-    (given.loss_weights * losses).sum().backward()
-    assert asked.grad is not None
-    sizes = asked.grad.abs()
-    positive, total = gradient_sizes(logprobs, given, objective)
-    assert total == pytest.approx(sizes.sum().item(), rel=1e-5)
-    assert positive == pytest.approx(sizes[given.advantages > 0].sum().item(), rel=1e-5)
-
-
-def test_clipped_and_dropped_tokens_have_no_gradient():
-    logprobs, given = inputs(importance_weights=None)
-    positive, total = gradient_sizes(logprobs, given, PolicyObjective())
-    # the second is clipped above, the fourth below
-    assert positive == pytest.approx(0.1 * 1.0 + 0.3 * 1.1 * 2.0, rel=1e-5)
-    assert total - positive == pytest.approx(0.2 * 0.9 * 0.5 + 0.1 * 2.0 * 2.0, rel=1e-5)
-    lost = torch.full((6,), float("nan"))
-    assert gradient_sizes(logprobs, inputs(logprobs_old=lost)[1], PolicyObjective()) == (0.0, 0.0)
-    nothing = inputs()[1].map(lambda values: values[:0])
-    assert gradient_sizes(logprobs[:0], nothing, PolicyObjective()) == (0.0, 0.0)
-
-
 def _micro_batch() -> MicroBatch:
     batch = random_batch([9, 4, 12])
     return build_micro_batch(
@@ -208,6 +163,54 @@ def _micro_batch() -> MicroBatch:
         inverse_frequencies=None,
         token_multiple=1,
     )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradient_shares_are_those_of_autograd(name):
+    """They are the policy term's: the definition is computed without KL divergence and entropy."""
+    objective, micro_batch = OBJECTIVES[name], _micro_batch()
+    source, rows = torch.Generator().manual_seed(5), micro_batch.rows
+    hidden = torch.randn(len(micro_batch.targets), 8, generator=source)
+    weight = torch.randn(300, 8, generator=source) / 4
+    logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets)
+    old = logprobs + 0.3 * torch.randn(len(logprobs), generator=source)
+    weights = torch.ones_like(old)
+    weights[rows[:3]] = torch.tensor([0.0, 0.5, math.nan])
+    micro_batch = replace(
+        micro_batch, proximal=old, logprobs_old=old, importance_weights=weights, logprobs_ref=old
+    )
+    options = {"temperature": 1.0, "vocab_size": 300, "wait_for_weight": lambda _: None}
+    head = PolicyHead(objective=objective, **options)
+    output = policy_head_loss(
+        hidden,
+        weight,
+        micro_batch.targets,
+        logprobs_old=old,
+        advantages=micro_batch.advantages,
+        loss_weights=micro_batch.loss_weights,
+        importance_weights=weights,
+        logprobs_ref=old,
+        objective=objective,
+        rows=rows,
+    )
+    found = Sums()
+    found.add(micro_batch, output, head)
+    kept = rows[weights[rows].isfinite()]
+    asked = logprobs[kept].requires_grad_()
+    losses = token_losses(
+        asked,
+        old[kept],
+        micro_batch.advantages[kept],
+        objective=objective.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0}),
+        importance_weights=weights[kept],
+    )
+    (micro_batch.loss_weights[kept] * losses).sum().backward()
+    assert asked.grad is not None
+    sizes = asked.grad.abs()
+    positive = sizes[micro_batch.advantages[kept] > 0].sum().item()
+    assert found["gradient"] == pytest.approx(sizes.sum().item(), rel=1e-5)
+    assert found["policy/positive_gradient_share"] == pytest.approx(positive, rel=1e-5)
+    assert 0.0 < positive < found["gradient"]
 
 
 def test_tokens_count_by_their_weights_in_the_loss():
