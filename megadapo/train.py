@@ -93,10 +93,15 @@ def training_steps(
                 batch, advantages = make_batch(sampled, config, policy_version=step - 1)
                 checks = run.checks_first_ratio(step)
                 update = trainer.update(batch, step, checks_first_ratio=checks)
-            # saved rollouts, parity probe
-            update = writer.update_done(step, sampled, batch, advantages, update)
+            writer.save_rollouts(step, sampled, batch, advantages, update)
+            with run.phase("rollout"):
+                rollouts.stop_sampling()
+                rollouts.finish_evaluations()
+            with run.phase("train"):
+                update = trainer.finish_probe(update)
             with run.phase("sync"):
                 published = rollouts.publish(policy_version=step)
-            # evaluation, metrics, oracles, checkpoint
+            writer.evaluate(step)
+            # metrics, oracles, checkpoint
             yield writer.finish_step(step, sampled, update, published)
         run.log.show(*rollouts.closing_messages())

@@ -67,8 +67,11 @@ class Rollouts(ABC):
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return the cross-check's result for each response, None where it is not known."""
 
-    def wait(self) -> None:  # noqa: B027
-        """Wait for all that needs the present weights before newer ones are published."""
+    def stop_sampling(self) -> None:  # noqa: B027
+        """Stop what engines generate, if no later step continues it."""
+
+    def finish_evaluations(self) -> None:  # noqa: B027
+        """Wait for evaluations of the present weights before newer ones are published."""
 
     def evaluate(self, step: int) -> None:  # noqa: B027
         """Start to score the published weights on the held-out problems."""
@@ -120,9 +123,11 @@ class LiveRollouts(Rollouts):
         )
         return replace(batch, groups=groups)
 
-    def wait(self) -> None:
+    def stop_sampling(self) -> None:
         if not self.config.sampling.carries:
             self.sampler.pause_for_weights()
+
+    def finish_evaluations(self) -> None:
         self.evaluations.finish_pending()
 
     def publish(self, policy_version: int) -> PublishReport:

@@ -198,7 +198,6 @@ class StepWriter(RecordWriter):
 
     def __init__(self, config: RunConfig, run: Run, workers: Workers) -> None:
         super().__init__(config, run, workers.trainer)
-        self._with_probe = workers.trainer.with_probe
         self._rollouts = workers.rollouts
         self._tokenizer = workers.tokenizer
 
@@ -209,20 +208,17 @@ class StepWriter(RecordWriter):
         for evaluation in self._rollouts.scored():
             self._until_written(partial(self._run.log.record_evaluation, evaluation))
 
-    def update_done(
+    def save_rollouts(
         self,
         step: int,
         sampled: SampledBatch,
         batch: PackedBatch,
         advantages: Advantages,
         update: UpdateResult,
-    ) -> UpdateResult:
-        """Begin to save the step's rollouts, and finish what engines do beside the update.
+    ) -> None:
+        """Begin to save the rollouts of a step whose update is complete.
 
         From here on an early end of the run saves this step, whether or not it is published.
-
-        Returns:
-            The update with the metrics of the engines' scores.
         """
         saved = partial(
             saved_groups,
@@ -240,10 +236,6 @@ class StepWriter(RecordWriter):
             partial(step_metrics, step, sampled, update, config=self._config),
             save_rollouts=lambda: self._run.log.save_rollouts(step, saved()),
         )
-        with self._run.phase("rollout"):
-            self._rollouts.wait()
-        with self._run.phase("train"):
-            return self._with_probe(update)
 
     def finish_step(
         self,
@@ -252,8 +244,7 @@ class StepWriter(RecordWriter):
         update: UpdateResult,
         published: PublishReport | None,
     ) -> MetricRecord:
-        """Evaluate, record and check a published step; begin its checkpoint if one is due."""
-        self.evaluate(step)
+        """Record and check a published step; begin its checkpoint if one is due."""
         metrics = step_metrics(step, sampled, update, config=self._config, published=published)
         return self.record_step(metrics, step_warnings(step, sampled, update, self._config))
 

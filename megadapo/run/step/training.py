@@ -137,7 +137,7 @@ class StepTrainer(TrainerState):
     def update(
         self, batch: PackedBatch, step: int, *, checks_first_ratio: bool = True
     ) -> UpdateResult:
-        """Train on one step's batch while engines score some of its stale tokens (`with_probe`).
+        """Train on one step's batch while engines score some of its stale tokens (`finish_probe`).
 
         `checks_first_ratio`: whether GPUs measure the first ratio.
         """
@@ -157,7 +157,7 @@ class StepTrainer(TrainerState):
             self._kl_controller.observe(result.metrics["kl/mean"], batch.num_sequences)
         return result
 
-    def with_probe(self, result: UpdateResult) -> UpdateResult:
+    def finish_probe(self, result: UpdateResult) -> UpdateResult:
         """Return the update's result with the metrics of the engines' scores; wait for them.
 
         Engines may fail here, so the step must already count as complete.

@@ -129,7 +129,7 @@ def trained(batch: PackedBatch, change: Callable[[np.ndarray], np.ndarray]) -> U
     engines: Any = SimpleNamespace(score=score, shares_gpus=False)
     probe = ParityProbe(CONFIG, engines)
     trainer = StepTrainer(ranks, GpuSharing(ranks), CONFIG.algorithm, probe=probe)
-    return trainer.with_probe(trainer.update(batch, PRESENT + 1))
+    return trainer.finish_probe(trainer.update(batch, PRESENT + 1))
 
 
 def check(update: UpdateResult, *, token_share: float) -> None:

@@ -39,7 +39,6 @@ def workers_at(step: int) -> Any:
     """Workers without processes, whose trainer has updated `step`."""
     ranks = SimpleNamespace(checkpoint_bytes=1, all_alive=lambda: True)
     trainer = SimpleNamespace(step=step, begin_save=write_shard, ranks=ranks, state_dict=dict)
-    trainer.with_probe = lambda update: update
     return SimpleNamespace(trainer=trainer, rollouts=FailingRollouts(), tokenizer=None)
 
 
@@ -63,7 +62,7 @@ def test_step_waits_for_a_folder_that_fails(tmp_path, monkeypatch, failing):
         aside = entry.rename(tmp_path / "aside-for-now") if entry.exists() else None
         entry.mkdir() if failing == "metrics.jsonl" else entry.touch()
         writer = StepWriter(config, run, workers_at(2))
-        writer.update_done(2, NOTHING, BATCH, np.zeros(0), UPDATE)
+        writer.save_rollouts(2, NOTHING, BATCH, np.zeros(0), UPDATE)
         waits = []
 
         def sleep(seconds: float) -> None:
@@ -91,7 +90,7 @@ def test_folder_that_fails_for_long_or_a_stop_ends_the_wait(tmp_path, monkeypatc
         Run.open(config) as run,
     ):
         writer = StepWriter(config, run, workers_at(1))
-        writer.update_done(1, NOTHING, BATCH, np.zeros(0), UPDATE)
+        writer.save_rollouts(1, NOTHING, BATCH, np.zeros(0), UPDATE)
         with monkeypatch.context() as patch:
             patch.setattr(record_writer, "FAILING_S", 0.0)
             with pytest.raises(InfraError, match="rollouts/step-1"):
@@ -109,32 +108,19 @@ def test_folder_that_fails_for_long_or_a_stop_ends_the_wait(tmp_path, monkeypatc
     ],
     ids=["infra", "stopped", "unforeseen"],
 )
-@pytest.mark.parametrize(
-    "where", ["saving rollouts", "waiting for engines", "probing", "publishing"]
-)
+@pytest.mark.parametrize("where", ["saving rollouts", "later"])
 def test_any_error_saves_the_updated_step(tmp_path, monkeypatch, error, where):
     """Half an hour of a step was lost with an answer that somebody waited for."""
     monkeypatch.setattr(record_writer, "saved_groups", lambda *_: [])
     monkeypatch.setattr(record_writer, "step_metrics", lambda step, *_, **__: {"step": step})
-    rollouts = FailingRollouts()
-    trainer = SimpleNamespace(
-        step=3, begin_save=write_shard, ranks=SimpleNamespace(checkpoint_bytes=1), state_dict=dict
-    )
-    trainer.ranks.all_alive = lambda: True
-    trainer.with_probe = lambda update: fail(error) if where == "probing" else update
-    workers: Any = SimpleNamespace(trainer=trainer, rollouts=rollouts, tokenizer=None)
     with pytest.raises(type(error)), Run.open(config_of(tmp_path)) as run:
         for step in (1, 2):
             record_step(run, step)
-        writer = StepWriter(config_of(tmp_path), run, workers)
+        writer = StepWriter(config_of(tmp_path), run, workers_at(3))
         with writer.saving_last_step():
             if where == "saving rollouts":
                 run.log.save_rollouts = lambda *_: fail(error)
-            if where == "waiting for engines":
-                rollouts.wait = lambda: fail(error)
-            batch: Any = SimpleNamespace(recorded=())
-            nothing: Any = None
-            writer.update_done(3, nothing, batch, np.zeros(0), UPDATE)
+            writer.save_rollouts(3, NOTHING, BATCH, np.zeros(0), UPDATE)
             fail(error)
     assert saved_steps(tmp_path) == ["step-3"]
     assert [record["step"] for record in run.log.records] == [1, 2, 3]
