@@ -176,6 +176,8 @@ def campaign(
             code = disturbed.end()
             entry["kills"] += [asdict(kill) for kill in disturbed.kills]
             entry["problems"] += [f"left: {name}" for name in disturbed.leftovers()]
+            if code == 0 and not entry["kills"]:
+                entry["problems"].append(f"met no {targets[so_far]}")
             # a run that is stopped while it starts again has the code of what ended it
             stopped = code and time.monotonic() >= until
             entry["ended"] = not stopped and code != RunInterruptedError.exit_code

@@ -45,7 +45,7 @@ NAMES = {
     "gcs": r"gcs_server",
     "driver": r"megadapo\.cli",
     "everything": "",
-    "environment": r"environments/worker\.py",
+    "environment": r"megadapo\.environments\.worker",
     "host": r"ray::EpisodeHost",
 }
 """Command line of each kind of process."""
