@@ -9,25 +9,23 @@ a long run needs besides is left out: checkpoints, evaluations, oracles, saved r
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.loss_weights import loss_weights
-from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig, load_config
 from megadapo.data.batch import PackedBatch, in_training_order, pack
 from megadapo.data.group import Group
-from megadapo.rewards.scorer import Scorer
-from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.publish import Publisher
+from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import SamplingSettings
-from megadapo.run.inputs import RunPrompts, load_tokenizer
-from megadapo.run.processes import start_engines, trainer_settings
-from megadapo.tokens.stops import stop_ids
+from megadapo.run.inputs import SamplingInputs, start_cluster
+from megadapo.run.processes import GpuSharing, start_processes, trainer_settings
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 
@@ -38,66 +36,47 @@ RECIPE = "configs/quickstart.toml"
 class Pieces:
     """The processes and objects of a loop."""
 
-    sampler: Sampler
+    sampler: Sampler | BackgroundSampler
     """Requests groups of responses, scores them, and keeps the mixed ones."""
-    engines: Engines
     trainer: Trainer
     publisher: Publisher
     """Sends the trainer's weights to the engines."""
+    gpus: GpuSharing
+    """Lets the engines sleep while the trainer uses their GPUs, if they share any."""
+
+
+class Shown:
+    """Prints each phase of the start."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        print(name, flush=True)
+        return nullcontext()
 
 
 def start(config: RunConfig, stack: ExitStack) -> Pieces:
     """Load the data and start all processes; they end with `stack`."""
-    tokenizer = load_tokenizer(config)
-    scorer = stack.enter_context(Scorer(config.reward))
-    prompts = RunPrompts.load(config, tokenizer, scorer.further_columns)
-    scorer.check_prompts(prompts.prompts)
-
-    rollout, logs = config.rollout, config.run.folder / "logs"
-    cluster = Cluster.start(
-        config.cluster,
-        num_trainer_ranks=config.trainer.num_ranks,
-        num_engines=rollout.num_engines,
-        engine_ranks=rollout.ranks_per_engine,
-    )
-    stack.callback(cluster.shutdown)
-    engines = start_engines(
-        config,
-        cluster,
-        stack,
-        numbers=range(rollout.num_engines),
-        log_folder=logs,
-        weights_from="trainer",
-        shares_gpus=config.cluster.placement == "colocated",
-    )
-    trainer = Trainer.start(trainer_settings(config), cluster, log_folder=logs)
-    stack.callback(trainer.shutdown)
-    engines.wait_until_ready()
+    phases = Shown()
+    inputs = SamplingInputs.start(config, phases, stack)
+    cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
+    settings = trainer_settings(config)
+    trainer, engines, _ = start_processes(config, settings, phases, cluster, stack, Watch())
     publisher = Publisher(
         trainer.ranks,
         engines,
         config.weights,
-        tensor_parallel=rollout.tensor_parallel,
+        tensor_parallel=config.rollout.tensor_parallel,
         dtype=getattr(torch, config.model.dtype),
     )
-    sampler = Sampler(
-        engines,
-        prompts.stream(config),
-        scorer,
-        config.sampling,
-        settings=SamplingSettings(
-            temperature=rollout.temperature,
-            top_p=1.0,
-            max_tokens=rollout.max_response_tokens,
-            stop_ids=stop_ids(tokenizer),
-        ),
-        tokenizer=tokenizer,
-        seed=config.run.seed,
-    )
-    return Pieces(sampler, engines, trainer, publisher)
+    sampler: Sampler | BackgroundSampler
+    sampler = inputs.sampler(config, engines)
+    if config.sampling.overlaps:
+        # a thread fills the next batches during an update
+        sampler = BackgroundSampler(sampler, config.run.num_steps)
+        stack.callback(sampler.close)
+    return Pieces(sampler, trainer, publisher, GpuSharing(trainer, engines))
 
 
-def make_batch(groups: list[Group], config: RunConfig) -> PackedBatch:
+def make_batch(groups: Sequence[Group], config: RunConfig) -> PackedBatch:
     """Return the sequences of all responses with their advantages and loss weights."""
     algorithm, size = config.algorithm, config.sampling.responses_per_prompt
     longest = config.rollout.max_response_tokens
@@ -112,7 +91,14 @@ def make_batch(groups: list[Group], config: RunConfig) -> PackedBatch:
     )
 
 
-def show(step: int, groups: list[Group], update: UpdateResult) -> None:
+def publish(pieces: Pieces, step: int) -> None:
+    """Send the weights to the engines, which sample with them from here on."""
+    with pieces.gpus.publishing():
+        pieces.publisher.publish(step, stop_generating=pieces.sampler.pause_for_weights)
+        pieces.sampler.resume_sampling(step)
+
+
+def show(step: int, groups: Sequence[Group], update: UpdateResult) -> None:
     """Print one line on a step."""
     rewards = [score.reward for group in groups for score in group.scores]
     print(
@@ -124,24 +110,26 @@ def show(step: int, groups: list[Group], update: UpdateResult) -> None:
     )
 
 
-def main() -> None:
+def train(config: RunConfig, pieces: Pieces) -> None:
     """Sample with the present weights, train on it, publish the new ones, and repeat."""
-    config = load_config(RECIPE, [word.removeprefix("--") for word in sys.argv[1:]])
+    publish(pieces, 0)
+    for step in range(1, config.run.num_steps + 1):
+        sampled = pieces.sampler.next_batch()
+        groups = in_training_order(sampled.groups, step - 1, config.groups_per_mini_batch)
+        batch = make_batch(groups, config)
+        pieces.gpus.start_update()
+        request = UpdateRequest(batch=batch, step=step, policy_version=step - 1)
+        update = pieces.trainer.update(request)
+        publish(pieces, step)
+        show(step, groups, update)
+
+
+def main(*overrides: str) -> None:
+    """Start everything, and train; `overrides`: keys of the recipe."""
+    words = [word.removeprefix("--") for word in sys.argv[1:]]
+    config = load_config(RECIPE, [*overrides, *words])
     with ExitStack() as stack:
-        pieces = start(config, stack)
-        sampler, engines, trainer = pieces.sampler, pieces.engines, pieces.trainer
-        pieces.publisher.publish(policy_version=0)
-        sampler.resume_sampling(policy_version=0)
-        for step in range(1, config.run.num_steps + 1):
-            sampled = sampler.next_batch()
-            groups = in_training_order(sampled.groups, step - 1, config.groups_per_mini_batch)
-            batch = make_batch(groups, config)
-            engines.on_update_start()
-            update = trainer.update(UpdateRequest(batch=batch, step=step, policy_version=step - 1))
-            pieces.publisher.publish(step)
-            engines.on_update_done()
-            sampler.resume_sampling(step)
-            show(step, groups, update)
+        train(config, start(config, stack))
 
 
 if __name__ == "__main__":
