@@ -101,7 +101,7 @@ def count_refit(
         is_shared: Whether the engines' ranks, in order, are on the GPUs of the trainer's.
         sizes: Bytes of every transfer, if only the changes are sent.
     """
-    from megadapo.rollout.pool.publish import SPAN
+    from megadapo.rollout.pool.publish import ROUNDS_PER_CALL
     from megadapo.weights.sync.delta import bundle_number
 
     plan, work = schedule.plan, {name: Counter[int]() for name in _COUNTED}
@@ -143,8 +143,8 @@ def count_refit(
             if member:
                 move(rank - plan.engine.num_ranks, rank, size, crosses=False)
     # a bucket before the pause, then in each span one call of both sides; the last may fill none
-    spans = -(-schedule.num_rounds // SPAN)
-    rank_calls = 1 + -(-(schedule.num_rounds - 1) // SPAN) + 2 * is_delta
+    spans = -(-schedule.num_rounds // ROUNDS_PER_CALL)
+    rank_calls = 1 + -(-(schedule.num_rounds - 1) // ROUNDS_PER_CALL) + 2 * is_delta
     engine_calls = 2 + spans + is_delta
     return Refit(
         num_rounds=schedule.num_rounds,

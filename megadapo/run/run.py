@@ -179,8 +179,8 @@ class Run:
     def checks_first_ratio(self, step: int) -> bool:
         """Return whether GPUs measure the first ratio of a step that begins its update.
 
-        They do in the first step, and in each whose checkpoint is due by now: one that a signal
-        asks for, or that becomes due in the update, is not.
+        They do in the first step, and in each step whose checkpoint is due before its update. A
+        signal may ask for a checkpoint later.
         """
         return step == 1 or self.checkpoints.is_due(step)
 

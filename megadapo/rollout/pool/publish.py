@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-Sums = list[list[list[int]]]
+Checksums = list[list[list[int]]]
 """[round][trainer rank] -> checksums of the slices in the rank's bucket, if they are compared."""
-SPAN = 80
+ROUNDS_PER_CALL = 80
 """Rounds that trainer ranks and engines do in one call, which `weights.deadline_s` limits. The 32B
 recipes have up to 66; 80 buckets of the default size are 5 GiB of each rank."""
 DEADLINE = "weights.deadline_s"
@@ -176,8 +176,8 @@ class Publisher:
         """Send the weights published last, which the trainer still has, to one engine.
 
         The other engines continue to generate; the next `publish` connects to all of them again.
-        Beside training, an engine that fails meanwhile, which breaks the connection for the
-        trainer's ranks too, is started again.
+        An engine that fails meanwhile breaks the connection for the trainer's ranks too. Beside
+        training it is started again, otherwise this is an error.
         """
         version = self._engines.policy_version
         try:
@@ -299,7 +299,7 @@ class Publisher:
             delta=delta,
         )
 
-    def _run_rounds(self, update: Update, sums: Sums) -> None:
+    def _run_rounds(self, update: Update, sums: Checksums) -> None:
         """Move an update into the idle engines round by round, and compare checksums.
 
         Senders fill the bucket of the next round while engines read the present one. They wait for
@@ -316,8 +316,8 @@ class Publisher:
             "delta": None if delta is None else asdict(delta),
         }
         self._call_engines("start_weight_update", doing="start")
-        for first in range(0, num_rounds, SPAN):
-            rounds = list(range(first, min(first + SPAN, num_rounds)))
+        for first in range(0, num_rounds, ROUNDS_PER_CALL):
+            rounds = list(range(first, min(first + ROUNDS_PER_CALL, num_rounds)))
             info = {"rounds": rounds} | ({"begin": begin} if first == 0 else {})
             taking = self._submit_engines("update_weights", info)
             if following := [number + 1 for number in rounds if number + 1 < num_rounds]:
@@ -328,7 +328,7 @@ class Publisher:
             taking = self._submit_engines("update_weights", {"checksums": by_sender})
             self._wait_engines(taking, "checksums", forgive=False)
 
-    def _fill(self, update: Update, rounds: Sequence[int]) -> Sums:
+    def _fill(self, update: Update, rounds: Sequence[int]) -> Checksums:
         """Fill the buckets of rounds on every trainer rank, and return their checksums."""
         refs = self._submit_ranks("fill_rounds", rounds, with_checksums=update.compares_at_end)
         sums = self._wait_ranks(refs, _name(rounds, update.num_rounds))

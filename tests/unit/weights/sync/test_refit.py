@@ -149,10 +149,10 @@ class CountingPublisher(Publisher):
         return {number: ref.result(60) for number, ref in refs.items() if ref is not None}
 
 
-@pytest.mark.parametrize("span", [publish.SPAN, 3])
+@pytest.mark.parametrize("span", [publish.ROUNDS_PER_CALL, 3])
 def test_count_is_work_of_real_updates(model_folders, monkeypatch, span):
     """Catches a second copy of a slice, a call for each round, and a delta that does more."""
-    monkeypatch.setattr(publish, "SPAN", span)
+    monkeypatch.setattr(publish, "ROUNDS_PER_CALL", span)
     monkeypatch.setattr(ray, "put", lambda value: value)
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, num_dp=2)
