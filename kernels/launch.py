@@ -23,15 +23,15 @@ def uses_triton(tensor: Tensor) -> bool:
     return _IS_INTERPRETED or tensor.device.type == "cuda"
 
 
-def block_size(num_columns: int, *, largest: int = 4096, smallest: int = 128) -> int:
+def block_size(num_columns: int) -> int:
     """Return a row kernel's columns per step: a power of two that depends on the row length."""
     power: int = triton.next_power_of_2(num_columns)
-    return max(smallest, min(largest, power))
+    return max(128, min(4096, power))
 
 
-def warps_for(block: int, *, largest: int = 8) -> int:
-    """Return the warps for a block of columns: 8 to 16 elements per thread up to `largest`."""
-    return max(1, min(largest, block // 256))
+def warps_for(block: int) -> int:
+    """Return the warps for a block of columns: 8 to 16 elements per thread, at most 8 warps."""
+    return max(1, min(8, block // 256))
 
 
 @contextmanager

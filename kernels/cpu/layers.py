@@ -1,6 +1,6 @@
 """RMSNorm, rotary embedding and SwiGLU on a CPU in C, one pass over memory each, for fp32.
 
-Each function has the arguments of the Triton launcher in the layer's file. A row has the same bits
+Each function has the arguments of the one in torch in the layer's file. A row has the same bits
 in every batch and on any number of threads.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
-from megadapo.kernels.launch import count_bytes, uses_triton
+from megadapo.kernels.launch import count_bytes
 from megadapo.kernels.torch_internals import profiled_range
 
 SOURCE = Path(__file__).with_name("layers.c")
@@ -28,10 +28,8 @@ ROTARY = "megadapo::rotary"
 _ROWS_OF_SUM = 64
 
 
-def implementation(*tensors: Tensor) -> Literal["triton", "c", "torch"]:
+def implementation(*tensors: Tensor) -> Literal["c", "torch"]:
     """Return which implementation of a layer runs on these tensors."""
-    if uses_triton(tensors[0]):
-        return "triton"
     fits = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
     return "c" if fits and load_native(SOURCE) is not None else "torch"
 

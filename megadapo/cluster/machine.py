@@ -88,7 +88,7 @@ class Machine:
         if self.packages["transformer-engine"] is not None:
             return "transformer-engine"
         return (
-            "our own (Triton norm, rotary and SwiGLU, torch's attention); transformer-engine would "
+            "our own (norm, rotary, SwiGLU and attention in torch); transformer-engine would "
             "add grouped products of experts, and context parallelism that passes keys around"
         )
 

@@ -24,9 +24,6 @@ from megadapo.kernels.policy_head.rows_triton import (
     row_stats_kernel,
 )
 from megadapo.kernels.policy_head.terms import GATES, TermNumbers, TermSwitches
-from megadapo.kernels.rmsnorm import rmsnorm_bwd_kernel, rmsnorm_fwd_kernel
-from megadapo.kernels.rotary import rotary_kernel
-from megadapo.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
 from megadapo.observe.tables import TextTable
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -119,7 +116,7 @@ COMPILE_CASES = (
             values={
                 **_pointers(
                     fp32="LOGITS STATS LOGPROBS_OLD ADVANTAGES LOSS_WEIGHTS LOGPROBS_REF "
-                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY LOSS RATIO KL",
+                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY LOSS D_POLICY RATIO",
                     i64="TARGETS",
                     u8="FLAGS",
                 ),
@@ -156,56 +153,6 @@ COMPILE_CASES = (
             "BLOCK": 4096,
         },
         num_warps=warps_for(4096),
-    ),
-    CompileCase(
-        kernel=rmsnorm_fwd_kernel,
-        label="bf16 [T, 5120]",
-        values={
-            **_pointers(bf16="X WEIGHT Y", fp32="INVERSE_RMS"),
-            "num_columns": 5120,
-            "eps": "fp32",
-        },
-        constants={"BLOCK": 8192},
-        num_warps=warps_for(8192, largest=16),
-    ),
-    CompileCase(
-        kernel=rmsnorm_bwd_kernel,
-        label="bf16 [T, 5120]",
-        values={
-            **_pointers(bf16="X WEIGHT D_Y D_X", fp32="INVERSE_RMS PARTIAL"),
-            "num_rows": 20480,
-            "num_columns": 5120,
-        },
-        constants={"BLOCK": 8192},
-        num_warps=warps_for(8192, largest=16),
-    ),
-    CompileCase(
-        kernel=swiglu_fwd_kernel,
-        label="bf16 [T, 2 x 27648]",
-        values={**_pointers(bf16="GATE_UP Y"), "size": 27648},
-        constants={"BLOCK": 2048},
-        num_warps=warps_for(2048),
-    ),
-    CompileCase(
-        kernel=swiglu_bwd_kernel,
-        label="bf16 [T, 2 x 27648]",
-        values={**_pointers(bf16="GATE_UP D_Y D_GATE_UP"), "size": 27648},
-        constants={"BLOCK": 2048},
-        num_warps=warps_for(2048),
-    ),
-    CompileCase(
-        kernel=rotary_kernel,
-        label="bf16 [T, 40, 128]",
-        values={
-            **_pointers(bf16="X Y", fp32="COS SIN"),
-            "token_stride": 5120,
-            "head_stride": 128,
-            "num_heads": 40,
-            "head_size": 128,
-            "half": 64,
-            "sign": "fp32",
-        },
-        constants={"BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 0},
     ),
 )
 

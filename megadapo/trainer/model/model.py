@@ -1,6 +1,7 @@
 """From a model's description to megatron-core's GPTModel chunks of this rank.
 
-Machines without Transformer Engine have our own layers: RMSNorm, SwiGLU, packed attention.
+Machines without Transformer Engine have our own layers: RMSNorm, SwiGLU, packed attention. They are
+in torch, and in C on a CPU.
 """
 
 from __future__ import annotations

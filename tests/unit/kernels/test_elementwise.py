@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary against fp64; in Triton by test_triton_interpreter.py."""
+"""RMSNorm, SwiGLU and rotary against fp64, in C and in torch."""
 
 import pytest
 import torch

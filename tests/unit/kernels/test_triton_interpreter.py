@@ -23,11 +23,6 @@ CHOSEN = {
     # how the row pass hands over what test_terms.py shows of each gate
     "policy_head/test_edges.py": "compiled and infinity and (sequence-weight or entropy)",
     "policy_head/test_terms.py": "test_terms",
-    # rows are programs of their own, but in RMSNorm's backward pass, which shares out 300
-    "test_elementwise.py": (
-        "not bf16_grads and (compiled-3- or compiled-0-63 or compiled-0-100 or compiled-0-12"
-        " or rmsnorm and compiled-300-63 or compiled and (strid or overflow or non_finite))"
-    ),
 }
 
 
