@@ -292,6 +292,8 @@ if __name__ == "__main__":
         # sessions end with the server, and failures that are left out change the metrics
         own = (*own, SERVER)
     targets = arguments.targets or [*own, *TARGETS]
+    if own and not arguments.targets:
+        targets.remove("verifier")  # the game needs none
     chosen = [
         *islice(cycle(targets), arguments.kills),
         *islice(cycle(arguments.kinds), arguments.faults),

@@ -7,6 +7,7 @@ only this user can enter.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
 import secrets
@@ -27,6 +28,8 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 SOCKET_BYTES = 107
 """Longest path of a socket on Linux."""
 _PREFIX = "megadapo-"
+_LOCK = "lock"
+"""File in a private folder that its process has locked."""
 _LONGEST_SOCKET = (
     f"/{_PREFIX}12345678/ray/session_2026-11-28_09-00-00_123456_4194304/sockets/plasma_store"
 )
@@ -132,6 +135,8 @@ class LocalRay:
 def private_folder() -> Path:
     """Return a new folder that only this user can enter, with a path short enough for sockets.
 
+    Remove those of processes that were killed together with their guards.
+
     Raises:
         ConfigError: RAY_TMPDIR is too long.
         InfraError: the folder cannot be created.
@@ -148,9 +153,19 @@ def private_folder() -> Path:
         parent = "/tmp"
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # stays open, and locked, until this process ends; visible to others when it is locked
+        new = folder / f"new-{_LOCK}"
+        fcntl.flock(os.open(new, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+        new.rename(folder / _LOCK)
     except OSError as error:
         raise InfraError(f"no folder for sockets in {parent}: {error.strerror}") from error
+    for lock in Path(parent).glob(f"{_PREFIX}*/{_LOCK}"):
+        # a live process has locked it, or it has just been removed
+        with suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    return folder
 
 
 @contextmanager

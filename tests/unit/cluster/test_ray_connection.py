@@ -1,9 +1,11 @@
 """Ray is joined only with a token, and its silent and dead daemons are named and left."""
 
-import os
+import shutil
 import signal
 import stat
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -59,7 +61,24 @@ def test_folder_of_sockets_is_private_and_short(tmp_path, monkeypatch, name):
     try:
         assert folder.parent == Path("/tmp") and stat.S_IMODE(folder.stat().st_mode) == 0o700
     finally:
-        os.rmdir(folder)
+        shutil.rmtree(folder)
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next(monkeypatch):
+    """A job that ends by SIGKILL to all its processes would leave a folder on the node each time"""
+    parent = Path(tempfile.mkdtemp(dir="/tmp"))  # short enough for sockets
+    monkeypatch.setenv("RAY_TMPDIR", str(parent))
+    program = "from megadapo.cluster.local_ray import private_folder as f; print(f(), flush=True)"
+    command = [sys.executable, "-c", f"import time; {program}; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        own = private_folder()
+        assert left.parent == own.parent == parent and left.is_dir()
+        process.kill()
+    later = private_folder()
+    assert sorted(parent.iterdir()) == sorted([own, later])
+    shutil.rmtree(parent)
 
 
 EVERY_S = LIMIT_S / 4
