@@ -235,8 +235,11 @@ def _repeat(folder: Path, overrides: Sequence[str], num_engines: int) -> list[st
 def _is_disturbed(name: str, found: dict[str, Any]) -> bool:
     """Return whether a metric shows what disturbed a run, and no result of it.
 
-    A judge was asked again, or the engines died that would have scored the probe's tokens.
+    A judge was asked again, or the engines died that would have scored the probe's tokens. A lost
+    evaluation is repeated, and is in a later step's record; all evaluations are compared too.
     """
+    if name.startswith("eval/"):
+        return True
     return name.endswith("/retries") or (name.startswith("parity/probe_") and found[name] is None)
 
 
