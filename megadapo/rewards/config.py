@@ -347,7 +347,7 @@ class RewardConfig(Section, title="reward"):
                         "compares texts: give one, or score it by a function of your own in "
                         "reward.functions, which gets the value as JSON"
                     )
-                gold = validate_ground_truth(gold, rule, self.pattern)
+                gold = validate_ground_truth(gold, rule)
             elif one.function == PYTHON_TESTS:
                 read_tests(gold)
             elif one.function == REASONING_GYM and data_source != GYM_SOURCE:

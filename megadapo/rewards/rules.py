@@ -71,19 +71,19 @@ def score(response: str, ground_truth: str, rule: Rule, pattern: str | None = No
     return Score(1.0 if correct else -1.0, correct, answer[:MAX_ANSWER])
 
 
-def validate_ground_truth(gold: object, rule: Rule, pattern: str | None = None) -> str:
+def validate_ground_truth(gold: object, rule: Rule = "answer") -> str:
     """Return a gold answer that the rule can score, unchanged.
 
     Raises:
-        DataError: no response would match this gold; the error says why.
+        DataError: no response, or every response, would match this gold; the error says why.
     """
-    if rule == "answer" or rule == "boxed" or rule == "answer_or_boxed":
-        return dapo_math.validate_ground_truth(gold, rule)
     if not isinstance(gold, str):
         kind = type(gold).__name__
         raise DataError(f"the gold answer is not a string but {kind} {gold!r:.80}")
     problem = None
-    if not gold.strip():
+    if rule == "answer" or rule == "boxed" or rule == "answer_or_boxed":
+        problem = dapo_math.ground_truth_problem(gold, rule)
+    elif not gold.strip():
         problem = "it is empty"
     elif len(gold) > dapo_math.MAX_GROUND_TRUTH:
         problem = f"it has more than {dapo_math.MAX_GROUND_TRUTH} characters"

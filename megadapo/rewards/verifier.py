@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from megadapo.data.group import NO_ANSWER, Score
@@ -79,11 +79,20 @@ NO_CROSS_CHECK = "answers are not compared symbolically; rewards stay the same: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SymbolicCounts:
-    """Outcomes of the comparisons since the pool was started."""
+class VerifierCounts:
+    """Counts since the verifier, or the pool, was created."""
 
+    num_scored: int = 0
+    num_unanswered: int = 0
+    """Responses without an answer."""
+    num_only_rule: int = 0
+    """Responses that the rule accepts and the symbolic comparison does not."""
+    num_only_symbolic: int = 0
+    """Responses that the symbolic comparison accepts and the rule does not."""
+    num_left_out: int = 0
+    """Different answers that were dropped when a later batch came."""
     num_checked: int = 0
-    """Comparisons with a result."""
+    """Symbolic comparisons with a result."""
     num_refused: int = 0
     """Answers that looked slow to compare and were not tried."""
     num_unparsed: int = 0
@@ -92,6 +101,16 @@ class SymbolicCounts:
     num_crashes: int = 0
     num_skipped: int = 0
     """Comparisons left out because earlier ones had used up the time."""
+
+    @property
+    def num_disagreements(self) -> int:
+        """Number of responses on which the two comparisons differ."""
+        return self.num_only_rule + self.num_only_symbolic
+
+    @property
+    def num_lost(self) -> int:
+        """Number of comparisons lost to time limits and crashes."""
+        return self.num_timeouts + self.num_crashes + self.num_skipped
 
 
 class SymbolicPool:
@@ -116,7 +135,7 @@ class SymbolicPool:
         self._timeout_s = timeout_s
         self._seconds_per_minute = seconds_per_minute
         self._counts: Counter[str] = Counter()
-        """Fields of `SymbolicCounts`."""
+        """Fields of `VerifierCounts`."""
         self._busy: deque[tuple[float, float]] = deque()
         """Start and duration of recent batches, in seconds."""
         self._lock = threading.Lock()
@@ -132,9 +151,9 @@ class SymbolicPool:
         """Reason why workers can reach network and files, if the system does not isolate them."""
 
     @property
-    def counts(self) -> SymbolicCounts:
-        """Counts so far."""
-        return SymbolicCounts(**self._counts)
+    def counts(self) -> VerifierCounts:
+        """Counts of its comparisons so far."""
+        return VerifierCounts(**self._counts)
 
     @property
     def process_ids(self) -> list[int]:
@@ -283,27 +302,6 @@ class CrossCheck:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifierCounts:
-    """Counts since the verifier was created."""
-
-    num_scored: int = 0
-    num_unanswered: int = 0
-    """Responses without an answer."""
-    num_only_rule: int = 0
-    """Responses that the rule accepts and the symbolic comparison does not."""
-    num_only_symbolic: int = 0
-    """Responses that the symbolic comparison accepts and the rule does not."""
-    num_left_out: int = 0
-    """Different answers that were dropped when a later batch came."""
-    symbolic: SymbolicCounts = SymbolicCounts()
-
-    @property
-    def num_disagreements(self) -> int:
-        """Number of responses on which the two comparisons differ."""
-        return self.num_only_rule + self.num_only_symbolic
-
-
 class Verifier:
     """A scorer of batches of responses; safe to use from any thread.
 
@@ -344,8 +342,8 @@ class Verifier:
     @property
     def counts(self) -> VerifierCounts:
         """Counts so far, including those of the symbolic processes."""
-        symbolic = SymbolicCounts() if self._pool is None else self._pool.counts
-        return VerifierCounts(**self._counts, symbolic=symbolic)
+        symbolic = VerifierCounts() if self._pool is None else self._pool.counts
+        return replace(symbolic, **self._counts)
 
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         """Score each response against its gold answer.
@@ -485,8 +483,8 @@ class Verifier:
             if self._num_asked < LOSS_WINDOW and not last:
                 return
             counts, num_asked, self._num_asked = self._pool.counts, self._num_asked, 0
-            num_lost = _num_lost(counts) - self._num_lost
-            self._num_lost = _num_lost(counts)
+            num_lost = counts.num_lost - self._num_lost
+            self._num_lost = counts.num_lost
         if num_lost > MAX_LOST_SHARE * num_asked:
             logger.warning(
                 "symbolic comparisons lost to time limits and crashes: %d for the last %d "
@@ -501,7 +499,3 @@ class Verifier:
         if symbolic is not None and symbolic != by_rule:
             with self._lock:
                 self._counts["num_only_rule" if by_rule else "num_only_symbolic"] += 1
-
-
-def _num_lost(counts: SymbolicCounts) -> int:
-    return counts.num_timeouts + counts.num_crashes + counts.num_skipped

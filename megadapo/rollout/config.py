@@ -55,19 +55,23 @@ OWN_ARGUMENTS = {
 """Arguments of vLLM's engine that rollout.vllm cannot set, with the reason."""
 
 
-@cache
-def vllm_argument_names() -> tuple[str, ...]:
-    """Return the names of vLLM's engine arguments; none if vLLM is not installed.
+def _read_vllm(*place: str) -> list[ast.stmt]:
+    """Return the statements of a file of vLLM; none if vLLM is not installed.
 
     They are read from its source, because importing vLLM takes seconds.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        return ()
-    source = Path(spec.origin).with_name("engine") / "arg_utils.py"
+        return []
+    return ast.parse(Path(spec.origin).parent.joinpath(*place).read_text(encoding="utf-8")).body
+
+
+@cache
+def vllm_argument_names() -> tuple[str, ...]:
+    """Return the names of vLLM's engine arguments; none if vLLM is not installed."""
     return tuple(
         field.target.id
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        for node in _read_vllm("engine", "arg_utils.py")
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -76,18 +80,14 @@ def vllm_argument_names() -> tuple[str, ...]:
 
 @cache
 def tool_parser_names() -> tuple[str, ...]:
-    """Return the names of vLLM's parsers of tool calls, read as the arguments' names are."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return ()
-    source = Path(spec.origin).with_name("tool_parsers") / "__init__.py"
-    tables = (
-        node.value
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
+    """Return the names of vLLM's parsers of tool calls; none if vLLM is not installed."""
+    return tuple(
+        str(key.value)
+        for node in _read_vllm("tool_parsers", "__init__.py")
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for key in node.value.keys
+        if isinstance(key, ast.Constant)
     )
-    keys = (key for table in tables for key in table.keys)
-    return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
 
 
 class RolloutConfig(Section, title="rollout"):
@@ -138,16 +138,13 @@ class RolloutConfig(Section, title="rollout"):
             yield f'rollout.environments: two have the name "{label}": give one another `name`'
         known = tool_parser_names()
         for environment in self.environments:
-            if (
-                environment.tool_parser is not None
-                and known
-                and environment.tool_parser not in known
-            ):
-                near = difflib.get_close_matches(environment.tool_parser, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+            parser = environment.tool_parser
+            if parser is not None and known and parser not in known:
+                near = difflib.get_close_matches(parser, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
                 yield (
-                    f'rollout.environments.tool_parser = "{environment.tool_parser}": vLLM has no '
-                    f"such parser{hint}"
+                    f'rollout.environments.tool_parser = "{parser}": vLLM has no such parser; '
+                    f"{hint}"
                 )
         yield from self._vllm_conflicts()
 

@@ -10,13 +10,16 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megadapo.data.group import Response
 from megadapo.environments.environment import Action, Observation, Task
 from megadapo.rollout.config import BranchingConfig
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
 
 SEED_BITS = 63
 """vLLM seeds are signed 64-bit integers."""
@@ -206,18 +209,6 @@ class EngineCounts:
     """Number of responses that wait for their environment."""
 
 
-class LogprobTable(Protocol):
-    """Log-probs of a response's positions in flat lists, as in vLLM's FlatLogprobs.
-
-    Position i has the entries start_indices[i] to end_indices[i] of the two other lists.
-    """
-
-    start_indices: Sequence[int]
-    end_indices: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-
-
 def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
     """Return one seed per response: a hash of `parts` and its number, equal on every machine."""
     name = "/".join(str(part) for part in parts)
@@ -238,10 +229,11 @@ def continued_seed(seed: int, token_ids: np.ndarray) -> int:
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
 
 
-def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np.ndarray:
+def sampled_logprobs(token_ids: Sequence[int], table: FlatLogprobs | None) -> np.ndarray:
     """Return the log-prob of each sampled token, [n] float32.
 
-    A position without an entry for its token is NaN.
+    Position i has the table's entries from start_indices[i] to end_indices[i]. One without an entry
+    for its token is NaN.
     """
     values = np.full(len(token_ids), np.nan, dtype=np.float32)
     if table is None:
@@ -259,7 +251,7 @@ def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np
     return values
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineActivity:
     """Activity of one engine in an interval."""
 
@@ -291,11 +283,10 @@ class ActivityCounter:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._running = 0
+        self._activity = EngineActivity()
+        self._running = self._tokens_before = 0
         self._last = self._started = time.monotonic()
-        self._tokens_before = self._max_waiting = self._num_preemptions = 0
-        self._num_prompt_tokens = self._num_cached_tokens = 0
-        self._busy_s = self._running_s = self._max_kv_use = 0.0
+        self._running_s = 0.0
 
     def step(
         self,
@@ -309,40 +300,28 @@ class ActivityCounter:
     ) -> None:
         """Count a step, with the responses that run and wait after it."""
         self._pass_time()
-        self._running = running
-        self._num_preemptions += num_preemptions
-        self._num_prompt_tokens += num_prompt_tokens
-        self._num_cached_tokens += num_cached_tokens
-        self._max_waiting = max(self._max_waiting, waiting)
-        self._max_kv_use = max(self._max_kv_use, kv_use)
+        self._running, activity = running, self._activity
+        activity.num_preemptions += num_preemptions
+        activity.num_prompt_tokens += num_prompt_tokens
+        activity.num_cached_tokens += num_cached_tokens
+        activity.max_waiting = max(activity.max_waiting, waiting)
+        activity.max_kv_use = max(activity.max_kv_use, kv_use)
 
     def take(self, num_tokens: int) -> EngineActivity:
         """Return the activity since the last call; `num_tokens` counts since the engine started."""
         self._pass_time()
-        activity = EngineActivity(
-            num_tokens=num_tokens - self._tokens_before,
-            seconds=self._last - self._started,
-            busy_seconds=self._busy_s,
-            mean_running=(
-                self._running_s / (self._busy_s * self._max_num_seqs) if self._busy_s else 0.0
-            ),
-            max_waiting=self._max_waiting,
-            num_preemptions=self._num_preemptions,
-            max_kv_use=self._max_kv_use,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-        )
-        self._started = self._last
-        self._tokens_before = num_tokens
-        self._max_waiting = self._num_preemptions = 0
-        self._num_prompt_tokens = self._num_cached_tokens = 0
-        self._busy_s = self._running_s = self._max_kv_use = 0.0
+        activity, self._activity = self._activity, EngineActivity()
+        activity.num_tokens = num_tokens - self._tokens_before
+        activity.seconds = self._last - self._started
+        if activity.busy_seconds:
+            activity.mean_running = self._running_s / (activity.busy_seconds * self._max_num_seqs)
+        self._started, self._tokens_before, self._running_s = self._last, num_tokens, 0.0
         return activity
 
     def _pass_time(self) -> None:
         now = time.monotonic()
         if self._running:
-            self._busy_s += now - self._last
+            self._activity.busy_seconds += now - self._last
             self._running_s += self._running * (now - self._last)
         self._last = now
 
@@ -384,8 +363,3 @@ class Opened:
     """Turns after those of the response, which continues after the last of them."""
     failure: str | None
     """Reason why the episode cannot continue: "CAUSE: details", with a cause of `CAUSES`."""
-
-
-def cause_of(failure: str) -> str:
-    """Return the cause with which a failure begins."""
-    return failure.partition(":")[0]

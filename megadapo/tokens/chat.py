@@ -176,18 +176,14 @@ def _applied(
 ) -> object:
     """Return what the chat template makes of messages; any failure of it is a TemplateError."""
     try:
-        return tokenizer.apply_chat_template(_chat(messages), tools=_tools(tools), **options)
+        return tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            # a template may write an empty list of tools
+            tools=[dict(tool) for tool in tools] or None,
+            **options,
+        )
     except _OF_TEMPLATES as error:
         raise jinja2.TemplateRuntimeError(repr(error)) from error
-
-
-def _chat(messages: Messages) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in messages]
-
-
-def _tools(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    # a template may write an empty list of tools
-    return [dict(tool) for tool in tools] or None
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

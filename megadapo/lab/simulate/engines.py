@@ -13,7 +13,7 @@ import numpy as np
 from megadapo.data.group import Response
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.plan.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
-from megadapo.rollout.pool.engines import AHEAD
+from megadapo.rollout.pool.engines import WAITING_SHARE
 from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
 
 Dispatch = Literal["least_loaded", "in_turn"]
@@ -89,7 +89,7 @@ class VirtualEngines:
         """Responses to submit so that every engine stays just ahead of its slots."""
         if self._dispatch == "in_turn":
             return UNLIMITED
-        wanted = math.ceil(self._settings.num_slots * (1 + AHEAD))
+        wanted = math.ceil(self._settings.num_slots * (1 + WAITING_SHARE))
         return sum(max(0, wanted - engine.load) for engine in self._engines[: self._num_present])
 
     @property

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +191,8 @@ class RolloutEngine:
         """Return the engine's activity since the last call."""
         assert self._generation is not None, "start first"
         activity = self._counter.take(self._generation.num_tokens)
-        return replace(activity, private_bytes=private_bytes(*self._pids))
+        activity.private_bytes = private_bytes(*self._pids)
+        return activity
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Pass `init_info` to the weight-transfer engine of every rank."""

@@ -20,6 +20,7 @@ from typing import cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from vllm.inputs import TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -28,7 +29,7 @@ from megadapo.algorithm.groups import Branch
 from megadapo.data.group import Failure, FinishReason, Response, Turn
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig
-from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
+from megadapo.rollout.types import OpenGroup, continued_seed, sampled_logprobs
 
 TOP_LOGPROBS = 10
 """Most probable tokens of a position over which its entropy is summed."""
@@ -46,7 +47,7 @@ class Segment:
     """Consecutive tokens of one request, or of an environment."""
 
     token_ids: Sequence[int]
-    logprobs: LogprobTable | np.ndarray | None
+    logprobs: FlatLogprobs | np.ndarray | None
     """vLLM's table, or the log-probs of the sampled tokens."""
     policy_version: int
 
@@ -168,10 +169,10 @@ class InFlightResponse:
         group = self._group
         if group.returns_experts:
             self._add_experts(output)
-        table = cast(LogprobTable | None, output.logprobs)  # because of flat_logprobs
+        table = cast(FlatLogprobs | None, output.logprobs)  # because of flat_logprobs
         if output.finish_reason == "abort":
             self.stop()
-        logprobs: LogprobTable | np.ndarray | None = table
+        logprobs: FlatLogprobs | np.ndarray | None = table
         if group.request.settings.branching.is_on and table is not None:
             self._measure_entropy(table)
             # the other probable tokens of each position are not needed any more
@@ -194,7 +195,7 @@ class InFlightResponse:
             raise InfraError(f"vLLM returned the experts of {found} tokens, but read {num_read}")
         self._experts.append(experts)
 
-    def _measure_entropy(self, table: LogprobTable) -> None:
+    def _measure_entropy(self, table: FlatLogprobs) -> None:
         """Record the entropy of the first tokens of the response or after a call."""
         group, num_before = self._group, len(self._token_ids)
         num_tokens = group.request.settings.branching.num_tokens
@@ -369,7 +370,7 @@ def _arrays(segment: Segment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return token_ids, logprobs, np.full(len(token_ids), segment.policy_version, dtype=np.int32)
 
 
-def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int) -> float:
+def normalized_entropy(table: FlatLogprobs, *, num_tokens: int, vocab_size: int) -> float:
     """Return the mean entropy of the first positions divided by log V; NaN without positions.
 
     The sum runs over a position's most probable tokens, so it is at most the full entropy.

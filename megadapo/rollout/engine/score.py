@@ -11,12 +11,13 @@ from typing import cast
 
 import numpy as np
 from vllm.inputs import TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.rollout.types import LogprobTable, ScoreRequest, sampled_logprobs
+from megadapo.rollout.types import ScoreRequest, sampled_logprobs
 
 PRIORITY = -(1 << 31)
 """A priority before every training group: a score takes the next free slot."""
@@ -103,12 +104,12 @@ async def _outputs(collectors: Sequence[RequestOutputCollector]) -> None:
 def _logprobs(request: ScoreRequest, outputs: Sequence[RequestOutput]) -> np.ndarray:
     ids = request.token_ids
     if request.in_one_pass:
-        table = cast(LogprobTable | None, outputs[0].prompt_logprobs)  # because of flat_logprobs
+        table = cast(FlatLogprobs | None, outputs[0].prompt_logprobs)  # because of flat_logprobs
         values: np.ndarray = sampled_logprobs(ids, table)[request.positions]
         return values
     pairs = zip(request.positions.tolist(), outputs, strict=True)
     found = [
-        sampled_logprobs([ids[position]], cast(LogprobTable | None, output.outputs[0].logprobs))
+        sampled_logprobs([ids[position]], cast(FlatLogprobs | None, output.outputs[0].logprobs))
         for position, output in pairs
     ]
     return np.concatenate(found)

@@ -5,7 +5,6 @@ Imports neither torch nor vLLM, so that a dry run can check the layout at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -123,46 +122,38 @@ class EngineSpec:
 
 
 def validate_engine_layout(shape: ModelShape, rollout: RolloutConfig) -> None:
-    """Raise ConfigError if the model's sizes do not allow the engines' layout.
+    """Check that the model's sizes allow the engines' layout.
 
     vLLM repeats key-value heads if there are fewer than ranks, and pads the vocabulary.
 
     Raises:
         ConfigError: names each key that does not fit, and the size of the model that it must fit.
     """
-    problems = list(_tensor_problems(shape, rollout))
-    stages, num_layers = rollout.pipeline_parallel, shape.num_layers
-    if num_layers < stages:
-        found = _misfit("pipeline_parallel", stages, "fit into", "num_hidden_layers", num_layers)
+    ranks, stages, heads = rollout.tensor_parallel, rollout.pipeline_parallel, shape.num_kv_heads
+    divided = {"num_attention_heads": shape.num_heads}
+    if not shape.num_experts:
+        divided["intermediate_size"] = shape.ffn_size
+    elif rollout.expert_parallel:
+        divided["num_experts"] = shape.num_experts
+    else:
+        divided["moe_intermediate_size"] = shape.expert_ffn_size
+    problems = [
+        _misfit("tensor_parallel", ranks, "divide", name, size)
+        for name, size in divided.items()
+        if size % ranks
+    ]
+    if heads % ranks and ranks % heads:
+        found = _misfit("tensor_parallel", ranks, "divide or repeat", "num_key_value_heads", heads)
         problems.append(found)
-    problems += _expert_problems(shape, rollout)
+    if (layers := shape.num_layers) < stages:
+        found = _misfit("pipeline_parallel", stages, "fit into", "num_hidden_layers", layers)
+        problems.append(found)
+    if rollout.expert_parallel and not shape.num_experts:
+        problems.append(
+            "rollout.expert_parallel = true needs a model with experts, and this one has none"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _tensor_problems(shape: ModelShape, rollout: RolloutConfig) -> Iterator[str]:
-    ranks = rollout.tensor_parallel
-    sizes = {"num_attention_heads": shape.num_heads}
-    if not shape.num_experts:
-        sizes["intermediate_size"] = shape.ffn_size
-    elif not rollout.expert_parallel:
-        sizes["moe_intermediate_size"] = shape.expert_ffn_size
-    for name, size in sizes.items():
-        if size % ranks:
-            yield _misfit("tensor_parallel", ranks, "divide", name, size)
-    heads = shape.num_kv_heads
-    if heads % ranks and ranks % heads:
-        yield _misfit("tensor_parallel", ranks, "divide or repeat", "num_key_value_heads", heads)
-
-
-def _expert_problems(shape: ModelShape, rollout: RolloutConfig) -> Iterator[str]:
-    if not rollout.expert_parallel:
-        return
-    experts, ranks = shape.num_experts, rollout.tensor_parallel
-    if not experts:
-        yield "rollout.expert_parallel = true needs a model with experts, and this one has none"
-    elif experts % ranks:
-        yield _misfit("tensor_parallel", ranks, "divide", "num_experts", experts)
 
 
 def _misfit(key: str, value: int, what: str, name: str, size: int) -> str:

@@ -19,10 +19,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -222,15 +222,6 @@ class CpuWorker(UpdateExtension):
         _ConnectedRunner(runner, connector)
 
 
-@dataclass(frozen=True)
-class _Scheduled:
-    """The fields of a step's requests that the connector reads; their tokens follow each other."""
-
-    req_ids: list[str]
-    query_start_loc_np: np.ndarray  # [requests + 1]
-    num_computed_tokens_np: np.ndarray  # [requests], tokens before the step's
-
-
 class _ConnectedRunner:
     """A layer between vLLM's worker and its runner, which runs one step at a time."""
 
@@ -249,23 +240,22 @@ class _ConnectedRunner:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample, and add the experts of the step's tokens to the output."""
+        batch = self._runner.input_batch
+        ids = list(batch.req_ids)
+        # the fields that the connector reads; the tokens of the requests follow each other
+        scheduled = SimpleNamespace(
+            req_ids=ids,
+            query_start_loc_np=np.cumsum([0, *(self._num_tokens[one] for one in ids)]),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(ids)].copy(),
+        )
         # before sampling, which counts the step's tokens as computed
-        pending = self._connector.prepare_output(cast("InputBatch", self._scheduled()))
+        pending = self._connector.prepare_output(cast("InputBatch", scheduled))
         output = cast(ModelRunnerOutput, self._sample(grammar))
         if pending is not None:
             num_sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
             pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
-
-    def _scheduled(self) -> _Scheduled:
-        batch = self._runner.input_batch
-        ids = list(batch.req_ids)
-        return _Scheduled(
-            req_ids=ids,
-            query_start_loc_np=np.cumsum([0, *(self._num_tokens[one] for one in ids)]),
-            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(ids)].copy(),
-        )
 
 
 class HeldTokens:
@@ -364,10 +354,8 @@ class BatchingScheduler(Scheduler):
 
     def _has_stop_texts(self, request_id: str) -> bool:
         """Return whether the request has stop texts, which vLLM looks for in the actor."""
-        request = self.requests.get(request_id)
-        return request is not None and bool(
-            request.sampling_params and request.sampling_params.stop
-        )
+        params = request.sampling_params if (request := self.requests.get(request_id)) else None
+        return bool(params and params.stop)
 
 
 class AsyncBatchingScheduler(BatchingScheduler, AsyncScheduler):

@@ -6,6 +6,7 @@ An episode has an object in a process, and a record of it for the case that the 
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import time
@@ -261,7 +262,8 @@ class Episode:
 
     async def _act(self, given: SampledTurn, weights: str) -> Outcome:
         record = self.record
-        record.pending = replace(given, weights=weights)
+        # large arrays from Ray are views of its shared memory, which records would keep occupied
+        record.pending = replace(copy.deepcopy(given), weights=weights)
         is_written = False
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -450,16 +452,13 @@ class EpisodeHost:
             processes = self._processes[environment]
             episode = Episode(name, config, processes, task, self._journal)
             if parent is not None and not episode.continues(begun[0]):
-                episode.branch_off(self._record_of(parent), len(begun[0]))
+                known = self._episodes.get(parent)
+                found = None if self._journal is None else self._journal.find(parent)
+                episode.branch_off(known.record if known else found, len(begun[0]))
             self._episodes[name] = episode
         elif episode.record.identity != identity_of(config, task):
             return Opened(None, (), f"wrong call: {name} is open with another task")
         return await episode.open(*begun, self._weights)
-
-    def _record_of(self, name: str) -> EpisodeRecord | None:
-        if name in self._episodes:
-            return self._episodes[name].record
-        return None if self._journal is None else self._journal.find(name)
 
     async def step(self, episode: str, turn: int, done_turn: SampledTurn) -> Outcome:
         """Give an action to the environment, and return its answer.

@@ -91,15 +91,16 @@ class EpisodeJournal:
         """Continue in the file of new weights, with all that is known of open episodes.
 
         The first call, and one after an error, reads all files, also those of later versions that a
-        restart goes back from.
+        restart goes back from. If the folder cannot be listed, the files that are known stay open.
         """
         with self._lock:
             self._version = policy_version
             versions = {policy_version}
             if not self._logs or self._error is not None:
-                self._close_logs()
-                self._entries = {}
                 versions |= self._found_versions()
+                if self._unread is None:
+                    self._close_logs()
+                    self._entries = {}
             for version in versions - self._logs.keys():
                 self._logs[version] = RecordLog(
                     self._folder / f"environments-version-{version}.log",

@@ -34,12 +34,10 @@ class ElasticEngines:
 
     Args:
         engines: the pool; it must have places of its own, not those of the trainer.
-        places: the cluster.
         folder: the run's folder.
         driver: identifies this driver in requests.
         num_engines: number of engines without a request.
         num_ranks: ranks of an engine.
-        next_number: number of the next engine that joins.
         report: receives the state of the engines, for status.json.
     """
 
@@ -198,7 +196,6 @@ class ElasticEngines:
         self._waiting = still_waiting
 
     def _view(self, now: float) -> dict[str, Any]:
-        """Return the state of the engines for status.json."""
         return {
             "wanted": self._request.num_engines,
             "problem": self._problem,

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 LEAVE_TIMEOUT_S = 5.0
 """Seconds that an engine has to end its own processes before they are killed from outside."""
 SHUTDOWN_TIMEOUT_S = 30.0
-MIN_ENGINES = 0.5
+MIN_SHARE_LEFT = 0.5
 """Share of the engines below which the run ends: a restart of the driver starts all of them."""
-AHEAD = 0.25
+WAITING_SHARE = 0.25
 """Responses that wait for a slot, as a share of the slots. An engine starts them while the driver
 is busy with earlier ones."""
 UNASSIGNED: EngineIncarnation = (-1, 0)
@@ -163,7 +163,7 @@ class Engines:
     def capacity_without(self, keys: Collection[int]) -> int:
         """Return the capacity as if the groups with these keys were not in flight."""
         left_out = Counter[EngineIncarnation]()
-        wanted = math.ceil(self._config.max_num_seqs * (1 + AHEAD))
+        wanted = math.ceil(self._config.max_num_seqs * (1 + WAITING_SHARE))
         with self._lock:
             for key in self._in_flight.keys() & set(keys):
                 group, incarnation = self._in_flight[key]
@@ -222,12 +222,13 @@ class Engines:
             serving = {engine.incarnation for engine in self._in(GENERATING)}
             # the other groups finished before the stop, and a report with them is on its way
             coming = {key for key in chosen - stopped if self._in_flight[key][1] in serving}
-            submitted = [self._remove(key) for key in chosen - coming - self._finished.keys()]
+            gone = chosen - coming - self._finished.keys()
+            submitted = [self._in_flight.pop(key)[0] for key in gone]
             while coming - self._finished.keys():
                 self._call_watch()
                 self._wait(WATCH_S)
-            complete = [group for key, group in self._finished.items() if key in chosen]
-            submitted += [self._remove(group.key) for group in complete]
+            complete = [self._finished.pop(key) for key in chosen & self._finished.keys()]
+            submitted += [self._in_flight.pop(group.key)[0] for group in complete]
         return StopReport.of(submitted, complete, reports, keep=keep)
 
     def score(self, requests: Sequence[ScoreRequest]) -> PendingScores:
@@ -375,7 +376,7 @@ class Engines:
         # an engine that has never served is no loss, unless there is no other one
         counted = [one for one in self.staying if not one.is_new] or self.staying
         total, num_left = len(counted), sum(one.start_at <= now for one in counted)
-        if num_left < MIN_ENGINES * total:
+        if num_left < MIN_SHARE_LEFT * total:
             left = f"only {num_left} of {total} engines are" if num_left else "no engine is"
             raise InfraError(f"{cause}; {action}; {left} left, and a restart of the run starts all")
 
@@ -584,9 +585,3 @@ class Engines:
         for index, (_, counts) in answers.items():
             self.handles[index].count(counts)
         return [stopped for stopped, _ in answers.values()]
-
-    def _remove(self, key: int) -> OpenGroup:
-        """Remove a group from those in flight, and return it as it was submitted."""
-        self._finished.pop(key, None)
-        group, _ = self._in_flight.pop(key)
-        return group

@@ -127,6 +127,8 @@ class EngineHandle:
 
     def start(self) -> None:
         """Start a process."""
+        import ray
+
         self._become(State.STARTING)
         self.num_starts += 1
         self.asleep = False
@@ -143,7 +145,9 @@ class EngineHandle:
         self._num_waiting: int = 0
         """Number of responses that wait for their environment, as of the last report."""
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self.actor: ActorHandle[Any] = self._start_actor()
+        actor: Any = ray.remote(self._actor_class)  # with options, Ray loses its type
+        options = {"max_restarts": 0, "max_task_retries": 0, **self._options}
+        self.actor: ActorHandle[Any] = actor.options(**options).remote(self.spec, self._mark)
         self._location: ObjectRef[ProcessLocation] = self.actor.location.remote()
         self.awaited: ObjectRef[Any] | None = self.actor.start.remote()
         """The pending start, report or end."""
@@ -179,18 +183,20 @@ class EngineHandle:
         `hangs`: write their stacks to their log first.
         """
         import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
 
         self._become(State.REMOVED if self.state in DEPARTING else State.FAILED)
         self._stalled_s = 0.0
         self.submits = {}
-        known, _ = ray.wait([self._location], timeout=0)
-        process = _result(known[0]) if known else None
+        processes: list[ProcessLocation] = []
+        # it may have died before it could answer
+        with contextlib.suppress(GetTimeoutError, RayActorError):
+            processes = [ray.get(self._location, timeout=0)]
         if hangs:
-            processes = [] if process is None else [process]
             hung = HungProcesses(options=self._options, processes=processes, mark=self._mark)
             save_stacks([hung])
         ray.kill(self.actor)
-        pid = None if process is None else process.pid
+        pid = processes[0].pid if processes else None
         # the task takes no GPU, because a process that does not react still holds its share
         options = {**self._options, "num_gpus": 0}
         end: Any = ray.remote(_end_processes)
@@ -348,25 +354,6 @@ class EngineHandle:
         num_for_report = max(1, self.spec.config.max_num_seqs // REPORTS_PER_FILL)
         self.awaited = self.actor.collect.remote(heartbeat_s, num_for_report)
 
-    def _start_actor(self) -> ActorHandle[Any]:
-        import ray
-
-        actor: Any = ray.remote(self._actor_class)  # with options, Ray loses its type
-        handle: ActorHandle[Any] = actor.options(
-            max_restarts=0, max_task_retries=0, **self._options
-        ).remote(self.spec, self._mark)
-        return handle
-
-
-def _result(ref: ObjectRef[ProcessLocation]) -> ProcessLocation | None:
-    import ray
-    from ray.exceptions import RayActorError
-
-    try:
-        return ray.get(ref)
-    except RayActorError:
-        return None  # it died before it could answer
-
 
 def _end_processes(pid: int | None, mark: str) -> None:
     """Kill an actor's process, which may be stopped and not react to Ray, and all its children."""
@@ -408,7 +395,6 @@ class PendingScores:
             engine.actor.score.remote(list(requests), wait_s): (engine, engine.incarnation)
             for engine in engines
         }
-        self._found: list[list[np.ndarray]] = []
 
     def result(self) -> list[list[np.ndarray]]:
         """Wait for the engines, and return the log-probs of each request per engine that answered.
@@ -417,27 +403,24 @@ class PendingScores:
         """
         import ray
 
+        found: list[list[np.ndarray]] = []
         while self._calls:
             left = self._deadline - time.monotonic()
             ready, _ = ray.wait(list(self._calls), timeout=max(0.0, min(left, WATCH_S)))
             for call in ready:
                 engine, _ = self._calls.pop(call)
-                scores = self._read(engine, call)
+                scores: list[np.ndarray] | None = None
+                # of a dead engine, the next report tells the pool
+                with contextlib.suppress(ProcessDiedError):
+                    scores = engine.read(call, "score")
                 if scores is None:
                     self._miss(engine)
                 else:
-                    self._found.append(scores)
+                    found.append(scores)
             if not ready:
                 self._check()
                 self._leave_out_dead(is_late=left <= 0)
-        return self._found
-
-    def _read(self, engine: EngineHandle, call: ObjectRef[Any]) -> list[np.ndarray] | None:
-        try:
-            scores: list[np.ndarray] | None = engine.read(call, "score")
-        except ProcessDiedError:
-            return None  # the engine's next report tells the pool
-        return scores
+        return found
 
     def _leave_out_dead(self, *, is_late: bool) -> None:
         """Wait no longer for engines whose process has ended; if it is late, for no engine."""

@@ -84,10 +84,6 @@ class PublishReport:
     """Time in which no engine generated, from the stop of generation on."""
 
 
-def _nothing_to_stop() -> None:
-    """Do nothing: the engines are idle."""
-
-
 class Publisher:
     """A connection from the trainer to the engines, which repeats the same plan at every update.
 
@@ -148,7 +144,7 @@ class Publisher:
         return self._connect(self._engines.updatable()).plan
 
     def publish(
-        self, policy_version: int, *, stop_generating: Callable[[], None] = _nothing_to_stop
+        self, policy_version: int, *, stop_generating: Callable[[], None] = lambda: None
     ) -> PublishReport:
         """Send the trainer's weights to every running engine.
 
@@ -181,7 +177,7 @@ class Publisher:
         """
         version = self._engines.policy_version
         try:
-            return self._update([index], version, _nothing_to_stop)
+            return self._update([index], version, lambda: None)
         except InfraError as error:
             if self._sender != "published":
                 raise
@@ -206,7 +202,7 @@ class Publisher:
         self, targets: Sequence[int], policy_version: int, stop_generating: Callable[[], None]
     ) -> PublishReport:
         started = time.monotonic()
-        self._target(targets)
+        self._targets = self._incarnations(targets)
         # without a running engine nothing is sent; engines that are starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
@@ -336,7 +332,7 @@ class Publisher:
 
     def _connect(self, targets: Sequence[int]) -> Schedule:
         """Connect to the engines to update, unless the same processes are connected."""
-        self._target(targets)
+        self._targets = self._incarnations(targets)
         if self._schedule is None or self._is_broken or self._targets != self._connected:
             self._schedule, self._connected = None, dict(self._targets)
             self._schedule = self._open_buckets()
@@ -421,9 +417,8 @@ class Publisher:
             if self._engines.incarnation(index) == incarnation
         ]
 
-    def _target(self, indices: Sequence[int]) -> None:
-        """Choose the engines to update."""
-        self._targets = {index: self._engines.incarnation(index) for index in indices}
+    def _incarnations(self, indices: Sequence[int]) -> dict[int, EngineIncarnation]:
+        return {index: self._engines.incarnation(index) for index in indices}
 
     def _call_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""

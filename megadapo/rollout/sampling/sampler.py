@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed, rewards_differ
 from megadapo.codec import decode
-from megadapo.data.group import MIN_RESPONSES, Group, Response
-from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.data.group import MIN_RESPONSES, Group
+from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, InfraError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
@@ -127,75 +127,6 @@ def describe_shortfall(
     )
 
 
-class GroupRequests:
-    """Makes the requests for groups, which seed, prompt index and tokens so far determine."""
-
-    def __init__(
-        self,
-        settings: SamplingSettings,
-        episodes: EpisodeRequests,
-        num_responses: int,
-        journal: Journal[Group] | None,
-        host: EpisodeHostActor | None = None,
-    ) -> None:
-        self._settings, self._episodes, self._host = settings, episodes, host
-        self._num_responses, self._journal = num_responses, journal
-        self._digests: dict[int, bytes] = {}
-        """Digest of each request since the last weights, by prompt index, if there is a journal."""
-
-    def make(
-        self,
-        prompt_index: int,
-        prompt: Prompt,
-        responses: tuple[Response, ...],
-        stop_at_tokens: tuple[int, ...],
-    ) -> OpenGroup | Group | None:
-        """Return the request, or its finished group from the journal.
-
-        None: the responses stop where they are. `responses` and `stop_at_tokens` are as in
-        `OpenGroup`.
-        """
-        num_tokens = tuple(len(response.token_ids) for response in responses)
-        if stop_at_tokens and stop_at_tokens == (num_tokens or (0,) * self._num_responses):
-            return None
-        group = OpenGroup(
-            key=prompt_index,
-            prompt_ids=self._episodes.prompt_ids(prompt),
-            seeds=response_seeds(
-                self._num_responses, self._episodes.seed, "train", prompt_index, prompt.id
-            ),
-            episode=self._episodes.request(prompt),
-            responses=responses,
-            settings=self._settings,
-            priority=prompt_index,
-            stop_at_tokens=stop_at_tokens,
-        )
-        if self._journal is None:
-            return group
-        self._digests[prompt_index] = group_digest(prompt, group)
-        return self._journal.find(self._digests[prompt_index]) or group
-
-    def keep(self, group: Group) -> None:
-        """Write a finished group to the journal."""
-        # a restarted run scores a group with failures again
-        if self._journal is not None and not group.failures:
-            self._journal.append(self._digests[group.prompt_index], group)
-
-    def sync(self) -> None:
-        """Force the journal to disk."""
-        if self._journal is not None:
-            self._journal.sync()
-
-    def begin(self, policy_version: int, weights: str) -> None:
-        """Begin the journal of new weights, whose fingerprint is `weights`."""
-        # no group is in flight, and those that continue are requested again
-        self._digests.clear()
-        if self._journal is not None:
-            self._journal.begin(policy_version, weights)
-        if self._host is not None:
-            self._host.begin(policy_version, weights)
-
-
 class Sampler:
     """Fills batches from the prompt stream; its state is all that a resumed run needs.
 
@@ -240,9 +171,11 @@ class Sampler:
         self._is_mixed = is_mixed or partial(_has_accuracy, config)
         self._saved_groups, self._max_failed_share = saved_groups, max_failed_share
         self._verdict = verdict
-        episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
-        size = config.responses_per_prompt
-        self._requests = GroupRequests(settings, episodes, size, journal, host)
+        self._episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
+        self._settings, self._host = settings, host
+        self._journal = journal
+        self._digests: dict[int, bytes] = {}
+        """Digest of each request since the last weights, by prompt index, if there is a journal."""
         self._schedule = schedule or SamplingSchedule()
         self._history = PromptHistory()
         self._prompts, self._next_index = prompts, 0
@@ -309,7 +242,9 @@ class Sampler:
             self._discard(window, useless)
         if self._pool.open and (never_waits or not self.can_take):
             for group in self._pool.wait(timeout_s):
-                self._requests.keep(group)
+                # a restarted run scores a group with failures again
+                if self._journal is not None and not group.failures:
+                    self._journal.append(self._digests[group.prompt_index], group)
                 self._settle(window, group)
                 check_failures(self._batch, self.config, self._max_failed_share, group)
             for stopped in self._pool.take_stopped():
@@ -342,9 +277,8 @@ class Sampler:
                 # as if no later prompt had been drawn
                 self._next_index = kept[-1].prompt_index + 1
         self._most_untrained = adapted_lead(config, self._most_untrained, len(left))
-        self._requests.sync()
-        batch.counts["time/reward_s"] = self._pool.take_reward_seconds()
-        batch.counts |= self._pool.take_failures()
+        self._sync_journal()
+        batch.counts |= self._pool.take_counts()
         batch.stats.sort(key=lambda group: group.prompt_index)
         self._history.end_step(batch.stats)
         check_size(len(kept), batch, config, self._verdict)
@@ -362,12 +296,17 @@ class Sampler:
             self._reserve.park(index, held.responses)
         self._held.clear()
         self._unsent = sorted(self._reserve.open)
-        self._requests.sync()
+        self._sync_journal()
 
     def resume_sampling(self, policy_version: int, weights: str = "") -> None:
         """Continue with new weights, whose fingerprint is `weights`."""
         self._is_ahead = False
-        self._requests.begin(policy_version, weights)
+        # no group is in flight, and those that continue are requested again
+        self._digests.clear()
+        if self._journal is not None:
+            self._journal.begin(policy_version, weights)
+        if self._host is not None:
+            self._host.begin(policy_version, weights)
         if self.config.carries:
             counts = self._reserve.counts(self.config.responses_per_prompt)
             if self._schedule.pause(policy_version, weights, self._next_index, counts):
@@ -401,9 +340,9 @@ class Sampler:
         """
         try:
             state = decode(SamplerState, entry)
-        except ValueError as error:
+            self._next_index = self._first_index = state.cursor["next_index"]
+        except (KeyError, ValueError) as error:
             raise CheckpointError(f"the saved state of sampling is damaged: {error}") from error
-        self._next_index = self._first_index = state.cursor["next_index"]
         self._history, self._reserve = state.difficulty, state.reserve
         if state.counters is not None:
             self._batch = replace(state.counters, saved_groups=self._saved_groups)
@@ -462,16 +401,38 @@ class Sampler:
         return self._history.keep_rate(self._prompts.at(prompt_index).id)
 
     def _request(self, window: Window, prompt_index: int) -> OpenGroup | None:
-        """Return the group to submit; None if it has ended or waits for the next weights."""
+        """Return the group to submit; None if it has ended or waits for the next weights.
+
+        Seed, prompt index and tokens so far determine it.
+        """
         responses = self._reserve.open[prompt_index].responses
-        prompt = self._prompts.at(prompt_index)
+        prompt, size = self._prompts.at(prompt_index), self.config.responses_per_prompt
+        num_tokens = tuple(len(response.token_ids) for response in responses)
         stop_at = self._schedule.stop_at_tokens(prompt_index)
-        request = self._requests.make(prompt_index, prompt, responses, stop_at)
-        if isinstance(request, Group):
-            self._batch.counts["groups/from_journal"] += 1
-            self._settle(window, request)
+        if stop_at and stop_at == (num_tokens or (0,) * size):
             return None
-        return request
+        group = OpenGroup(
+            key=prompt_index,
+            prompt_ids=self._episodes.prompt_ids(prompt),
+            seeds=response_seeds(size, self._episodes.seed, "train", prompt_index, prompt.id),
+            episode=self._episodes.request(prompt),
+            responses=responses,
+            settings=self._settings,
+            priority=prompt_index,
+            stop_at_tokens=stop_at,
+        )
+        if self._journal is None:
+            return group
+        digest = self._digests[prompt_index] = group_digest(prompt, group)
+        if (scored := self._journal.find(digest)) is None:
+            return group
+        self._batch.counts["groups/from_journal"] += 1
+        self._settle(window, scored)
+        return None
+
+    def _sync_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.sync()
 
     def _settle(self, window: Window, group: Group) -> None:
         """Count a scored group, unless the repeated schedule counts it later."""

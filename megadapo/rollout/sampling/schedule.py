@@ -337,8 +337,11 @@ class SamplingSchedule:
                 "configuration changed?)",
                 *(difference, self._path),
             )
-            self._records = self._records[: self.position]
-            self._rewrite()
+            # a file with the present records alone; the old one is set aside
+            self._records, self._num_written = self._records[: self.position], self.position
+            if self._log is not None:
+                self._log.clear()
+                self._append(*self._records)
         elif self._is_strict:
             raise OracleError(
                 f"{difference}. The run does not repeat the schedule that --schedule names; "
@@ -347,13 +350,6 @@ class SamplingSchedule:
         else:
             self.num_differences += 1
             logger.warning("difference %d from the schedule: %s", self.num_differences, difference)
-
-    def _rewrite(self) -> None:
-        """Write all present records to an empty file, and set the old one aside."""
-        self._num_written = len(self._records)
-        if self._log is not None:
-            self._log.clear()
-            self._append(*self._records)
 
     def _append(self, *payloads: bytes) -> None:
         if self._log is not None and payloads:

@@ -33,7 +33,6 @@ from megadapo.rollout.types import (
     EpisodeRequest,
     OpenGroup,
     StopReport,
-    cause_of,
 )
 
 SCORING_POLL_S = 0.005
@@ -145,19 +144,16 @@ class ScoringPool:
         """Keys of the groups that the engines have not returned."""
         return self.open.difference(group.key for group in self._scoring.values())
 
-    def take_reward_seconds(self) -> float:
-        """Return the time spent on scoring since the last call.
+    def take_counts(self) -> dict[str, float]:
+        """Return the metrics since the last call: time of scoring, failures of environments.
 
-        Most of it passes while responses are still generated.
+        Most of the time passes while responses are still generated.
         """
         with self._lock:
             seconds, self._reward_seconds = self._reward_seconds, 0.0
-        return seconds
-
-    def take_failures(self) -> dict[str, float]:
-        """Return the failures of environments since the last call, by name and kind of cause."""
         failures, self._failures = self._failures, Counter()
-        return {name: float(number) for name, number in sorted(failures.items())}
+        named = {name: float(number) for name, number in sorted(failures.items())}
+        return {"time/reward_s": seconds, **named}
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send groups to the engines."""
@@ -237,7 +233,7 @@ class ScoringPool:
         for response in group.responses:
             if response.failure is not None:
                 self._scorer.count_failure(response.failure, prompt)
-                kind = CAUSES.get(cause_of(response.failure.reason), "exception")
+                kind = CAUSES.get(response.failure.reason.partition(":")[0], "exception")
                 self._failures[f"{response.failure.function}/{FAILURES}/{kind}"] += 1
 
     def _must_repeat(self, group: OpenGroup, num_left: int) -> bool:

@@ -105,12 +105,10 @@ def _smaller_batch(num_groups: int, config: RunConfig) -> str:
 
 def verifier_summary(counts: VerifierCounts) -> str:
     """Return one line on the scored responses and on where the two comparisons differed."""
-    symbolic = counts.symbolic
-    lost = symbolic.num_timeouts + symbolic.num_crashes + symbolic.num_skipped
     return (
         f"verifier: {counts.num_scored} responses scored, {counts.num_unanswered} without an "
-        f"answer; symbolic comparison of {symbolic.num_checked} different answers, "
+        f"answer; symbolic comparison of {counts.num_checked} different answers, "
         f"{counts.num_only_rule} correct by the rule alone, {counts.num_only_symbolic} correct "
-        f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits, "
+        f"symbolically alone; {counts.num_refused} refused, {counts.num_lost} lost to limits, "
         f"{counts.num_left_out} left out"
     )

@@ -19,7 +19,7 @@ from megadapo.codec import decode, encode
 from megadapo.data.arithmetic import generate
 from megadapo.data.prompts import Prompt, PromptStream, _prompt_id, load_prompts, render
 from megadapo.errors import DataError
-from megadapo.rewards.dapo_math import validate_ground_truth
+from megadapo.rewards.rules import validate_ground_truth
 from tests.support.parquet import write_parquet
 from tests.support.tokenizers.small import write_tokenizer as write_small_tokenizer
 

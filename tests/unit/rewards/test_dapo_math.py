@@ -21,8 +21,8 @@ from megadapo.rewards.dapo_math import (
     extract_answer,
     normalize,
     score,
-    validate_ground_truth,
 )
+from megadapo.rewards.rules import validate_ground_truth
 
 RULES: tuple[Rule, ...] = ("answer", "boxed", "answer_or_boxed")
 CORPUS = json.loads(Path(__file__).with_name("dapo_math_corpus.json").read_text())

@@ -163,7 +163,7 @@ def test_pattern_takes_the_first_group_in_the_last_line_that_it_matches():
 )
 def test_gold_that_no_response_matches_is_refused(gold, rule, said):
     with pytest.raises(DataError, match=said):
-        validate_ground_truth(gold, rule, "x")
+        validate_ground_truth(gold, rule)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from megadapo.rewards.verifier import (
     MAX_CHARS,
     MAX_DEPTH,
     CrossCheck,
-    SymbolicCounts,
     SymbolicPool,
     Verifier,
+    VerifierCounts,
     refusal,
 )
 from megadapo.rewards.workers import processes
@@ -225,7 +225,7 @@ def test_slow_comparison_is_killed_and_the_rest_completes(losing: SymbolicPool) 
     results = losing.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
     assert time.perf_counter() - started < 20
     assert results == [True, None, True, False]
-    assert losing.counts == SymbolicCounts(
+    assert losing.counts == VerifierCounts(
         num_checked=before.num_checked + 3,
         num_timeouts=before.num_timeouts + 1,
         num_crashes=before.num_crashes,
@@ -255,7 +255,7 @@ def test_lost_worker_costs_one_result_and_is_replaced(losing: SymbolicPool, numb
     os.kill(losing.process_ids[0], number)
     results = losing.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
     assert results == [None, True, True]
-    assert losing.counts == SymbolicCounts(
+    assert losing.counts == VerifierCounts(
         num_checked=before.num_checked + 2,
         num_timeouts=before.num_timeouts + is_stopped,
         num_crashes=before.num_crashes + (not is_stopped),
@@ -275,7 +275,7 @@ def test_idle_workers_have_lowest_priority_and_cpu_limits() -> None:
     resume.start()
     assert pool.check_batch([("2", "2")]) == [True]
     assert pool.check_batch([(SLOW, "42"), ("3", "3")]) == [None, True]
-    assert pool.counts == SymbolicCounts(num_checked=3, num_timeouts=1)
+    assert pool.counts == VerifierCounts(num_checked=3, num_timeouts=1)
     pool.close()
 
 
@@ -423,12 +423,12 @@ def test_cross_check_follows_the_rule_and_counts_disagreements(monkeypatch, one_
         # of the scored pairs only, and once for both of its responses
         assert compared[0] == ("42.", "42") and len(compared) == len(set(compared)) == 4
         # seven responses: two of them are equal, and two have no answer at the rule's place
-        assert counts.symbolic.num_checked == 4
+        assert counts.num_checked == 4
         # a known answer is counted again, but not compared again
         verifier.score_batch(["Answer: 42."], ["42"])
         verifier.finish_cross_check(SOON_S)
         assert verifier.counts.num_only_symbolic == 3
-        assert verifier.counts.symbolic.num_checked == 4
+        assert verifier.counts.num_checked == 4
 
 
 @pytest.mark.fault

@@ -11,7 +11,7 @@ import pytest
 from megadapo.data.prompts import load_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.rewards import served
-from megadapo.rewards.dapo_math import validate_ground_truth
+from megadapo.rewards.rules import validate_ground_truth
 from tests.support.processes.fake_server import FakeServer, Reply
 from tests.support.tools import load_tool
 

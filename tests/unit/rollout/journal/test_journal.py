@@ -134,7 +134,7 @@ def test_other_seed_or_temperature_is_another_request(tmp_path):
         == 0
     )
     sampler = sampler_with(journal_in(tmp_path), engines)
-    sampler._requests._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
+    sampler._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
     assert sampler.next_batch().counts["groups/from_journal"] == 0
 
 

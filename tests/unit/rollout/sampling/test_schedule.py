@@ -227,7 +227,7 @@ def test_records_name_the_batches_and_weights(tmp_path):
     assert known.items() <= dict(enumerate(("start", *run.fingerprints))).items()
     run.sampler.pause_for_weights()
     run.sampler.resume_sampling(5, "weights")
-    assert not run.sampler._requests._digests, "digests of earlier requests fill the memory"
+    assert not run.sampler._digests, "digests of earlier requests fill the memory"
 
 
 def test_fast_engines_do_not_make_tokens_old():

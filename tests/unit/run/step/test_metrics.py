@@ -9,7 +9,7 @@ from megadapo.config import RunConfig
 from megadapo.observe.metrics.names import METRIC_NAMES, is_repeated
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
-from megadapo.rewards.verifier import SymbolicCounts, VerifierCounts
+from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.sampling.statistics import GroupStats, SampledBatch
 from megadapo.rollout.types import EngineActivity
 from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
@@ -239,7 +239,9 @@ def test_disagreements_are_counted_by_side():
         num_scored=100,
         num_only_rule=3,
         num_only_symbolic=4,
-        symbolic=SymbolicCounts(num_checked=50, num_timeouts=1, num_skipped=2),
+        num_checked=50,
+        num_timeouts=1,
+        num_skipped=2,
     )
     note = verifier_summary(counts)
     assert "3 correct by the rule alone" in note and "4 correct symbolically alone" in note
