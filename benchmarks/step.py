@@ -32,6 +32,7 @@ from megadapo.commands.common import load_checked
 from megadapo.config import RunConfig, to_dict
 from megadapo.observe.metrics.records import MetricRecord, read_evaluations
 from megadapo.observe.tables import TextTable
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.evaluation import HeldOutRequests
 from megadapo.run.inputs import RunPrompts, load_tokenizer
 
@@ -122,9 +123,8 @@ def _take_turns(
         held_out = HeldOutRequests.create(
             prompts.held_out,
             config.evaluation,
-            tokenizer=prompts.tokenizer,
+            EpisodeRequests(tokenizer=prompts.tokenizer, seed=config.run.seed),
             max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
         )
     settings = trl_settings(config, prompts, held_out, folder, dict(arguments.trl))
     found: list[HeldOut] = []

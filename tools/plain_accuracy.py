@@ -25,6 +25,7 @@ from megadapo.config import RunConfig, load_config
 from megadapo.data.group import Response
 from megadapo.errors import MegadapoError
 from megadapo.observe.rollouts.token_pieces import decoder_of
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOutRequests
 from megadapo.rollout.types import EngineActivity, OpenGroup, StopReport
 from megadapo.run.inputs import SamplingInputs
@@ -71,9 +72,8 @@ def plain_accuracy(config: RunConfig, folder: Path) -> Evaluation:
         held_out = HeldOutRequests.create(
             inputs.held_out,
             config.evaluation,
-            tokenizer=inputs.tokenizer,
+            EpisodeRequests(tokenizer=inputs.tokenizer, seed=config.run.seed),
             max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
         )
         engine = PlainEngine(folder, config.model.dtype)
         with EvaluationInProgress(engine, inputs.scorer, held_out) as evaluation:

@@ -54,10 +54,8 @@ class FunctionTool:
     required: frozenset[str]
     schema: Mapping[str, Any]
 
-    def problems(self, arguments: Any) -> list[str]:
+    def problems(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return what is wrong with the arguments of a call, for the model to read."""
-        if not isinstance(arguments, Mapping):
-            return ["the arguments are no JSON object"]
         missing = [name for name in self.hints if name in self.required and name not in arguments]
         problems = [f'argument "{name}" is missing' for name in missing]
         for name, value in arguments.items():
@@ -85,13 +83,13 @@ class Functions(Environment):
 
     def step(self, action: Action) -> Observation | Awaitable[Observation]:
         if action.problem:
-            return _observe([f"Error: {action.problem}"])
+            return observe([f"Error: {action.problem}"])
         if not action.tool_calls:
             return Observation(done=True)
         called = (self._tools.get(call.name) for call in action.tool_calls)
         if any(tool and inspect.iscoroutinefunction(tool.function) for tool in called):
             return self._run_async(action.tool_calls)
-        return _observe([self._run(call) for call in action.tool_calls])
+        return observe([self._run(call) for call in action.tool_calls])
 
     async def _run_async(self, calls: Sequence[ToolCall]) -> Observation:
         answers = []
@@ -102,7 +100,7 @@ class Functions(Environment):
                 answers.append(problem or _text_of(tool, await tool.function(**call.arguments)))
             else:
                 answers.append(await asyncio.to_thread(self._run, call))
-        return _observe(answers)
+        return observe(answers)
 
     def _run(self, call: ToolCall) -> str:
         problem = self._mistake(call)
@@ -152,7 +150,8 @@ def _text_of(tool: FunctionTool, value: Any) -> str:
         raise EnvironmentFailure(f"{tool.name} returned a {kind} that is not JSON") from error
 
 
-def _observe(answers: Sequence[str]) -> Observation:
+def observe(answers: Sequence[str]) -> Observation:
+    """Return the answers of tools as an observation."""
     return Observation(messages=[{"role": "tool", "content": answer} for answer in answers])
 
 

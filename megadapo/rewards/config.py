@@ -7,11 +7,12 @@ import importlib
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import (
     Field,
+    PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     TypeAdapter,
@@ -52,9 +53,9 @@ PYTHON_TESTS = "python_tests"
 """Name of the function that runs unit tests of a response's program in a sandbox."""
 REASONING_GYM = "reasoning_gym"
 """Name of the function that asks the scorers of the package reasoning-gym in a sandbox."""
-SANDBOX_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
-    PYTHON_TESTS: {"partial": (bool,), "exact": (bool,), "seconds_per_test": (int, float)},
-    REASONING_GYM: {"partial": (bool,)},
+SANDBOX_OPTIONS: dict[str, dict[str, Any]] = {
+    PYTHON_TESTS: {"partial": bool, "exact": bool, "seconds_per_test": PositiveFloat},
+    REASONING_GYM: {"partial": bool},
 }
 """Types of the options of the functions that run in a sandbox."""
 SCORES_STEPS = {"arithmetic_steps": STEP_SEPARATORS}
@@ -209,7 +210,7 @@ class RewardFunction(Section, title="reward.functions"):
 
     def _wrong_options(self) -> Iterator[str]:
         pattern = self.options.get("pattern", "")
-        if self.function in IN_WORKERS and (problems := [*self._wrong_types()]):
+        if problems := [*self._wrong_types()]:
             yield from problems
         elif self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
@@ -220,8 +221,6 @@ class RewardFunction(Section, title="reward.functions"):
                 f"reward.functions.timeout_s = {self.timeout_s:g} ends the first call of "
                 f'"{LOCAL_MODEL}", which loads the model: set it to {LOADING_TIMEOUT_S:g} or more'
             )
-        elif self.function in SANDBOX_OPTIONS:
-            yield from self._wrong_sandbox_options(SANDBOX_OPTIONS[self.function])
         elif self.function in ("format", "hierarchical") and isinstance(pattern, str):
             try:
                 re.compile(pattern)
@@ -257,19 +256,16 @@ class RewardFunction(Section, title="reward.functions"):
             if num_groups != 1:
                 yield f"reward.functions.options.pattern has {num_groups} groups, not one"
 
-    def _wrong_sandbox_options(self, kinds: Mapping[str, tuple[type, ...]]) -> Iterator[str]:
-        for key, value in self.options.items():
-            kind = kinds.get(key)
-            if kind is None:
-                yield f"reward.functions.options.{key} is unknown; there are {', '.join(kinds)}"
-            elif type(value) not in kind or (key == "seconds_per_test" and value <= 0):
-                yield f"reward.functions.options.{key} = {value!r} cannot be used"
-
     def _wrong_types(self) -> Iterator[str]:
-        """Yield the options that the signature of a built-in function does not allow."""
-        module, _, name = self.path.partition(":")
-        kinds = get_type_hints(getattr(importlib.import_module(module), name))
+        """Yield the options that a built-in function does not know, or that have a wrong type."""
+        kinds = SANDBOX_OPTIONS.get(self.function, {})
+        if self.function in IN_WORKERS:
+            module, _, name = self.path.partition(":")
+            kinds = get_type_hints(getattr(importlib.import_module(module), name))
         for key, value in self.options.items():
+            if self.function in SANDBOX_OPTIONS and key not in kinds:
+                yield f"reward.functions.options.{key} is unknown; there are {', '.join(kinds)}"
+                continue
             try:
                 TypeAdapter(kinds.get(key, Any)).validate_python(value, strict=True)
             except ValidationError as error:

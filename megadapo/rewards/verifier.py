@@ -350,8 +350,6 @@ class Verifier:
 
         If the rule decides, `symbolic_correct` is None; `cross_checks` returns it later.
         """
-        if len(responses) != len(ground_truths):
-            raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
         scores = [
             self._config.score(response, gold)
             for response, gold in zip(responses, ground_truths, strict=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megadapo.data.group import Response
+from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, Observation, Task
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.rollout.config import BranchingConfig
 
 if TYPE_CHECKING:
@@ -66,30 +68,14 @@ class EpisodeRequest:
 
     environment: int
     """Its place in rollout.environments."""
-    label: str
-    """Its name in metrics."""
+    config: EnvironmentConfig
+    description: EnvironmentDescription
     task: Task
-    stop: tuple[str, ...]
-    """Texts that end an action in the middle of a turn."""
-    output: str = "{}"
-    """Frame of texts within the model's turn; see `Environment.output`."""
-    uses_tokens: bool = False
-    """Whether the task and actions have token ids."""
-    max_turns: int
-    max_turn_tokens: int | None = None
-    max_observation_tokens: int
-    truncation_side: Literal["left", "right"] = "right"
-    """Side of a longer message or text that is cut off."""
-    tool_parser: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools, which a parser needs for the types of arguments."""
-    may_repeat: bool = True
-    """Whether an action may be repeated after a failure."""
 
     @property
     def area(self) -> str:
         """Prefix of its metrics."""
-        return f"environment/{self.label}"
+        return f"environment/{self.description.label}"
 
 
 @dataclass(frozen=True, kw_only=True)

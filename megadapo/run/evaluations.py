@@ -226,10 +226,8 @@ class Evaluations:
         return HeldOutRequests.create(
             self._inputs.held_out,
             config.evaluation,
-            tokenizer=self._inputs.tokenizer,
+            self._inputs.episodes,
             max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
-            episodes=self._inputs.episodes,
         )
 
     def _journal(self, step: int) -> Journal[ProblemResult] | None:

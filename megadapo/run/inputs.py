@@ -157,15 +157,13 @@ class SamplingInputs(RunPrompts):
                 branching=config.sampling.branching,
                 stop_ids=stop_ids(self.tokenizer),
             ),
-            tokenizer=self.tokenizer,
-            seed=config.run.seed,
+            episodes=self.episodes,
             saved_groups=config.observe.saved_groups,
             is_mixed=has_mixed_steps if config.algorithm.compares_steps else None,
             journal=journal,
             schedule=schedule,
             max_failed_share=config.reward.max_failed_share,
             verdict=config.reward.verdict,
-            episodes=self.episodes,
             host=host,
         )
 

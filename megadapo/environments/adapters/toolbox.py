@@ -14,7 +14,7 @@ from typing import Any
 from megadapo.environments.adapters import BUILT_IN
 from megadapo.environments.adapters.calls import Tool
 from megadapo.environments.environment import Action, Environment, Observation, Task
-from megadapo.environments.functions import run_in_thread
+from megadapo.environments.functions import observe, run_in_thread
 from megadapo.environments.results import ProtocolViolation
 
 
@@ -71,15 +71,17 @@ class Toolbox(Environment):
             stop = max(ends, key=lambda one: (ends[one], len(one)))
             return await self._ask(self._by_stop[stop], action)
         if action.problem:
-            return _mistake(action.problem)
+            return observe([f"Error: {action.problem}"])
         if not action.tool_calls:
             return Observation(done=True)
         observed = [
             await self._ask(self._by_call[call.name], Action(text=action.text, tool_calls=[call]))
             if call.name in self._by_call
-            else _mistake(
-                f"there is no tool {json.dumps(call.name)}; "
-                f"the tools are {', '.join(self._by_call)}"
+            else observe(
+                [
+                    f"Error: there is no tool {json.dumps(call.name)}; "
+                    f"the tools are {', '.join(self._by_call)}"
+                ]
             )
             for call in action.tool_calls
         ]
@@ -123,10 +125,6 @@ def _joined(observed: Sequence[Observation]) -> Observation:
         done=any(one.done for one in observed),
         metrics=metrics,
     )
-
-
-def _mistake(text: str) -> Observation:
-    return Observation(messages=[{"role": "tool", "content": f"Error: {text}"}])
 
 
 def _load(path: str) -> type[Environment]:

@@ -174,12 +174,21 @@ class _Server:
                 "rollout.environments.python to the Python that has it"
             ) from error
         self._env = vf.load_environment(vf.resolve_env_config(dict(env)))
-        self._endpoint, self._tokenizer = Endpoint(), renderers.load_tokenizer(model)
+        self._tokenizer = renderers.load_tokenizer(model)
+        # bound before the event loop, so that a missing network = true is noticed before the run
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        # an episode has four sockets: a call to verifiers' own server, and one from there to here
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # other users of the machine cannot guess it
+        self._path = f"/{secrets.token_urlsafe(24)}"
+        self._inboxes: dict[str, asyncio.Queue[Any]] = {}
+        """Receivers of model calls by session."""
         settings = dict(renderer or {})
         if "name" not in settings:
             settings |= {"name": "custom", "import_path": RENDERER}
         client = vf.TrainClientConfig(
-            base_url=self._endpoint.url,
+            base_url=f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}/v1",
             renderer=settings,
             renderer_model_name=model,
             # the endpoint is in this process, so a connection that takes long is no outage
@@ -204,7 +213,7 @@ class _Server:
         async with self._starting:
             if not self._is_started:
                 await self._stack.enter_async_context(self._env.serving())
-                await self._endpoint.start()
+                await self._serve_calls()
                 self._is_started = True
 
     async def play(self, data: Mapping[str, Any], inbox: asyncio.Queue[Any]) -> Any:
@@ -213,17 +222,47 @@ class _Server:
         task = task_class(
             task_class.data_type().model_validate(data), self._env.config.taskset.task
         )
-        inboxes, sessions = self._endpoint.inboxes, []
+        sessions: list[str] = []
 
         def begin(trace: Any) -> None:
             sessions.append(trace.id)
-            inboxes[trace.id] = inbox
+            self._inboxes[trace.id] = inbox
 
         try:
             return await self._env.run_episode(task, self._context, on_trace=begin)
         finally:
             for session in sessions:
-                del inboxes[session]
+                del self._inboxes[session]
+
+    async def _serve_calls(self) -> None:
+        """Serve the routes of a vLLM server that verifiers' train client calls."""
+        web = importlib.import_module("aiohttp.web")
+
+        async def generate(request: Any) -> Any:
+            inbox = self._inboxes.get(request.headers.get("X-Session-ID", ""))
+            if inbox is None:
+                return web.json_response({"error": "no such episode"}, status=404)
+            try:
+                call = ModelCall.of(await request.json())
+            except (ConnectionError, KeyError, TypeError, ValueError) as error:
+                # an episode that is closed breaks its connections
+                return web.json_response({"error": f"no model call: {error!r}"}, status=400)
+            inbox.put_nowait(call)
+            reply = web.json_response(_reply(await call.answer))
+            # a client in a busy process may close a connection that it has just used again
+            reply.force_close()
+            return reply
+
+        async def models(request: Any) -> Any:
+            # max_model_len is left out, as the engine limits the tokens
+            return web.json_response({"object": "list", "data": []})
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post(f"{self._path}/inference/v1/generate", generate)
+        app.router.add_get(f"{self._path}/v1/models", models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, self._socket, backlog=MAX_WAITING).start()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
@@ -267,51 +306,6 @@ class ModelCall:
         unused = sorted({*params} - _PARAMS | {*body} - _BODY)
         answer = asyncio.get_running_loop().create_future()
         return cls(list(body["token_ids"]), params["stop_token_ids"], unused, answer)
-
-
-class Endpoint:
-    """The routes of a vLLM server that verifiers' train client calls, on the loopback interface."""
-
-    def __init__(self) -> None:
-        # bound before the event loop, so that a missing network = true is noticed before the run
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        # an episode has four sockets: a call to verifiers' own server, and one from there to here
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        # other users of the machine cannot guess it
-        self._path = f"/{secrets.token_urlsafe(24)}"
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}/v1"
-        self.inboxes: dict[str, asyncio.Queue[Any]] = {}
-        """Receivers of calls by session."""
-
-    async def start(self) -> None:
-        web = importlib.import_module("aiohttp.web")
-
-        async def generate(request: Any) -> Any:
-            inbox = self.inboxes.get(request.headers.get("X-Session-ID", ""))
-            if inbox is None:
-                return web.json_response({"error": "no such episode"}, status=404)
-            try:
-                call = ModelCall.of(await request.json())
-            except (ConnectionError, KeyError, TypeError, ValueError) as error:
-                # an episode that is closed breaks its connections
-                return web.json_response({"error": f"no model call: {error!r}"}, status=400)
-            inbox.put_nowait(call)
-            reply = web.json_response(_reply(await call.answer))
-            # a client in a busy process may close a connection that it has just used again
-            reply.force_close()
-            return reply
-
-        async def models(request: Any) -> Any:
-            # max_model_len is left out, as the engine limits the tokens
-            return web.json_response({"object": "list", "data": []})
-
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post(f"{self._path}/inference/v1/generate", generate)
-        app.router.add_get(f"{self._path}/v1/models", models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.SockSite(runner, self._socket, backlog=MAX_WAITING).start()
 
 
 def _reply(action: Action) -> dict[str, Any]:

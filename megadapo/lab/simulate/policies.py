@@ -20,6 +20,7 @@ from megadapo.plan.phases import models_of
 from megadapo.plan.responses import Responses
 from megadapo.plan.split import Split, StepModel
 from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
@@ -40,8 +41,9 @@ class OurSampler:
             TaskVerifier(),
             config,
             settings=_sampling_settings(task),
-            tokenizer=task_tokenizer(task.settings),
-            seed=task.settings.seed,
+            episodes=EpisodeRequests(
+                tokenizer=task_tokenizer(task.settings), seed=task.settings.seed
+            ),
             new_executor=ImmediateExecutor,
         )
 

@@ -68,11 +68,11 @@ class EpisodeTexts:
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
         )
-        if request.tool_parser is None:
+        if request.config.tool_parser is None:
             return Action(text=text)
         parser = self._parser(request)
         chat_request = ChatCompletionRequest(
-            messages=[], seed=0, tools=_readable(request.tools) or None
+            messages=[], seed=0, tools=_readable(request.description.tools) or None
         )
         try:
             found = parser.extract_tool_calls(text, chat_request)
@@ -110,17 +110,17 @@ class EpisodeTexts:
             ConfigError: there is no chat template to write messages with.
         """
         if observation.token_ids is not None:
-            self._check_ids(observation.token_ids, request.max_observation_tokens)
+            self._check_ids(observation.token_ids, request.config.max_observation_tokens)
             return list(observation.token_ids), 0
         if observation.text is not None:
             text = observation.text
             # the frame of a longer result stays whole
-            before, _, after = request.output.partition("{}")
+            before, _, after = request.description.output.partition("{}")
             if not (text.startswith(before) and text.endswith(after)):
                 before = after = ""
             result, is_cut = self._shown(text.removeprefix(before).removesuffix(after), request)
             text = before + result + after if is_cut else text
-            return output_ids(text, request.output, self._tokenizer), int(is_cut)
+            return output_ids(text, request.description.output, self._tokenizer), int(is_cut)
         if not observation.messages:
             raise DataError("an observation that does not end the episode has no messages")
         messages, num_cut = [], 0
@@ -134,11 +134,11 @@ class EpisodeTexts:
         """Return the part of a message or text that the model reads, and whether it was cut."""
         # names of control tokens become plain text, which has more tokens
         ids = output_ids(text, "{}", self._tokenizer)
-        num = request.max_observation_tokens
+        num = request.config.max_observation_tokens
         if len(ids) <= num:
             return text, False
         kept = self._tokenizer.decode(
-            ids[:num] if request.truncation_side == "right" else ids[-num:],
+            ids[:num] if request.config.truncation_side == "right" else ids[-num:],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
@@ -160,9 +160,9 @@ class EpisodeTexts:
     def _parser(self, request: EpisodeRequest) -> Any:
         # another one for each environment, as parsers need its tools for the types of arguments
         if request.environment not in self._parsers:
-            assert request.tool_parser is not None, "checked by the caller"
-            parser: Any = ToolParserManager.get_tool_parser(request.tool_parser)
-            tools = _readable(request.tools)
+            assert request.config.tool_parser is not None, "checked by the caller"
+            parser: Any = ToolParserManager.get_tool_parser(request.config.tool_parser)
+            tools = _readable(request.description.tools)
             self._parsers[request.environment] = parser(self._tokenizer, tools)
         return self._parsers[request.environment]
 
@@ -241,7 +241,10 @@ class EpisodeResponse(InFlightResponse):
         if self._finish_reason != "stop" or not self._may_act:
             return
         self._finish_reason = "unfinished"
-        by_rest = isinstance(self._stop_reason, str) and self._stop_reason not in self._request.stop
+        by_rest = (
+            isinstance(self._stop_reason, str)
+            and self._stop_reason not in self._request.description.stop
+        )
         if not by_rest or self._ends_turn(self._turn_ids):
             await self._ask()
         elif self._num_left_of_turn(self._token_ids) == 0:
@@ -265,7 +268,7 @@ class EpisodeResponse(InFlightResponse):
     @property
     def _may_act(self) -> bool:
         """Whether the environment may be given another action."""
-        return self._num_calls < self._request.max_turns
+        return self._num_calls < self._request.config.max_turns
 
     @property
     def _stop_texts(self) -> Sequence[str]:
@@ -273,7 +276,7 @@ class EpisodeResponse(InFlightResponse):
 
         A rest may occur elsewhere too; the response then continues.
         """
-        stop = self._request.stop
+        stop = self._request.description.stop
         if not self._may_act or not stop:
             return ()
         text = cast(str, self._group.tokenizer.decode(self._turn_ids))
@@ -286,7 +289,7 @@ class EpisodeResponse(InFlightResponse):
         return self._token_ids[self._turns[-1].end if self._turns else 0 :]
 
     def _num_left_of_turn(self, token_ids: Sequence[int]) -> int:
-        num_left, limit = self._num_left(token_ids), self._request.max_turn_tokens
+        num_left, limit = self._num_left(token_ids), self._request.config.max_turn_tokens
         if limit is None:
             return num_left
         start = max((turn.end for turn in self._turns if turn.is_call), default=0)
@@ -305,7 +308,7 @@ class EpisodeResponse(InFlightResponse):
         if self._branch is not None:
             parent = f"{version}-{group.seeds[self._branch.parent]}"
         task = request.task
-        if request.uses_tokens:
+        if request.description.uses_tokens:
             task = replace(task, prompt_ids=group.prompt_ids)
         turns = [(before.token_ids[turn], before.logprobs[turn]) for turn in before.actions]
         digests = [_digest(token_ids) for token_ids, _ in turns]
@@ -343,7 +346,7 @@ class EpisodeResponse(InFlightResponse):
         if token_ids[-1] in self._ends:
             return True
         text = cast(str, self._group.tokenizer.decode(list(token_ids)))
-        return any(one in text for one in self._request.stop)
+        return any(one in text for one in self._request.description.stop)
 
     async def _ask(self) -> None:
         """Have the environment answer the turn that has just ended.
@@ -374,7 +377,7 @@ class EpisodeResponse(InFlightResponse):
         ids: list[int] = token_ids.tolist()
         # the token that ends the turn is not part of it
         action = self._texts.action(ids[: len(ids) - (ids[-1] in self._ends)], self._request)
-        if not self._request.uses_tokens:
+        if not self._request.description.uses_tokens:
             return action
         return replace(action, token_ids=tuple(ids), logprobs=tuple(logprobs.tolist()))
 
@@ -387,7 +390,7 @@ class EpisodeResponse(InFlightResponse):
             return
         is_call = observation.is_call and not observation.done and bool(turn_ids)
         num_calls = self._num_calls + is_call
-        is_last = num_calls >= self._request.max_turns and observation.text is None
+        is_last = num_calls >= self._request.config.max_turns and observation.text is None
         # the model reads nothing after its last turn
         if not observation.done and not is_last:
             if self._stop_at is not None and len(self._token_ids) >= self._stop_at:

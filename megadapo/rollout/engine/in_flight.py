@@ -305,10 +305,6 @@ class InFlightGroup:
         """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
         prefixes = request.responses or (None,) * len(request.seeds)
-        assert len(prefixes) == len(request.seeds), "one response per seed"
-        if request.stop_at_tokens:
-            assert len(request.stop_at_tokens) == len(request.seeds), "one limit per seed"
-            assert not request.settings.branching.is_on, "a branch needs its parent's end"
         for prefix in prefixes[: request.num_at_once]:
             await self._add(prefix)
 

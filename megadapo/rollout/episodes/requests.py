@@ -48,19 +48,7 @@ class EpisodeRequests:
                     seed=int.from_bytes(digest[:SEED_BYTES], "little") >> 1,
                 )
                 return EpisodeRequest(
-                    environment=number,
-                    label=description.label,
-                    task=task,
-                    stop=description.stop,
-                    output=description.output,
-                    uses_tokens=description.uses_tokens,
-                    max_turns=config.max_turns,
-                    max_turn_tokens=config.max_turn_tokens,
-                    max_observation_tokens=config.max_observation_tokens,
-                    truncation_side=config.truncation_side,
-                    tool_parser=config.tool_parser,
-                    tools=tuple(description.tools),
-                    may_repeat=config.recovery != "once",
+                    environment=number, config=config, description=description, task=task
                 )
         return None
 
@@ -72,7 +60,7 @@ class EpisodeRequests:
     def tools(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
         """Return the JSON schemas of the tools that the chat template shows with a prompt."""
         request = self.request(prompt)
-        return () if request is None else self.environments[request.environment][1].tools
+        return () if request is None else request.description.tools
 
     def check(self, prompts: Sequence[Prompt], max_prompt_tokens: int) -> None:
         """Check that environments have prompts, whose template and length allow turns and tools.
@@ -102,8 +90,8 @@ class EpisodeRequests:
             if list(self.prompt_ids(prompt, max_prompt_tokens)) == render(prompt, self.tokenizer):
                 raise DataError(
                     f"rollout.environments: the chat template does not write the tools of "
-                    f"{request.label}: take a model whose template has tools, or describe them in "
-                    "the prompts"
+                    f"{request.description.label}: take a model whose template has tools, or "
+                    "describe them in the prompts"
                 )
 
     def _check_data_sources(self, found: Sequence[str]) -> None:

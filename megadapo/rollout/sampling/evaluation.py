@@ -31,8 +31,6 @@ from megadapo.rollout.types import (
 from megadapo.tokens.stops import stop_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from megadapo.rollout.pool.engines import Engines
 
 
@@ -170,11 +168,9 @@ class HeldOutRequests:
         cls,
         sets: Mapping[str, Sequence[Prompt]],
         config: EvaluationConfig,
+        episodes: EpisodeRequests,
         *,
-        tokenizer: PreTrainedTokenizerBase,
         max_response_tokens: int,
-        seed: int,
-        episodes: EpisodeRequests | None = None,
     ) -> HeldOutRequests:
         """Create the requests of each named set; responses never branch.
 
@@ -188,14 +184,15 @@ class HeldOutRequests:
             temperature=config.temperature,
             top_p=config.top_p,
             max_tokens=max_response_tokens,
-            stop_ids=stop_ids(tokenizer),
+            stop_ids=stop_ids(episodes.tokenizer),
         )
-        episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
         requests = tuple(
             OpenGroup(
                 key=-number,
                 prompt_ids=episodes.prompt_ids(prompt),
-                seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
+                seeds=response_seeds(
+                    config.samples_per_problem, episodes.seed, "evaluation", prompt.id
+                ),
                 settings=settings,
                 episode=episodes.request(prompt),
                 priority=EVALUATION_PRIORITY,
@@ -338,7 +335,7 @@ class EvaluationInProgress:
         """
         request = self._held_out.requests[-group.prompt_index - 1]
         episode, number = request.episode, self._num_replaced[request.key]
-        if episode is None or episode.may_repeat or number == MAX_REPLACED:
+        if episode is None or episode.config.recovery != "once" or number == MAX_REPLACED:
             return False
         if any(failure.function != episode.area for failure in group.failures):
             return False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megadapo.algorithm.advantages import is_mixed, rewards_differ
 from megadapo.codec import decode
@@ -36,9 +36,6 @@ from megadapo.rollout.sampling.window import (
     num_places,
 )
 from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def check_failures(
@@ -143,8 +140,7 @@ class Sampler:
         config: SamplingConfig,
         *,
         settings: SamplingSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
+        episodes: EpisodeRequests,
         saved_groups: SavedGroups = 0,
         is_mixed: Callable[[Group], bool] | None = None,
         new_executor: Callable[[], Executor] | None = None,
@@ -152,27 +148,25 @@ class Sampler:
         schedule: SamplingSchedule | None = None,
         max_failed_share: float = 1.0,
         verdict: str = "",
-        episodes: EpisodeRequests | None = None,
         host: EpisodeHostActor | None = None,
     ) -> None:
         """Start at the first prompt, with an empty reserve.
 
         Args:
-            seed: the run's seed; seed and prompt index determine every response.
+            episodes: the environments of prompts, and the run's seed; seed and prompt index
+                determine every response.
             is_mixed: returns whether a group is kept; by default by sampling.accuracy_range.
             new_executor: returns the executor for scoring; by default a thread pool.
             journal: keeps scored groups until a checkpoint holds them.
             schedule: repeats takes and pauses, and records them; used if groups may wait.
             max_failed_share: largest share of a step's responses without a score.
             verdict: what says whether a response is correct, for messages.
-            episodes: the environments of prompts; by default all prompts have a single turn.
         """
         self.config, self._engines = config, engines
         self._is_mixed = is_mixed or partial(_has_accuracy, config)
         self._saved_groups, self._max_failed_share = saved_groups, max_failed_share
         self._verdict = verdict
-        self._episodes = episodes or EpisodeRequests(tokenizer=tokenizer, seed=seed)
-        self._settings, self._host = settings, host
+        self._settings, self._episodes, self._host = settings, episodes, host
         self._journal = journal
         self._digests: dict[int, bytes] = {}
         """Digest of each request since the last weights, by prompt index, if there is a journal."""

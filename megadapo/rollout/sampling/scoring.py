@@ -238,7 +238,7 @@ class ScoringPool:
 
     def _must_repeat(self, group: OpenGroup, num_left: int) -> bool:
         """Return whether a group asks its environment again, as it has too few responses left."""
-        if group.episode is None or not group.episode.may_repeat:
+        if group.episode is None or group.episode.config.recovery == "once":
             return False
         has_failed = any(response.failure is not None for response in group.responses)
         too_few = num_left < min(MIN_RESPONSES, len(group.seeds))

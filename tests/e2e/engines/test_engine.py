@@ -15,10 +15,12 @@ from megadapo.codec import encode
 from megadapo.data.group import NO_VERSION
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.errors import InfraError
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig
 from megadapo.rollout.engine.in_flight import response_prefix
 from megadapo.rollout.episodes.actor import EpisodeHostActor
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.evaluation import (
     EvaluationInProgress,
     HeldOutRequests,
@@ -236,11 +238,9 @@ TOOLS = [
 def episode_of(number, **limits):
     return EpisodeRequest(
         environment=number,
-        label="tool",
+        config=EnvironmentConfig(**TOOLS[number], max_observation_tokens=7, **limits),
+        description=EnvironmentDescription("tool", tools=(), stop=("2",), output="{}"),
         task=Task(id="0", messages=[]),
-        stop=("2",),
-        max_observation_tokens=7,
-        **limits,
     )
 
 
@@ -397,9 +397,8 @@ def held_out(model):
     return HeldOutRequests.create(
         {"": PROMPTS},
         EvaluationConfig(samples_per_problem=4),
-        tokenizer=AutoTokenizer.from_pretrained(model),
+        EpisodeRequests(tokenizer=AutoTokenizer.from_pretrained(model), seed=0),
         max_response_tokens=MAX_RESPONSE_TOKENS,
-        seed=0,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Task
+from megadapo.environments.processes import EnvironmentDescription
 from megadapo.rollout.episodes.host import EpisodeHost
 from megadapo.rollout.types import EpisodeRequest, OpenGroup, SamplingSettings
 
@@ -82,18 +83,20 @@ class Play:
             environment=f"tests.support.environments.games:{game}",
             options={"log": str(self.log), **options},
             recovery=recovery,
-        )
-        self.request = EpisodeRequest(
-            environment=0,
-            label=game,
-            task=TASK,
-            stop=("stop",) if "in_turn" in options else (),
             max_turns=max_turns,
             max_turn_tokens=max_turn_tokens,
-            output=options.get("frame", "{}"),
             max_observation_tokens=50,
             tool_parser=parser,
+        )
+        described = EnvironmentDescription(
+            game,
+            tools=(),
+            stop=("stop",) if "in_turn" in options else (),
+            output=options.get("frame", "{}"),
             uses_tokens=game == "Tokens",
+        )
+        self.request = EpisodeRequest(
+            environment=0, config=self.config, description=described, task=TASK
         )
         self.host = EpisodeHost([self.config], tmp_path / "journal")
         self.closes = False

@@ -17,6 +17,7 @@ from megadapo.data.group import NO_VERSION, Response, Score
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rollout.config import RolloutConfig, SamplingConfig
 from megadapo.rollout.engine.spec import WeightsFrom
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.sampling.sampler import Sampler
@@ -201,6 +202,5 @@ def make_sampler(engines: Engines, model: Path, *, prompts_per_step: int) -> Sam
         CorrectIfOddLength(),
         SamplingConfig(prompts_per_step=prompts_per_step, responses_per_prompt=4),
         settings=SETTINGS,
-        tokenizer=AutoTokenizer.from_pretrained(model),
-        seed=3,
+        episodes=EpisodeRequests(tokenizer=AutoTokenizer.from_pretrained(model), seed=3),
     )

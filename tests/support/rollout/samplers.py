@@ -8,6 +8,7 @@ import numpy as np
 from megadapo.codec import encode
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.episodes.requests import EpisodeRequests
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.statistics import SampledBatch
 from megadapo.rollout.types import SamplingSettings
@@ -47,9 +48,7 @@ def make_sampler(
         judge or RightAtLeast(bound),
         SamplingConfig(**config),
         settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
-        tokenizer=PlainTokenizer(),
-        seed=seed,
-        **named,
+        **{"episodes": EpisodeRequests(tokenizer=PlainTokenizer(), seed=seed), **named},
     )
 
 

@@ -81,9 +81,8 @@ def test_training_and_evaluation_stop_alike(tmp_path):
     asked = HeldOutRequests.create(
         inputs.held_out,
         config.evaluation,
-        tokenizer=inputs.tokenizer,
+        inputs.episodes,
         max_response_tokens=9,
-        seed=0,
     )
     stops = {stop_ids(inputs.tokenizer)}
     assert engines.stops == {request.settings.stop_ids for request in asked.requests} == stops

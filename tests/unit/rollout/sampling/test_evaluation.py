@@ -52,9 +52,8 @@ VERIFIER = RightAtLeast(HALF)
 HELD_OUT = HeldOutRequests.create(
     {"": make_prompts(30)},
     EvaluationConfig(samples_per_problem=4),
-    tokenizer=PlainTokenizer(),
+    EpisodeRequests(tokenizer=PlainTokenizer(), seed=0),
     max_response_tokens=MAX_TOKENS,
-    seed=0,
 )
 
 
@@ -66,10 +65,8 @@ def held_out(
     return HeldOutRequests.create(
         prompts if isinstance(prompts, dict) else {"": prompts},
         EvaluationConfig(**{"samples_per_problem": 5, **config}),
-        tokenizer=PlainTokenizer(),
+        episodes or EpisodeRequests(tokenizer=PlainTokenizer(), seed=4),
         max_response_tokens=LONGEST,
-        seed=4,
-        episodes=episodes,
     )
 
 
@@ -268,7 +265,7 @@ def test_held_out_requests_have_environments_and_never_branch():
     episodes = EpisodeRequests(environments=[(tool, described)], tokenizer=PlainTokenizer(), seed=4)
     plain, asked = held_out(make_prompts(1)), held_out(make_prompts(1), episodes)
     [request] = asked.requests
-    assert request.episode.stop == ("=",) and request.episode.max_turns == 3
+    assert request.episode.description.stop == ("=",) and request.episode.config.max_turns == 3
     assert not request.settings.branching.is_on
     assert plain.digest(-1) != asked.digest(-1)
 

@@ -234,7 +234,10 @@ def test_evaluation_is_the_mean_over_scored_responses():
     """Catches an evaluation that counts failures as wrong, and one without any score."""
     config = EvaluationConfig(samples_per_problem=6)
     held_out = HeldOutRequests.create(
-        {"": make_prompts(20)}, config, tokenizer=PlainTokenizer(), max_response_tokens=12, seed=0
+        {"": make_prompts(20)},
+        config,
+        EpisodeRequests(tokenizer=PlainTokenizer(), seed=0),
+        max_response_tokens=12,
     )
     with EvaluationInProgress(ScriptedEngines(), FailsOn(0.1, 0), held_out) as running:
         result = running.finish()
@@ -372,10 +375,8 @@ def evaluation_of(recovery, engines, judge=None):
     held_out = HeldOutRequests.create(
         {"": make_prompts(20)},
         EvaluationConfig(samples_per_problem=1),
-        tokenizer=PlainTokenizer(),
+        requests_of(recovery),
         max_response_tokens=12,
-        seed=0,
-        episodes=requests_of(recovery),
     )
     return EvaluationInProgress(engines, judge or SumOfDigits(0), held_out)
 
