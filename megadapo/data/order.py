@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,25 +24,21 @@ class EpochOrder:
 
     def __init__(self, num_items: int, seed: int, *, name: str, shuffle: bool = True) -> None:
         """`name`: kind of the items; different kinds get different orders from one seed."""
-        self._num_items = num_items
-        self._seed = seed
-        self._name = name
-        self._shuffle = shuffle
-        self._permutations: dict[int, list[int]] = {}
+        self._num_items, self._shuffle = num_items, shuffle
+        self._begin = f"{name}/{seed}"
+        # lookups alternate between two epochs where one ends and the next starts
+        self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 
     def at(self, index: int) -> int:
         """Return the item at a position, counted from 0 over all epochs."""
         epoch, position = divmod(index, self._num_items)
-        known = self._permutations.get(epoch)
-        if known is None:
-            known = list(range(self._num_items))
-            if self._shuffle:
-                random.Random(f"{self._name}/{self._seed}/{epoch}").shuffle(known)
-            # lookups alternate between two epochs where one ends and the next starts
-            if len(self._permutations) == 2:
-                del self._permutations[min(self._permutations)]
-            self._permutations[epoch] = known
-        return known[position]
+        return self._permutation(epoch)[position]
+
+    def _new_permutation(self, epoch: int) -> list[int]:
+        items = list(range(self._num_items))
+        if self._shuffle:
+            random.Random(f"{self._begin}/{epoch}").shuffle(items)
+        return items
 
 
 class WeightedOrder:

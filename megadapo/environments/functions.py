@@ -39,10 +39,6 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Returns?|Raises|Yields|Examples?|Not
 _ARGUMENT = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
-class ToolError(Exception):
-    """A function that cannot be a tool."""
-
-
 @dataclass(frozen=True)
 class FunctionTool:
     """A function with its JSON schema."""
@@ -77,7 +73,7 @@ class Functions(Environment):
     def __init__(self, functions: Sequence[str]) -> None:
         """`functions`: "MODULE:FUNCTION" of each; coroutine functions are allowed."""
         if isinstance(functions, str):
-            raise ToolError('functions must be a list of "MODULE:FUNCTION"')
+            raise ValueError('functions must be a list of "MODULE:FUNCTION"')
         self._tools = load_tools(tuple(functions))
         self.tools = [tool.schema for tool in self._tools.values()]
 
@@ -160,7 +156,7 @@ def load_tools(paths: tuple[str, ...]) -> dict[str, FunctionTool]:
     """Import functions, and return them as tools by their name.
 
     Raises:
-        ToolError: one is not found or cannot be a tool, or two have one name.
+        ValueError: one is not found or cannot be a tool, or two have one name.
     """
     tools: dict[str, FunctionTool] = {}
     for path in paths:
@@ -170,15 +166,15 @@ def load_tools(paths: tuple[str, ...]) -> dict[str, FunctionTool]:
         except Exception as error:
             # a user's module may raise any exception
             text = f"{type(error).__name__}: {error}"
-            raise ToolError(f"{module_name} cannot be imported: {text}") from error
+            raise ValueError(f"{module_name} cannot be imported: {text}") from error
         function = getattr(module, name, None)
         if not callable(function):
-            raise ToolError(f"{module_name} has no function {name}")
+            raise ValueError(f"{module_name} has no function {name}")
         if name in tools:
-            raise ToolError(f"two functions have the name {name}")
+            raise ValueError(f"two functions have the name {name}")
         tools[name] = make_tool(function)
     if not tools:
-        raise ToolError("functions is empty")
+        raise ValueError("functions is empty")
     return tools
 
 
@@ -186,26 +182,26 @@ def make_tool(function: Callable[..., Any]) -> FunctionTool:
     """Return a function as a tool with the schema of its type hints and docstring.
 
     Raises:
-        ToolError: a parameter has no type hint, or one without a JSON type.
+        ValueError: a parameter has no type hint, or one without a JSON type.
     """
     name = function.__name__
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
-        raise ToolError(f"{name}: its type hints cannot be read: {error}") from error
+        raise ValueError(f"{name}: its type hints cannot be read: {error}") from error
     text, described = _read_docstring(inspect.getdoc(function) or "")
     used, required = {}, []
     properties: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolError(f"{name}: a tool gets its arguments by name, so {parameter} cannot be")
+            raise ValueError(f"{name}: a tool gets its arguments by name, so {parameter} cannot be")
         if parameter.name not in hints:
-            raise ToolError(f"{name}: the parameter {parameter.name} has no type hint")
+            raise ValueError(f"{name}: the parameter {parameter.name} has no type hint")
         used[parameter.name] = hints[parameter.name]
         try:
             schema = _schema_of(hints[parameter.name])
-        except ToolError as error:
-            raise ToolError(f"{name}: the parameter {parameter.name} has {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{name}: the parameter {parameter.name} has {error}") from error
         if parameter.name in described:
             schema["description"] = described[parameter.name]
         properties[parameter.name] = schema
@@ -232,7 +228,7 @@ def _schema_of(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _schema_of(inner[0])}
     if origin is dict and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema_of(inner[1])}
-    raise ToolError(f"the type {hint}, which has no JSON schema")
+    raise ValueError(f"the type {hint}, which has no JSON schema")
 
 
 def _fits(value: Any, hint: Any) -> bool:

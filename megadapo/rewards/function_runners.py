@@ -12,14 +12,14 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from megadapo.algorithm.groups import Steps
-from megadapo.data.group import FAILED, MIN_RESPONSES, RewardParts
+from megadapo.data.group import FAILED, MIN_RESPONSES, Failure, Score
 from megadapo.data.prompts import Prompt
 from megadapo.data.reasoning_gym import Item
 from megadapo.errors import ConfigError, DataError, InfraError, RewardError, RewardOutageError
@@ -95,24 +95,6 @@ class FailureCounts:
         return f"{self._name} {'; it '.join(parts)}" if parts else None
 
 
-@dataclass(frozen=True)
-class FunctionScore:
-    """One function's score of one response."""
-
-    score: float | None
-    """Score of the function, if it gives one."""
-    correct: bool | None
-    """Whether the response is correct, if the function says."""
-    parts: RewardParts = ()
-    texts: tuple[tuple[str, str], ...] = ()
-    failure: str | None = None
-    """Reason why the function gave no score."""
-    is_outage: bool = False
-    """Whether something outside of the function failed, such as its server."""
-    steps: Steps = ()
-    """Steps of the response, if the function scores them."""
-
-
 class Runner(abc.ABC):
     """A function that is called in other processes; safe to use from any thread.
 
@@ -155,23 +137,21 @@ class Runner(abc.ABC):
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
-    ) -> list[FunctionScore]:
-        """Score the responses to one prompt."""
-        results = self._results(prompt, texts, token_ids)
-        scores = [
-            self._read(result, text, ids)
-            for result, text, ids in zip(results, texts, token_ids, strict=True)
-        ]
-        self._check_outage(scores)
-        for score in scores:
-            if score.failure is not None:
-                self._count_failure(score.failure, prompt)
+    ) -> list[Score | None]:
+        """Score the responses to one prompt, as if it were the only function; None: no score."""
+        given = zip(self._results(prompt, texts, token_ids), texts, token_ids, strict=True)
+        results = [self._with_ends(*one) for one in given]
+        self._check_outage(results)
+        for result in results:
+            failure = result.get("error")
+            if failure is not None:
+                self._count_failure(failure, prompt)
             with self._lock:
-                self._num_scored += score.failure is None
-                self._last_failure = score.failure or self._last_failure
+                self._num_scored += failure is None
+                self._last_failure = failure or self._last_failure
         # a response that it failed on is not correct, if others are
-        says = any(score.correct is not None for score in scores)
-        return [replace(one, correct=False) if one.failure and says else one for one in scores]
+        says = any(result.get("correct") is not None for result in results)
+        return [self._score(result, False if says else None) for result in results]
 
     def check_step(self) -> None:
         """Check the responses since the last call.
@@ -212,12 +192,12 @@ class Runner(abc.ABC):
         repeated = f"could not score a group {num_repeats} times, and it was scored again"
         return self._failures.drain_warning(given, *[repeated] * bool(num_repeats))
 
-    def _check_outage(self, scores: Sequence[FunctionScore]) -> None:
+    def _check_outage(self, results: Sequence[Reply]) -> None:
         """Raise RewardOutageError if an outage leaves too few responses, or any must wait."""
-        outages = [score.failure for score in scores if score.is_outage]
+        outages = [result["error"] for result in results if result.get("outage")]
         reaction = self.config.on_failure
-        num_scored = sum(score.failure is None for score in scores)
-        too_few = num_scored < min(MIN_RESPONSES, len(scores))
+        num_scored = sum("error" not in result for result in results)
+        too_few = num_scored < min(MIN_RESPONSES, len(results))
         if outages and (reaction == "retry" or (reaction == "exclude" and too_few)):
             with self._lock:
                 self._num_repeats += 1
@@ -225,37 +205,40 @@ class Runner(abc.ABC):
                 f"reward function {self.config.label} cannot score a group: {outages[-1]}"
             )
 
-    def _read(self, result: Reply, text: str, token_ids: np.ndarray) -> FunctionScore:
+    def _score(self, result: Reply, correct_if_failed: bool | None) -> Score | None:
         if "error" in result:
-            return self._failed(result["error"], is_outage=result.get("outage", False))
-        steps = self._steps(result.get("steps", ()), text, token_ids)
-        if steps is None:
-            return self._failed("its steps cannot be located among the tokens of the response")
+            score, parts = self.config.failure_score, ((FAILED, 1.0),)
+            if score is not None:
+                return Score(score, correct_if_failed, "", parts=parts)
+            failure = Failure(self.config.label, result["error"])
+            return Score(0.0, None, "", parts=parts, failure=failure)
+        if result["score"] is None:
+            return None
+        steps: Steps = tuple(result.get("steps", ()))
         counted = {}
         if steps:
             mean = sum(value for _, value in steps) / len(steps)
             counted = {"steps": float(len(steps)), "step_mean": mean}
-        parts = {**counted, **result["parts"], FAILED: 0.0}
-        texts = tuple(result.get("texts", {}).items())
-        given = result["score"], result.get("correct")
-        return FunctionScore(*given, tuple(parts.items()), texts, steps=steps)
+        return Score(
+            result["score"],
+            result.get("correct"),
+            "",
+            parts=tuple({**counted, **result["parts"], FAILED: 0.0}.items()),
+            texts=tuple(result.get("texts", {}).items()),
+            steps=steps,
+        )
 
-    def _failed(self, failure: str, *, is_outage: bool = False) -> FunctionScore:
-        score = self.config.failure_score
-        parts = ((FAILED, 1.0),)
-        return FunctionScore(score, None, parts, failure=failure, is_outage=is_outage)
-
-    def _steps(
-        self, scored: Sequence[tuple[int | None, float]], text: str, token_ids: np.ndarray
-    ) -> Steps | None:
-        """Return the steps with their ends in tokens; None if the text's steps have no such end."""
-        if all(end is not None for end, _ in scored):
-            return tuple((int(end or 0), score) for end, score in scored)
-        assert self._decode is not None, "steps of a text need the tokenizer"
-        ends = step_ends(text, token_ids, self.config.separators, self._decode)
+    def _with_ends(self, result: Reply, text: str, token_ids: np.ndarray) -> Reply:
+        """Return a result whose steps end at tokens; a failure if the text's steps do not."""
+        scored = result.get("steps", ())
+        ends: Sequence[int] | None = [end for end, _ in scored if end is not None]
+        if len(ends) < len(scored):
+            assert self._decode is not None, "steps of a text need the tokenizer"
+            ends = step_ends(text, token_ids, self.config.separators, self._decode)
         if ends is None:
-            return None
-        return tuple((end, score) for end, (_, score) in zip(ends, scored, strict=True))
+            return {"error": "its steps cannot be located among the tokens of the response"}
+        steps = [(end, score) for end, (_, score) in zip(ends, scored, strict=True)]
+        return {**result, "steps": steps}
 
     def _count_failure(self, failure: str, prompt: Prompt) -> None:
         label = self.config.label

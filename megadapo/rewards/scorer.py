@@ -20,7 +20,7 @@ from megadapo.data.rows import ALL_COLUMNS
 from megadapo.errors import ConfigError, RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import ENVIRONMENT, RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import FailureCounts, FunctionScore, Runner, start_runner
+from megadapo.rewards.function_runners import FailureCounts, Runner, start_runner
 from megadapo.rewards.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -170,21 +170,7 @@ class Scorer:
             return self.verifier.score_batch(texts, golds)
         if (rule := self._config.rule_of(function)) is not None:
             return [self._config.score(text, prompt.ground_truth, rule) for text in texts]
-        return [
-            _given(function, one)
-            for one in self._runners[function.label].score_group(prompt, texts, token_ids)
-        ]
-
-
-def _given(function: RewardFunction, one: FunctionScore) -> Score | None:
-    """Return what a function gave a response; None if it gave no score."""
-    if one.score is not None:
-        found = Score(one.score, one.correct, "", parts=one.parts, texts=one.texts)
-        return replace(found, steps=one.steps)
-    if one.failure is None:
-        return None
-    failure = Failure(function.label, one.failure)
-    return Score(0.0, None, "", parts=one.parts, failure=failure)
+        return self._runners[function.label].score_group(prompt, texts, token_ids)
 
 
 def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score | None]) -> Score:

@@ -363,14 +363,10 @@ def describe_failure(what: str, detail: str, log_file: Path) -> str:
         cause = root_cause(read_tail(log_file)) or detail or "its process ended"
     advice = next((text for pattern, text in ADVICE if re.search(pattern, cause)), None)
     remedy = f"; {advice}" if advice else ""
-    return f"{what}: {concise(cause)}{remedy} (log: {log_file})"
-
-
-def concise(cause: str) -> str:
-    """Return a cause on one line, without pydantic's additions."""
-    text = _PYDANTIC_HEAD.sub("", cause).partition(" [type=")[0]
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + "..."
+    # on one line, without pydantic's additions
+    text = " ".join(_PYDANTIC_HEAD.sub("", cause).partition(" [type=")[0].split())
+    shown = text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + "..."
+    return f"{what}: {shown}{remedy} (log: {log_file})"
 
 
 def _is_consequence(text: str) -> bool:

@@ -60,8 +60,17 @@ class Generation:
             started: list[InFlightGroup] = []
             try:
                 for request in groups:
-                    started.append(self._in_flight(request, policy_version))
-                    await started[-1].start()
+                    group = InFlightGroup(
+                        request=request,
+                        policy_version=policy_version,
+                        add_request=self._add_request,
+                        tokenizer=self._tokenizer,
+                        vocab_size=self._llm.model_config.get_vocab_size(),
+                        returns_experts=self._returns_experts,
+                        new_response=self._new_episode if request.episode else InFlightResponse,
+                    )
+                    started.append(group)
+                    await group.start()
             except BaseException:
                 # none of the groups is in flight then
                 await self._abort(started)
@@ -130,17 +139,6 @@ class Generation:
             keys=tuple(group.request.key for group in stopped),
             unfinished=await asyncio.to_thread(self._assemble, stopped) if keep else (),
             num_tokens=sum(group.num_tokens for group in stopped),
-        )
-
-    def _in_flight(self, request: OpenGroup, policy_version: int) -> InFlightGroup:
-        return InFlightGroup(
-            request=request,
-            policy_version=policy_version,
-            add_request=self._add_request,
-            tokenizer=self._tokenizer,
-            vocab_size=self._llm.model_config.get_vocab_size(),
-            returns_experts=self._returns_experts,
-            new_response=InFlightResponse if request.episode is None else self._new_episode,
         )
 
     @cached_property

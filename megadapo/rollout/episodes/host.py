@@ -342,15 +342,13 @@ def _is_done(turn: SampledTurn) -> bool:
 
 def _is_same(one: Observation | None, other: Observation | None) -> bool:
     """Compare observations without their metrics, which may hold times."""
-    return bool(_compared(one) == _compared(other))
-
-
-def _compared(observation: Observation | None) -> Any:
-    if observation is None:
-        return None
-    messages = [dict(message) for message in observation.messages]
-    ids = observation.token_ids
-    return messages, observation.text, ids, observation.reward, observation.done
+    if one is None or other is None:
+        return one is other
+    first, second = (
+        ([dict(message) for message in it.messages], it.text, it.token_ids, it.reward, it.done)
+        for it in (one, other)
+    )
+    return first == second
 
 
 class EpisodeHost:

@@ -246,20 +246,16 @@ class SampledBatch:
         return of_unscored + sum(group.num_interrupted for group in self.stats)
 
     def add(self, group: Group, *, is_mixed: bool) -> None:
-        """Count a finished group, and keep it if it is rejected."""
+        """Count a finished group; keep a rejected one if it is among the first of its disposition
+        by prompt index."""
         self.stats.append(GroupStats.from_group(group, is_mixed=is_mixed))
-        if not is_mixed:
-            self.keep_rejected(group)
-
-    def keep_rejected(self, group: Group) -> None:
-        """Keep the group if it is among the first of its disposition by prompt index."""
-        self.rejected.append(group)
-        if self.saved_groups == "all":
+        if is_mixed:
             return
-        disposition = _disposition(group)
-        alike = [one for one in self.rejected if _disposition(one) == disposition]
-        if len(alike) > self.saved_groups:
-            self.rejected.remove(max(alike, key=lambda one: one.prompt_index))
+        self.rejected.append(group)
+        if self.saved_groups != "all":
+            alike = [one for one in self.rejected if _disposition(one) == _disposition(group)]
+            if len(alike) > self.saved_groups:
+                self.rejected.remove(max(alike, key=lambda one: one.prompt_index))
 
     def count_overdue(self, num_awaited: int) -> None:
         """Count the groups that a batch with enough mixed groups waits for, and the time."""

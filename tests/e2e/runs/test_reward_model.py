@@ -59,7 +59,7 @@ def test_reward_model_learns_scores_and_starts_another(pairs, tmp_path):
         chosen, rejected = runner.score_group(prompt, texts, [np.arange(1)] * 2)
     finally:
         runner.close()
-    assert chosen.score > rejected.score
+    assert chosen.reward > rejected.reward
     assert AutoTokenizer.from_pretrained(model).eos_token_id == 0
     # a reward model continues from another one, and its first update finds trained weights
     two = f'--data.held_out={{one="{pairs}", other="{pairs}"}}'

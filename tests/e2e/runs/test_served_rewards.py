@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
 from megadapo.cluster.processes import cpu_environment
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardFunction
-from megadapo.rewards.function_runners import FunctionScore, start_runner
+from megadapo.rewards.function_runners import start_runner
 from tests.support.processes.running import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -73,7 +74,7 @@ def _is_up(url: str) -> bool:
     return True
 
 
-def score(function: str, texts: list[str], **options: object) -> list[FunctionScore]:
+def score(function: str, texts: list[str], **options: object) -> list[Score]:
     runner = start_runner(RewardFunction(function=function, options=options, timeout_s=120.0))
     try:
         ids = [np.arange(len(text), dtype=np.int32) for text in texts]
@@ -94,7 +95,7 @@ def test_judge_served_by_vllm(tmp_path):
         ids = torch.tensor([tokenizer.encode(text)])
         said = model.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :]
         answer = tokenizer.decode(said, skip_special_tokens=True).rpartition("Answer: ")[2]
-        assert (one.failure, one.score) == (None, int(answer) / 100.0)
+        assert (one.failure, one.reward) == (None, int(answer) / 100.0)
         assert dict(one.parts)["retries"] == 0.0
     assert "HTTP 400" in str(scores[3].failure), "an empty prompt is refused"
     assert "HTTP 404" in str(unknown[0].failure)
@@ -119,7 +120,7 @@ def test_reward_model_served_by_vllm(tmp_path):
         with torch.no_grad():
             expected = model(ids).logits[0].tolist()
         assert one.failure is None
-        assert one.score == pytest.approx(expected[1], abs=1e-4)
+        assert one.reward == pytest.approx(expected[1], abs=1e-4)
         if text == texts[0]:
-            assert first[0].score == pytest.approx(expected[0], abs=1e-4)
-    assert len({round(one.score, 3) for one in scores}) == 3
+            assert first[0].reward == pytest.approx(expected[0], abs=1e-4)
+    assert len({round(one.reward, 3) for one in scores}) == 3

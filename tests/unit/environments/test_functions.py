@@ -6,7 +6,7 @@ import pytest
 
 from megadapo.environments.config import EnvironmentConfig
 from megadapo.environments.environment import Action, ToolCall
-from megadapo.environments.functions import ToolError, load_tools, make_tool
+from megadapo.environments.functions import load_tools, make_tool
 from megadapo.errors import ConfigError
 from megadapo.rollout.episodes.host import check_environments
 from megadapo.rollout.types import SampledTurn
@@ -142,7 +142,7 @@ def test_turn_without_a_call_ends_the_episode():
     ],
 )
 def test_functions_that_cannot_be_tools_are_refused(names, expected):
-    with pytest.raises(ToolError) as error:
+    with pytest.raises(ValueError) as error:
         load_tools(tuple(f"{MODULE}:{name}" for name in names))
     assert expected in str(error.value)
 
@@ -150,5 +150,5 @@ def test_functions_that_cannot_be_tools_are_refused(names, expected):
 def test_wrong_function_is_refused_before_a_run():
     with pytest.raises(ConfigError) as error:
         check_environments([config_of("untyped")])
-    start = "rollout.environments[0] (functions): cannot be created: ToolError: untyped: the param"
+    start = "rollout.environments[0] (functions): cannot be created: ValueError: untyped: the param"
     assert str(error.value).startswith(start)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, RewardError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import FunctionScore, check_functions, start_runner
+from megadapo.rewards.function_runners import check_functions, start_runner
 from megadapo.rewards.scorer import Scorer
 from tests.support.processes.fake_server import FakeServer, Reply
 
@@ -59,7 +60,7 @@ def server() -> Iterator[Judge]:
         yield server
 
 
-def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
+def ask(name: str, texts: list[str], **options: object) -> list[Score]:
     names = ("environment", "on_failure", "failure_score")
     keys = {key: options.pop(key) for key in names if key in options}
     options = {"request_timeout_s": 2.0, "retries": 2, "model": "m"} | options
@@ -74,13 +75,14 @@ def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
 def test_judge_scores_each_response_and_failures_stay_separate(server: Judge) -> None:
     texts = ["two", "unclear", "busy", "forbidden", "cut off", "empty"]
     scores = ask("judge", texts, url=f"{server.url}/v1/")
-    assert [one.score for one in scores] == [0.8, None, 0.8, None, None, None]
+    assert [one.reward for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
     assert [dict(one.parts).get("retries") for one in scores[:3]] == [0.0, None, 2.0]
-    assert [one.failure and one.failure.partition(":")[0] for one in scores] == [
+    assert [one.failure and one.failure.reason.partition(":")[0] for one in scores] == [
         *(None, "NoAnswer", None, "NoAnswer", "ServerAwayError", "NoAnswer")
     ]
-    assert "gave no score: 'I cannot say.'" in scores[1].failure
-    assert "HTTP 401" in scores[3].failure and "after 2 retries" in scores[4].failure
+    assert "gave no score: 'I cannot say.'" in scores[1].failure.reason
+    assert "HTTP 401" in scores[3].failure.reason
+    assert "after 2 retries" in scores[4].failure.reason
     path, key, body = next(one for one in server.seen if "two" in str(one[2]))
     asked = body["messages"][0]["content"]
     assert (path, key, body["temperature"]) == ("/v1/chat/completions", None, 0.0)
@@ -91,7 +93,7 @@ def test_score_outside_scale_is_a_failure(server: Judge) -> None:
     """A response that persuades its judge to say 1000 would be worth 100 right ones."""
     template = {"template": "$response", "url": f"{server.url}/v1"}
     for one in ask("judge", ["Score: 1000", "Score: -3", "Score: 10.1"], **template):
-        assert one.score is None and "is not from 0 to 10" in one.failure
+        assert "is not from 0 to 10" in one.failure.reason
 
 
 def test_key_is_sent_only_if_named(server: Judge, monkeypatch) -> None:
@@ -104,7 +106,7 @@ def test_key_is_sent_only_if_named(server: Judge, monkeypatch) -> None:
 
 def test_custom_template_and_pattern(server: Judge) -> None:
     own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 4.0}
-    assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [0.75]
+    assert [one.reward for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [0.75]
     assert server.seen[0][2]["messages"][0]["content"] == "a/2 {x}"
 
 
@@ -112,9 +114,10 @@ def test_reward_model_scores_whole_conversation(server: Judge) -> None:
     """Broken HTTP fails only its response."""
     texts = ["four", "busy", "no HTTP", "half"]
     scores = ask("reward_model", texts, url=server.url, index=1)
-    assert [one.score for one in scores] == [2.0, 2.0, None, None]
-    assert "BadStatusLine" in scores[2].failure and "IncompleteRead" in scores[3].failure
-    assert all("after 2 retries" in one.failure for one in scores[2:])
+    assert [one.reward for one in scores] == [2.0, 2.0, 0.0, 0.0]
+    assert "BadStatusLine" in scores[2].failure.reason
+    assert "IncompleteRead" in scores[3].failure.reason
+    assert all("after 2 retries" in one.failure.reason for one in scores[2:])
     roles = [message["role"] for message in server.seen[0][2]["messages"]]
     assert roles == ["system", "user", "assistant"]
     assert server.seen[0][2]["use_activation"] is False
@@ -130,15 +133,14 @@ def test_group_waits_for_a_missing_server() -> None:
 def test_explicit_reactions_to_a_missing_server() -> None:
     worst = {"on_failure": "score", "failure_score": -3.0}
     scores = ask("reward_model", ["a", "b"], **worst, **AWAY)
-    assert [one.score for one in scores] == [-3.0, -3.0]
-    assert all("Connection refused" in one.failure for one in scores)
+    assert [(one.reward, one.failure) for one in scores] == [(-3.0, None)] * 2
     with pytest.raises(RewardError, match="Connection refused"):
         ask("reward_model", ["a", "b"], on_failure="stop", **AWAY)
 
 
 def test_retry_waits_for_every_response_and_exclude_for_two(server: Judge) -> None:
     texts, keys = ["one", "two", "cut off"], {"url": f"{server.url}/v1", "retries": 0}
-    assert [one.is_outage for one in ask("judge", texts, **keys)] == [False, False, True]
+    assert [one.failure is None for one in ask("judge", texts, **keys)] == [True, True, False]
     with pytest.raises(RewardOutageError, match="after 0 retries"):
         ask("judge", texts, **keys, on_failure="retry")
     with pytest.raises(RewardOutageError, match="after 0 retries"):
@@ -150,7 +152,7 @@ def test_server_that_answers_has_no_outage(server: Judge) -> None:
     for reaction in ("retry", "exclude"):
         texts = ["unclear", "forbidden", "empty"]
         scores = ask("judge", texts, url=f"{server.url}/v1", on_failure=reaction)
-        assert [one.failure is None or one.is_outage for one in scores] == [False] * 3
+        assert all(one.failure is not None for one in scores)
 
 
 def test_failed_responses_are_left_out(server: Judge) -> None:
@@ -216,7 +218,7 @@ def test_scores_are_those_of_the_last_token(folder, monkeypatch):
         ids = torch.tensor([[*tokenizer.encode("12+34+56=?" + text), tokenizer.eos_token_id]])
         hidden = model.model(ids).last_hidden_state[0, -1]
         assert one.failure is None
-        assert one.score == pytest.approx(model.score(hidden).item(), abs=1e-5)
+        assert one.reward == pytest.approx(model.score(hidden).item(), abs=1e-5)
 
 
 def test_limit_that_loading_would_exceed_is_refused(folder):

@@ -104,7 +104,7 @@ def test_bytes_of_a_real_tokenizer(tokenizer: PreTrainedTokenizerBase, decode: D
 
 def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
     (one,) = returns_steps.score_group(PROMPT, ["fine"], [ids("fine")[:4]])
-    assert (one.score, one.correct, one.failure) == (1.5, None, None)
+    assert (one.reward, one.correct, one.failure) == (1.5, None, None)
     assert one.steps == ((2, 1.0), (4, 0.5))
     assert dict(one.parts) == {"steps": 2.0, "step_mean": 0.75, "failed": 0.0}
 
@@ -131,8 +131,8 @@ def test_spans_become_ends_and_combined_score(returns_steps: Runner) -> None:
 )
 def test_wrong_steps_are_failures(returns_steps: Runner, response: str, reason: str) -> None:
     (failed,) = returns_steps.score_group(PROMPT, [response], [np.arange(4, dtype=np.int32)])
-    assert (failed.score, failed.correct, failed.steps) == (-0.5, None, ())
-    assert reason in str(failed.failure)
+    assert (failed.reward, failed.correct, failed.steps) == (-0.5, None, ())
+    assert reason in returns_steps.drain_warning()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_one_score_of_steps(step_score: str, expected: float) -> None:
     texts = ["a\na b\na b c", "a\n\nb"]
     fine, failed = runner.score_group(PROMPT, texts, [ids(text) for text in texts])
     runner.close()
-    assert (fine.score, fine.steps) == (expected, ((2, 1.0), (6, 2.0), (12, 3.0)))
+    assert (fine.reward, fine.steps) == (expected, ((2, 1.0), (6, 2.0), (12, 3.0)))
     assert "returned scores of 3 steps; by reward.functions.step_separators there are 2" in str(
         failed.failure
     )

@@ -43,7 +43,7 @@ for tests, named in by_tests.items():
     prompt = Prompt("id", (("user", "?"),), tests, "code")
     ids = [np.arange(1, dtype=np.int32)] * len(texts)
     found = runner.score_group(prompt, texts, ids)
-    scores |= {name: (one.score, one.failure) for (name, _), one in zip(named, found)}
+    scores |= {name: (one.reward, one.failure) for (name, _), one in zip(named, found)}
 runner.close()
 print(json.dumps(scores))
 """

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import FunctionScore, Runner, start_runner
+from megadapo.rewards.function_runners import Runner, start_runner
 from tests.support.rollout import gym_stand_in
 
 FUNCTION = RewardFunction(function="reasoning_gym", timeout_s=2.0, options={"partial": True})
@@ -37,7 +38,7 @@ def runner(stand_in):
     started.close()
 
 
-def score(runner: Runner, prompt: Prompt, *texts: str) -> list[FunctionScore]:
+def score(runner: Runner, prompt: Prompt, *texts: str) -> list[Score]:
     return runner.score_group(prompt, texts, [np.arange(1, dtype=np.int32)] * len(texts))
 
 
@@ -51,7 +52,7 @@ def test_only_a_score_of_1_is_right(runner):
             "many",
         ]
         found = score(runner, prompt, *texts)
-        assert [(one.score, one.correct) for one in found] == [
+        assert [(one.reward, one.correct) for one in found] == [
             *[(1.0, True), (1.0, True), (0.01, False), (0.0, False)]
         ]
         parts = [dict(one.parts) for one in found]
@@ -61,7 +62,7 @@ def test_only_a_score_of_1_is_right(runner):
         assert [one["no_answer"] for one in parts] == [0.0, 0.0, 0.0, 1.0]
     whole = start_runner(RewardFunction(function="reasoning_gym"))
     try:
-        assert [one.score for one in score(whole, prompt, *texts)] == [1.0, 1.0, 0.0, 0.0]
+        assert [one.reward for one in score(whole, prompt, *texts)] == [1.0, 1.0, 0.0, 0.0]
     finally:
         whole.close()
 
@@ -114,7 +115,7 @@ def test_answer_that_computes_for_the_model_does_not_reach_its_scorer(runner):
     gold = prompt.ground_truth
     answers = (f"({gold})", f"sum([{gold}])", f"{gold} + 0 * len(entry)", "9**9**9**9", "exit()")
     found = score(runner, prompt, *(f"<answer>{one}</answer>" for one in answers))
-    assert [one.score for one in found] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [one.reward for one in found] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert not any(dict(one.parts)["errors"] + dict(one.parts)["timeouts"] for one in found)
 
 
@@ -123,7 +124,7 @@ def test_item_that_is_another_one_now_is_no_wrong_answer(runner):
     first, second = gym_stand_in.prompts("chain_sum", 2)
     mixed = replace(first, extra_info=second.extra_info)
     found = score(runner, mixed, first.ground_truth, second.ground_truth)
-    assert {one.failure for one in found} == {
+    assert {one.failure.reason for one in found} == {
         "reasoning-gym makes another item now than for the prompt"
     }
     with pytest.raises(RewardError, match="has no 'name'"):

@@ -16,10 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError, RewardOutageError
 from megadapo.rewards.config import RewardConfig, RewardFunction
-from megadapo.rewards.function_runners import FunctionScore, Runner, start_runner
+from megadapo.rewards.function_runners import Runner, start_runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from tests.support.processes.running import wait_until
 
@@ -43,7 +44,7 @@ def sandbox() -> Iterator[Runner]:
     runner.close()
 
 
-def run(sandbox: Runner, programs: list[str], tests: str = ADDS) -> list[FunctionScore]:
+def run(sandbox: Runner, programs: list[str], tests: str = ADDS) -> list[Score]:
     texts = [f"Here it is:\n```python\n{program}\n```\n" for program in programs]
     prompt = Prompt("id", (("user", "?"),), tests, "code")
     ids = [np.arange(1, dtype=np.int32)] * len(texts)
@@ -65,13 +66,13 @@ def request(program: str) -> dict[str, object]:
 def test_programs_are_compared_by_output(sandbox: Runner) -> None:
     programs = [READS + "print(a + b, '')", READS + "print(a - b)", "def", "print(3)"]
     scores = run(sandbox, programs)
-    assert [(one.score, one.correct) for one in scores] == [(1.0, True)] + [(0.0, False)] * 3
+    assert [(one.reward, one.correct) for one in scores] == [(1.0, True)] + [(0.0, False)] * 3
     assert dict(scores[3].parts)["passed"] == 0.5
     assert all(one.failure is None for one in scores)
     (none,) = sandbox.score_group(
         Prompt("id", (("user", "?"),), ADDS, "code"), ["no program"], [np.arange(1)]
     )
-    assert (none.score, dict(none.parts)["no_program"]) == (0.0, 1.0)
+    assert (none.reward, dict(none.parts)["no_program"]) == (0.0, 1.0)
 
 
 def test_assertions_run_after_the_program(sandbox: Runner) -> None:
@@ -243,7 +244,7 @@ def test_program_output_never_fails_the_function(memory_mib: int, is_lost: bool)
         floods, right = run(runner, ["print('\\0' * 1048000)", "print(0)"], tests)
     finally:
         runner.close()
-    assert (floods.score, floods.failure, right.score) == (0.0, None, 1.0)
+    assert (floods.reward, floods.failure, right.reward) == (0.0, None, 1.0)
     assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
 
 
@@ -301,7 +302,7 @@ def test_verdict_does_not_depend_on_other_processes() -> None:
 def test_unusable_tests_are_no_wrong_program(sandbox: Runner, tests: str, message: str) -> None:
     """Otherwise all programs fail such tests, or pass if they never run, without a word."""
     scores = run(sandbox, ["def f(x): return 5", "def f(x): return x + 2"], tests)
-    assert all(message in (one.failure or "") for one in scores)
+    assert all(message in one.failure.reason for one in scores)
 
 
 @pytest.mark.fault
@@ -466,4 +467,4 @@ def test_exact_outputs_are_texts() -> None:
         (score,) = run(runner, ["print('0.5 a ')"], tests)
     finally:
         runner.close()
-    assert score.score == 0.5
+    assert score.reward == 0.5
