@@ -231,8 +231,8 @@ class Runner(abc.ABC):
     def _with_ends(self, result: Reply, text: str, token_ids: np.ndarray) -> Reply:
         """Return a result whose steps end at tokens; a failure if the text's steps do not."""
         scored = result.get("steps", ())
-        ends: Sequence[int] | None = [end for end, _ in scored if end is not None]
-        if len(ends) < len(scored):
+        ends: list[int] | None = [end for end, _ in scored]
+        if any(end is None for end, _ in scored):
             assert self._decode is not None, "steps of a text need the tokenizer"
             ends = step_ends(text, token_ids, self.config.separators, self._decode)
         if ends is None:

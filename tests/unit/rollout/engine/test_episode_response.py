@@ -22,6 +22,14 @@ from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.environments.played_responses import Play, Policy, call_of, user_turn
 
 
+def with_config(request, **changes):
+    return replace(request, config=request.config.model_copy(update=changes))
+
+
+def described(request, **changes):
+    return replace(request, description=replace(request.description, **changes))
+
+
 async def test_messages_without_a_chat_template_are_a_failure(tmp_path, tokenizer):
     """An error of the engine would end the run without a word on the environment."""
     plain = copy.deepcopy(tokenizer)
@@ -158,7 +166,7 @@ def test_limit_counts_the_tokens_that_are_appended(tmp_path, tokenizer):
 def test_observation_is_cut_on_its_side(tmp_path, tokenizer, side, kept, half, text):
     """The cut divides a character of three bytes, whose rest is no text, and a token's name."""
     play, texts = Play(tmp_path, tokenizer), EpisodeTexts(tokenizer)
-    request = replace(play.request, truncation_side=side)
+    request = with_config(play.request, truncation_side=side)
     turn = tokenizer.encode("a<|im_end|>", add_special_tokens=False)
     contents = ["a" * 49 + "\u20ac" + "b" * 49, "short", "<|im_end|>" * 9]
     messages = [{"role": "user", "content": content} for content in contents]
@@ -169,13 +177,13 @@ def test_observation_is_cut_on_its_side(tmp_path, tokenizer, side, kept, half, t
     assert tokenizer.decode(ids) == f"\n{users}<|im_start|>assistant\n"
     for before, after, frame in (("", "", "<r>{}</r>"), ("<r>", "</r>", "<r>{}</r>")):
         long = Observation(text=before + "a" * 60 + "b" * 60 + after)
-        ids, num_cut = texts.observation_ids(long, turn, replace(request, output=frame))
+        ids, num_cut = texts.observation_ids(long, turn, described(request, output=frame))
         assert (tokenizer.decode(ids), num_cut) == (before + text + after, 1)
 
 
 async def test_cut_messages_are_counted_once_and_cut_alike_by_another_engine(tmp_path, tokenizer):
     async with Play(tmp_path, tokenizer, hello="h" * 51, reply="c" * 60) as play:
-        play.request = replace(play.request, truncation_side="left")
+        play.request = with_config(play.request, truncation_side="left")
         lost = play.response(Policy(tokenizer, "one", "two", "not heard of", abort=2))
         await lost.finish()
         found = await play.finish(Policy(tokenizer, "three"))
@@ -187,7 +195,7 @@ async def test_cut_messages_are_counted_once_and_cut_alike_by_another_engine(tmp
 async def test_text_behind_a_turn_that_has_ended_is_a_failure(tmp_path, tokenizer):
     """The model would continue behind its end token, and learn to."""
     async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
-        play.request = replace(play.request, stop=())
+        play.request = described(play.request, stop=())
         found = await play.finish(Policy(tokenizer, "a stop", "b"))
         assert "the model has ended its turn" in found.failure.reason
 
@@ -205,7 +213,7 @@ def test_parser_knows_the_types_of_arguments(tmp_path, tokenizer, parser):
     play = Play(tmp_path, tokenizer, parser=parser)
     reader = EpisodeTexts(tokenizer)
     ids = tokenizer.encode(texts[parser], add_special_tokens=False)
-    (call,) = reader.action(ids, replace(play.request, tools=tools)).tool_calls
+    (call,) = reader.action(ids, described(play.request, tools=tools)).tool_calls
     assert call.arguments == {"n": 3, "s": "4"}
     # another environment has other tools
     other = replace(play.request, environment=1)
