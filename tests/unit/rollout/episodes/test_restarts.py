@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megadapo.rollout.episodes.journal import MAX_COPIES
+from megadapo.rollout.episodes.journal import MAX_COPIES, EpisodeJournal, EpisodeRecord
 from megadapo.rollout.journal import record_log
 from tests.support.rollout.groups import payloads
 from tests.support.rollout.hosts import (
@@ -249,6 +249,25 @@ def test_journal_that_cannot_be_read_at_first_is_read_later(tmp_path, monkeypatc
     failure = with_host([counting(tmp_path, recovery="once")], run, tmp_path / "journal")
     assert failure.startswith("interrupted:")
     assert len(actions(tmp_path)) == 1
+
+
+async def test_folder_that_cannot_be_listed_keeps_known_episodes(tmp_path, monkeypatch):
+    """Otherwise a second error loses what the files say of open episodes."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    journal = EpisodeJournal(tmp_path / "journal")
+    journal.begin(1, {})
+    await journal.write("open", "a", EpisodeRecord("known", is_reset=True))
+    monkeypatch.setattr(record_log.os, "pwrite", fail)
+    with pytest.raises(OSError):
+        await journal.write("open", "b", EpisodeRecord("lost", is_reset=True))
+    monkeypatch.setattr(record_log.os, "listdir", fail)
+    journal.begin(2, {})
+    assert journal.find("a").identity == "known"
+    monkeypatch.undo()
+    await journal.close()
 
 
 def test_episode_without_records_survives_two_restarts(tmp_path):
