@@ -227,7 +227,7 @@ class Engines:
             while coming - self._finished.keys():
                 self._call_watch()
                 self._wait(WATCH_S)
-            complete = [self._finished.pop(key) for key in chosen & self._finished.keys()]
+            complete = [self._finished.pop(key) for key in [*self._finished] if key in chosen]
             submitted += [self._in_flight.pop(group.key)[0] for group in complete]
         return StopReport.of(submitted, complete, reports, keep=keep)
 

@@ -1,7 +1,8 @@
 """The driver's handle on one rollout engine: its process, its load and its progress.
 
 A handle outlives the processes that it starts one after another. It always waits for one call of
-its actor: the start, the next report or, for a process that must go, the end.
+its actor: the start, the next report or, for a process that must go, the end. `TRANSITIONS` has its
+states.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class State(Enum):
     LEAVING = auto()
     """It finishes the groups that it has, and takes no more."""
     FAILED = auto()
-    """Its process is being killed, again if it does not end."""
+    """Its process is being killed."""
     ENDED = auto()
     """It has no process, and can be started again."""
     REMOVED = auto()
@@ -49,6 +50,18 @@ class State(Enum):
     GONE = auto()
 
 
+TRANSITIONS = {
+    State.STARTING: (State.STALE, State.LEAVING, State.FAILED, State.GONE),
+    State.STALE: (State.SERVING, State.LEAVING, State.FAILED, State.GONE),
+    State.SERVING: (State.LEAVING, State.FAILED, State.GONE),
+    State.LEAVING: (State.REMOVED, State.GONE),
+    State.FAILED: (State.FAILED, State.ENDED, State.REMOVED, State.GONE),
+    State.ENDED: (State.STARTING, State.GONE),
+    State.REMOVED: (State.REMOVED, State.GONE),
+    State.GONE: (State.GONE,),
+}
+"""The states that may follow each state. A process that does not end is killed again, and an engine
+that is gone may be forgotten with its node."""
 ANSWERING = (State.STALE, State.SERVING, State.LEAVING)
 """States in which an engine answers calls."""
 RUNNING = (State.STARTING, *ANSWERING)
@@ -104,6 +117,7 @@ class EngineHandle:
         """Time of `time.monotonic` before which an ended engine must not start again."""
         self.leave_at = math.inf
         """Time of `time.monotonic` at which an engine that leaves ends although it has work."""
+        self.state = State.ENDED
         self.is_new = False
         """Whether it has joined a running pool and has not served yet."""
         self._restarts: list[float] = []
@@ -115,7 +129,7 @@ class EngineHandle:
         """Start a process."""
         import ray
 
-        self.state = State.STARTING
+        self._become(State.STARTING)
         self.num_starts += 1
         self.asleep = False
         self.submits: dict[ObjectRef[None], list[OpenGroup]] = {}
@@ -151,7 +165,7 @@ class EngineHandle:
 
     def started(self) -> None:
         """Note that the process has answered its first request."""
-        self.state = State.STALE
+        self._become(State.STALE)
         if self.spec.weights_from == "folder":
             self.serve()
         self._stalled_s = self._silent_s = 0.0
@@ -161,7 +175,7 @@ class EngineHandle:
         """Note that the process has the current weights."""
         self.is_new = False
         if self.state is State.STALE:
-            self.state = State.SERVING
+            self._become(State.SERVING)
 
     def end(self, *, hangs: bool = False) -> None:
         """Start to kill the process and all its children, in any state.
@@ -171,7 +185,7 @@ class EngineHandle:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        self.state = State.REMOVED if self.state in DEPARTING else State.FAILED
+        self._become(State.REMOVED if self.state in DEPARTING else State.FAILED)
         self._stalled_s = 0.0
         self.submits = {}
         processes: list[ProcessLocation] = []
@@ -212,12 +226,16 @@ class EngineHandle:
         """
         self.leave_at = time.monotonic() + within_s
         without_process = {State.FAILED: State.REMOVED, State.ENDED: State.GONE}
-        self.state = without_process.get(self.state, State.LEAVING)
+        self._become(without_process.get(self.state, State.LEAVING))
 
     def give_up(self) -> None:
         """Take no notice of the process any more, and start no other one."""
-        self.state = State.GONE
+        self._become(State.GONE)
         self.submits, self.awaited = {}, None
+
+    def _become(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.name} was {self.state} before {state}"
+        self.state = state
 
     @property
     def number(self) -> int:
@@ -281,7 +299,7 @@ class EngineHandle:
     def advance(self, result: Any) -> Sequence[OpenGroup] | None:
         """Process the result of the awaited call; return the finished groups if it is a report."""
         if self.state in KILLED:
-            self.state = State.ENDED if self.state is State.FAILED else State.GONE
+            self._become(State.ENDED if self.state is State.FAILED else State.GONE)
             self.awaited = None
         elif self.state is State.STARTING:
             self.started()
