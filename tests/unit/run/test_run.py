@@ -26,15 +26,6 @@ from tests.support.runs.runs_alone import (
 )
 
 
-def test_fresh_run_starts_at_step_one(tmp_path):
-    with Run.open(config_of(tmp_path)) as run:
-        assert (run.step, run.checkpoints.current, run.finished) == (0, None, False)
-        advance(run, 5)
-        assert run.finished
-    assert saved_steps(tmp_path) == ["step-4", "step-5"]
-    assert json.loads((tmp_path / "config.json").read_text())["run"]["num_steps"] == 5
-
-
 def test_first_ratio_is_checked_in_step_1_and_with_each_checkpoint(tmp_path):
     """Catches a check in every step, which costs GPUs a forward pass, and a last step without."""
     with Run.open(config_of(tmp_path)) as run:

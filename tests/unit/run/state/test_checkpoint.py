@@ -48,14 +48,6 @@ def steps_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_saved_state_is_restored(tmp_path):
-    assert CheckpointStore(tmp_path, keep=1).newest() == (None, [])
-    checkpoint, skipped = saved(tmp_path, 3).newest()
-    assert not skipped
-    assert (checkpoint.step, checkpoint.state) == (3, STATE)
-    assert (checkpoint.trainer_folder / "nested" / "metadata").read_bytes() == b"meta"
-
-
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "add"])
 @pytest.mark.parametrize(
     "name", ["trainer/shard-0.distcp", "trainer/nested/metadata", "state.json"]
@@ -243,14 +235,6 @@ def test_committed_step_is_never_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="not overwritten"):
         save_checkpoint(store, 1, write_trainer=written_by(write_shards), state=STATE)
     assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
-
-
-def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
-    store = saved(tmp_path, 1, 2, 3)
-    assert len(store.set_aside_after(1)) == 2
-    save_checkpoint(store, 2, write_trainer=written_by(write_shards), state={"branch": "new"})
-    checkpoint, _ = store.newest()
-    assert checkpoint.state == {"branch": "new"}
 
 
 POINTS = {

@@ -25,11 +25,6 @@ def checkpoint_of(config: RunConfig) -> Checkpoint:
     return Checkpoint(path, 2, {}, config=json.loads(json.dumps(to_dict(config))))
 
 
-def test_equal_configuration_has_no_diff(tmp_path):
-    config = config_of(tmp_path)
-    assert check_config_diff(config, checkpoint_of(config)) == []
-
-
 def test_changes_of_other_keys_are_listed(tmp_path):
     before = checkpoint_of(config_of(tmp_path))
     changes = {"rollout.num_engines": 3, "trainer.optimizer.lr": 1e-5, "trainer.tensor_parallel": 2}

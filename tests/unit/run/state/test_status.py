@@ -18,19 +18,6 @@ def resumed_at(folder, step):
     return status
 
 
-def test_status_follows_the_run(tmp_path):
-    status = resumed_at(tmp_path, 2)
-    status.update(phase="train")
-    status.update(step=3)
-    status.update(checkpoint_step=3)
-    status.update(step=4)
-    read = read_status(tmp_path)
-    assert (read.phase, read.step, read.num_steps) == ("train", 4, 9)
-    assert (read.checkpoint_step, read.resumed_from, read.restarts) == (3, 2, 0)
-    resumed_at(tmp_path, 3)
-    assert read_status(tmp_path).restarts == 1
-
-
 def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
