@@ -15,6 +15,7 @@ from megadapo.data.group import NO_VERSION, Group, Response, Score
 from megadapo.data.pairs import load_pairs
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
+from tests.support.rows import write_jsonl
 
 CHATML = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
@@ -36,15 +37,10 @@ def encoder_of(template=None, **limits):
     return tokenizer, AnswerEncoder(tokenizer, **limits)
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def load(tmp_path, *rows, template=None, overlong="error", **limits):
     tokenizer, encoder = encoder_of(template, **limits)
     return tokenizer, load_answered(
-        write(tmp_path / "rows.jsonl", *rows), encoder, overlong=overlong
+        write_jsonl(tmp_path / "rows.jsonl", *rows), encoder, overlong=overlong
     )
 
 
@@ -146,7 +142,9 @@ def test_thought_that_the_template_opens_is_in_the_tokens_once(tmp_path, answer,
 def test_open_thoughts_are_counted_for_each_file(tmp_path, caplog):
     _, encoder = encoder_of(THINKING, max_response_tokens=64)
     for name, answer, is_open in (("train", "<think>1", True), ("held-out", "1</think>3", False)):
-        path = write(tmp_path / f"{name}.jsonl", {"messages": [ASK, {**SAY, "content": answer}]})
+        path = write_jsonl(
+            tmp_path / f"{name}.jsonl", {"messages": [ASK, {**SAY, "content": answer}]}
+        )
         load_answered(path, encoder)
         assert ("do not end it" in caplog.text) == is_open
         caplog.clear()
@@ -154,7 +152,7 @@ def test_open_thoughts_are_counted_for_each_file(tmp_path, caplog):
 
 def test_answers_that_were_given_are_not_learned(tmp_path):
     """Rows of rollouts have the examples of their prompts, but not the prompts' column."""
-    examples = write(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
+    examples = write_jsonl(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
     columns = DataColumns(prompt="ask", template="Q: {prompt}\nA:", examples=examples)
     tokenizer, encoder = encoder_of(CHATML, max_prompt_tokens=128)
     given = {**SAY, "weight": 0}
@@ -163,7 +161,7 @@ def test_answers_that_were_given_are_not_learned(tmp_path):
         {"messages": [*SHOT, WRAPPED, SAY], "prompt_id": "p"},
         {"messages": [*SHOT, ASK, given, WRAPPED, LAST], "prompt_id": "p"},
     ]
-    found = load_answered(write(tmp_path / "a.jsonl", *rows), encoder, columns=columns)
+    found = load_answered(write_jsonl(tmp_path / "a.jsonl", *rows), encoder, columns=columns)
     assert learned(tokenizer, found) == ["3", "3", "9"]
 
 
@@ -213,11 +211,11 @@ SYSTEM = {"role": "system", "content": "S"}
 )
 def test_chat_without_the_texts_around_prompts_is_refused(tmp_path, chat, missing):
     """Rollouts would get other prompts than the model was trained on; their own rows pass."""
-    examples = write(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
+    examples = write_jsonl(tmp_path / "few.jsonl", {"question": "1?", "answer": "one"})
     columns = DataColumns(system="S", template="Q: {prompt}\nA:", examples=examples)
-    answered = write(tmp_path / "chats.jsonl", {"messages": [*chat, SAY]})
+    answered = write_jsonl(tmp_path / "chats.jsonl", {"messages": [*chat, SAY]})
     pair = {"messages": chat, "chosen": "3", "rejected": "4"}
-    pairs = write(tmp_path / "pairs.jsonl", pair)
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", pair)
     tokenizer, encoder = encoder_of(CHATML, max_prompt_tokens=128)
     keys = ", ".join(f"data.columns.{one}" for one in missing)
     for load_rows in (
@@ -311,7 +309,7 @@ def test_wrong_spans_of_environments_are_refused(tmp_path, spans):
     tokenizer, encoder = encoder_of()
     group, ids = episode_of(tokenizer)
     row = {"messages": [ASK, {**SAY, "content": encoder.text_of(ids)}], "response_ids": ids}
-    path = write(tmp_path / "rows.jsonl", row | {"environment_spans": spans})
+    path = write_jsonl(tmp_path / "rows.jsonl", row | {"environment_spans": spans})
     with pytest.raises(DataError, match="line 1: environment_spans are not ascending pairs"):
         load_answered(path, encoder)
 
@@ -321,4 +319,4 @@ def test_spans_without_the_tokens_that_they_count_are_refused(tmp_path):
     _, encoder = encoder_of()
     row = {"messages": [ASK, SAY], "environment_spans": [[0, 1]]}
     with pytest.raises(DataError, match="environment_spans are not .* the 0 response_ids"):
-        load_answered(write(tmp_path / "rows.jsonl", row), encoder)
+        load_answered(write_jsonl(tmp_path / "rows.jsonl", row), encoder)

@@ -12,7 +12,7 @@ from megadapo.data import arithmetic
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import score
-from tests.support.parquet import write_parquet
+from tests.support.rows import write_parquet
 
 RECORDED_TRAIN = ["81+99+34=?", "53+44+60=?", "82+51+15=?"]
 RECORDED_HELD_OUT = ["88+95+50=?", "31+93+61=?", "77+99+38=?"]

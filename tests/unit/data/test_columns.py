@@ -1,10 +1,8 @@
 """Columns of any file: a guess that is wrong, or texts around a prompt that are lost."""
 
 import datetime
-import json
 import logging
 import math
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,13 +18,9 @@ from megadapo.data.prompts import Prompt, load_prompts, warn_of_contradictions
 from megadapo.data.rows import ALL_COLUMNS
 from megadapo.errors import ConfigError, DataError
 from tests.support import REPOSITORY
+from tests.support.rows import write_jsonl
 
 QUICKSTART = REPOSITORY / "configs" / "quickstart.toml"
-
-
-def jsonl(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def read(
@@ -46,7 +40,7 @@ def asked(*texts: str) -> list[tuple]:
 
 
 def test_question_and_answer_load_with_one_changed_key(tmp_path):
-    source = jsonl(tmp_path / "sums.jsonl", {"question": "1+2?", "answer": 3})
+    source = write_jsonl(tmp_path / "sums.jsonl", {"question": "1+2?", "answer": 3})
     config = load_config(QUICKSTART, [f"data.train={source}"])
     (found,) = load_prompts(
         config.data.train, check_gold=config.reward.check_gold, columns=config.data.columns
@@ -69,13 +63,13 @@ def test_gsm8k_loads_with_one_changed_key(tmp_path):
 
 def test_marks_count_only_if_every_gold_has_one(tmp_path, caplog):
     rows = [{"question": "a", "answer": "x\n#### 7"}, {"question": "b", "answer": "8"}]
-    source = jsonl(tmp_path / "a.jsonl", *rows)
+    source = write_jsonl(tmp_path / "a.jsonl", *rows)
     with caplog.at_level(logging.WARNING):
         assert [p.ground_truth for p in read(source)] == ["x\n#### 7", "8"]
     assert "line 2: answer has no line that begins with '#### '" in caplog.text
-    whole = jsonl(tmp_path / "b.jsonl", rows[0])
+    whole = write_jsonl(tmp_path / "b.jsonl", rows[0])
     assert read(whole, ground_truth_pattern="")[0].ground_truth == "x\n#### 7"
-    nested = jsonl(
+    nested = write_jsonl(
         tmp_path / "c.jsonl", {"prompt": "a", "reward_model": {"ground_truth": rows[0]["answer"]}}
     )
     assert read(nested)[0].ground_truth == "x\n#### 7"
@@ -92,7 +86,7 @@ def test_marks_count_only_if_every_gold_has_one(tmp_path, caplog):
 )
 def test_usual_columns_are_found(tmp_path, row, prompt, gold):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    for source in (jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
+    for source in (write_jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
         (found,) = read(source)
         assert (found.messages[0][1], found.ground_truth) == (prompt, gold)
 
@@ -101,14 +95,14 @@ def test_named_columns_win(tmp_path):
     row = {"question": "q", "answer": "1", "task": {"text": "t", "gold": "x = 2"}, "kind": "k"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     names = {"prompt": "task.text", "ground_truth": "task.gold", "data_source": "kind"}
-    for source in (jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
+    for source in (write_jsonl(tmp_path / "a.jsonl", row), str(tmp_path / "a.parquet")):
         (found,) = read(source, **names, ground_truth_pattern="= (.*)")
         assert found.messages == asked("t")[0]
         assert (found.ground_truth, found.data_source) == ("2", "k")
 
 
 def test_texts_are_put_around_a_prompt(tmp_path):
-    examples = jsonl(
+    examples = write_jsonl(
         tmp_path / "few.jsonl",
         {"question": "1?", "answer": "one"},
         {"messages": [{"role": "user", "content": "2!"}, {"role": "assistant", "content": "two"}]},
@@ -118,13 +112,13 @@ def test_texts_are_put_around_a_prompt(tmp_path):
         *(("system", "S"), ("user", "Q: 1?\nA:"), ("assistant", "one")),
         *(("user", "2!"), ("assistant", "two"), ("user", "Q: 3?\nA:")),
     )
-    source = jsonl(tmp_path / "a.jsonl", {"question": "3?", "answer": "three"})
+    source = write_jsonl(tmp_path / "a.jsonl", {"question": "3?", "answer": "three"})
     assert [prompt.messages for prompt in read(source, **texts)] == [chat]
     (row,) = read_answered_rows(source, DataColumns(**texts))
     assert row.conversation == (*chat, ("assistant", "three"))
     (problem,) = read("arithmetic:train:1", **texts, prompt="none-such")
     assert problem.messages[0] == ("system", "S") and len(problem.messages) == 6
-    twice = jsonl(
+    twice = write_jsonl(
         tmp_path / "b.jsonl", {"prompt": [{"role": "system", "content": "T"}], "answer": "3"}
     )
     with pytest.raises(DataError, match=r"line 1: the prompt has a system message; leave out data"):
@@ -152,11 +146,11 @@ def test_hidden_state_makes_prompts_different(tmp_path, caplog):
         }
         for index, (gold, secret) in enumerate([("a", 1), ("b", 2), ("a", 1), ("c", 3), ("d", 3)])
     ]
-    source = jsonl(tmp_path / "a.jsonl", *rows, {"question": "Other?", "answer": "e"})
+    source = write_jsonl(tmp_path / "a.jsonl", *rows, {"question": "Other?", "answer": "e"})
     found = read(source, with_extra_info=True)
     assert [p.ground_truth for p in found] == ["a", "b", "e"]
     assert "prompts with two gold answers dropped:\n" in caplog.text
-    reordered = jsonl(tmp_path / "b.jsonl", *rows[::-1])
+    reordered = write_jsonl(tmp_path / "b.jsonl", *rows[::-1])
     again = read(reordered, with_extra_info=True)
     ids = [prompt.id for prompt in found]
     assert len({*ids}) == 3 and {prompt.id for prompt in again} == {*ids[:2]}
@@ -176,7 +170,7 @@ def test_columns_that_a_function_takes_make_prompts_different(tmp_path):
         {"question": "Q", "answer": 2, "rubric": rubric, "id": number, "data_source": source}
         for number, (rubric, source) in enumerate([("a", "s"), ("b", "s"), ("a", "s"), ("a", "t")])
     ]
-    source = jsonl(tmp_path / "a.jsonl", *rows)
+    source = write_jsonl(tmp_path / "a.jsonl", *rows)
     parquet = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(rows), parquet)
     for file in (source, str(parquet)):
@@ -205,12 +199,13 @@ def test_further_facts_are_values_of_json(tmp_path):
 def test_empty_first_value_does_not_decide_for_the_file(tmp_path):
     rows = [{"prompt": None, "question": "Q", "answer": "1"}, {"prompt": "P", "answer": "2"}]
     with pytest.raises(DataError, match=r"line 2: prompt has a value, and in .*line 1 it has none"):
-        read(jsonl(tmp_path / "a.jsonl", *rows))
+        read(write_jsonl(tmp_path / "a.jsonl", *rows))
     golds = [{"prompt": "P", "answer": "1"}, {"prompt": "Q", "answer": "", "ground_truth": "2"}]
     with pytest.raises(DataError, match="line 2: ground_truth has a value"):
-        read(jsonl(tmp_path / "b.jsonl", *golds))
+        read(write_jsonl(tmp_path / "b.jsonl", *golds))
     named = read(
-        jsonl(tmp_path / "c.jsonl", golds[0], {**golds[1], "answer": "3"}), ground_truth="answer"
+        write_jsonl(tmp_path / "c.jsonl", golds[0], {**golds[1], "answer": "3"}),
+        ground_truth="answer",
     )
     assert [prompt.ground_truth for prompt in named] == ["1", "3"]
 
@@ -218,7 +213,7 @@ def test_empty_first_value_does_not_decide_for_the_file(tmp_path):
 def test_chat_that_shows_its_answer_is_refused(tmp_path):
     """Rows for fine-tuning have this form, and accuracy would begin near 1."""
     turns = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
-    source = jsonl(tmp_path / "a.jsonl", {"messages": turns, "answer": "3"})
+    source = write_jsonl(tmp_path / "a.jsonl", {"messages": turns, "answer": "3"})
     with pytest.raises(DataError, match="line 1: messages ends with a message of the assistant"):
         read(source)
 
@@ -227,7 +222,7 @@ def test_ids_of_verl_rows_stay(tmp_path):
     """Checkpoints and journals name prompts by these ids; repeated rows differ in their index."""
     rows = [problem.row() for problem in generate("train", 2, seed=0)]
     repeated = [{**row, "extra_info": {"index": i, "split": "t"}} for i, row in enumerate(rows * 3)]
-    source = jsonl(tmp_path / "a.jsonl", *repeated)
+    source = write_jsonl(tmp_path / "a.jsonl", *repeated)
     recorded = ["1b153c64cf889dc9", "2b44a99bcd7a5c41"]
     assert [prompt.id for prompt in read(source)] == recorded
     assert [prompt.id for prompt in read(source, with_extra_info=True)] == recorded

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from megadapo.data.pairs import Pair, PairRows, conversation_tokens, load_pairs, pack_pairs
 from megadapo.errors import DataError
 from tests.support.rollout.saved_groups import saved_group, saved_response
+from tests.support.rows import write_jsonl
 
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>\n{% endfor %}"
@@ -46,14 +47,11 @@ def tokenizer(request):
     return loaded
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_of_a_row_gives_the_same_tokens(tokenizer, tmp_path, shape):
-    (pair,) = load_pairs(write(tmp_path / "pairs.jsonl", SHAPES[shape]), tokenizer, max_tokens=64)
+    (pair,) = load_pairs(
+        write_jsonl(tmp_path / "pairs.jsonl", SHAPES[shape]), tokenizer, max_tokens=64
+    )
     pq.write_table(pa.Table.from_pylist([SHAPES[shape]]), tmp_path / "pairs.parquet")
     (same,) = load_pairs(str(tmp_path / "pairs.parquet"), tokenizer, max_tokens=64)
     expected = "1+2=?3<|endoftext|>"
@@ -86,13 +84,13 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_row_is_named(tokenizer, tmp_path, case):
     row, reason = BAD[case]
-    source = write(tmp_path / "pairs.jsonl", SHAPES["text"], row)
+    source = write_jsonl(tmp_path / "pairs.jsonl", SHAPES["text"], row)
     with pytest.raises(DataError, match=f"line 2.*{reason}"):
         load_pairs(source, tokenizer, max_tokens=64)
 
 
 def test_overlong_pairs_can_be_left_out(tokenizer, tmp_path):
-    source = write(tmp_path / "pairs.jsonl", BAD["long"][0], SHAPES["text"])
+    source = write_jsonl(tmp_path / "pairs.jsonl", BAD["long"][0], SHAPES["text"])
     assert len(load_pairs(source, tokenizer, max_tokens=64, overlong="drop")) == 1
     with pytest.raises(DataError, match="no usable pair"):
         load_pairs(source, tokenizer, max_tokens=3, overlong="drop")

@@ -7,7 +7,6 @@ import math
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from megadapo.data.arithmetic import generate
 from megadapo.data.prompts import Prompt, PromptStream, _prompt_id, load_prompts, render
 from megadapo.errors import DataError
 from megadapo.rewards.rules import validate_ground_truth
-from tests.support.parquet import write_parquet
+from tests.support.rows import write_jsonl, write_parquet
 from tests.support.tokenizers.small import write_tokenizer as write_small_tokenizer
 
 CHAT_TEMPLATE = (
@@ -41,11 +40,6 @@ def row(content: str, gold: object = "42", source: str = "math") -> dict:
         "reward_model": {"ground_truth": gold, "style": "rule"},
         "extra_info": {"index": "any"},
     }
-
-
-def write_jsonl(path: Path, rows: list[object]) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
-    return str(path)
 
 
 def read(source: str, **options) -> list[Prompt]:
@@ -71,7 +65,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path, counts) -> None:
     problems = generate("train", 50, seed=0)
     write_parquet(tmp_path / "a.parquet", problems)
-    jsonl = write_jsonl(tmp_path / "a.jsonl", [problem.row() for problem in problems])
+    jsonl = write_jsonl(tmp_path / "a.jsonl", *[problem.row() for problem in problems])
     from_parquet = read(str(tmp_path / "a.parquet"))
     assert counts() == [50, 50, 0, 0, 0]
     assert from_parquet == read(jsonl) == read("arithmetic:train:50")
@@ -82,7 +76,7 @@ def test_parquet_and_jsonl_give_the_same_prompts(tmp_path, counts) -> None:
 
 def test_duplicates_are_dropped_in_order(tmp_path, counts) -> None:
     rows = [row(f"question {i}") for i in (3, 1, 2)] * 100
-    prompts = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    prompts = read(write_jsonl(tmp_path / "a.jsonl", *rows))
     assert [p.messages[0][1] for p in prompts] == ["question 3", "question 1", "question 2"]
     assert counts() == [3, 300, 297, 0, 0]
 
@@ -90,9 +84,9 @@ def test_duplicates_are_dropped_in_order(tmp_path, counts) -> None:
 def test_ids_are_distinct_and_independent_of_the_file(tmp_path) -> None:
     rows = [row("a"), row("b"), row("ab"), row("c", "7"), row("d", source="other")]
     rows.append(row("a") | {"prompt": [{"role": "system", "content": "a"}]})
-    first = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    first = read(write_jsonl(tmp_path / "a.jsonl", *rows))
     assert len({prompt.id for prompt in first}) == 6
-    again = read(write_jsonl(tmp_path / "b.jsonl", rows[::-1]))
+    again = read(write_jsonl(tmp_path / "b.jsonl", *rows[::-1]))
     assert {(p.id, p.messages) for p in first} == {(p.id, p.messages) for p in again}
     assert {len(prompt.id) for prompt in first} == {16}
 
@@ -107,7 +101,7 @@ def test_prompts_survive_json_exactly() -> None:
 def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog, counts) -> None:
     bad = [("bad", "1"), ("bad", "2"), ("bad", "1"), ("bad", "3"), ("x", "1"), ("x", "2")]
     rows = [row("good"), *(row(*one) for one in bad)]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_jsonl(tmp_path / "a.jsonl", *rows)
     assert [p.messages[0][1] for p in read(source)] == ["good"]
     assert counts() == [1, 7, 1, 2, 0]
     assert caplog.messages[0] == (
@@ -117,7 +111,7 @@ def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog, counts) -> N
 
 
 def test_limit_needs_tokenizer_and_length(tmp_path, tokenizer) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [row("xxxx")])
+    source = write_jsonl(tmp_path / "a.jsonl", row("xxxx"))
     assert len(read(source, max_prompt_tokens=1)) == len(read(source, tokenizer=tokenizer)) == 1
 
 
@@ -125,7 +119,7 @@ def test_limit_needs_tokenizer_and_length(tmp_path, tokenizer) -> None:
 def test_five_bad_golds_are_listed(tmp_path, num_bad, last) -> None:
     rows = [row(f"question {i}", "units") for i in range(num_bad)]
     with pytest.raises(DataError) as error:
-        read(write_jsonl(tmp_path / "a.jsonl", rows))
+        read(write_jsonl(tmp_path / "a.jsonl", *rows))
     lines = str(error.value).splitlines()
     assert len(lines) == min(num_bad, 6) and last in lines[-1]
 
@@ -151,13 +145,13 @@ def test_gold_in_fp32_is_the_number_that_was_written(tmp_path) -> None:
 
 
 def test_gold_that_is_a_number_is_accepted(tmp_path) -> None:
-    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 7.0)]))[0].ground_truth == "7"
-    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 0.5)]))[0].ground_truth == "0.5"
-    assert read(write_jsonl(tmp_path / "b.jsonl", [row("a", 1e-5)]))[0].ground_truth == "0.00001"
-    assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0].ground_truth == "-7"
+    assert read(write_jsonl(tmp_path / "b.jsonl", row("a", 7.0)))[0].ground_truth == "7"
+    assert read(write_jsonl(tmp_path / "b.jsonl", row("a", 0.5)))[0].ground_truth == "0.5"
+    assert read(write_jsonl(tmp_path / "b.jsonl", row("a", 1e-5)))[0].ground_truth == "0.00001"
+    assert read(write_jsonl(tmp_path / "a.jsonl", row("a", -7)))[0].ground_truth == "-7"
     for gold in (math.nan, True, ["7"], {}):
         with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
-            read(write_jsonl(tmp_path / "a.jsonl", [row("a", gold)]))
+            read(write_jsonl(tmp_path / "a.jsonl", row("a", gold)))
 
 
 @pytest.mark.parametrize(
@@ -176,11 +170,11 @@ def test_gold_that_is_a_number_is_accepted(tmp_path) -> None:
 )
 def test_malformed_row_is_reported(tmp_path, damage: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read(write_jsonl(tmp_path / "a.jsonl", [row("fine"), row("other") | damage]))
+        read(write_jsonl(tmp_path / "a.jsonl", row("fine"), row("other") | damage))
 
 
 def test_overlong_prompts_are_errors_or_dropped(tmp_path, tokenizer, counts) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [row("x" * n) for n in (3, 10, 11, 12)])
+    source = write_jsonl(tmp_path / "a.jsonl", *[row("x" * n) for n in (3, 10, 11, 12)])
     limit = {"tokenizer": tokenizer, "max_prompt_tokens": 10}
     prompts = read(source, overlong_prompts="drop", **limit)
     assert [len(p.messages[0][1]) for p in prompts] == [3, 10]
@@ -208,18 +202,18 @@ def test_content_of_text_parts_is_one_text(tmp_path) -> None:
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}]
     whole = row("1+1=?")
     split = {**whole, "prompt": [{"role": "user", "content": parts}]}
-    [one], [two] = (read(write_jsonl(tmp_path / "a.jsonl", [one])) for one in (whole, split))
+    [one], [two] = (read(write_jsonl(tmp_path / "a.jsonl", one)) for one in (whole, split))
     assert one == two
     for other in ({"type": "image", "url": "x"}, {"type": "text"}, "1+1"):
         split["prompt"][0]["content"] = [parts[0], other]
         with pytest.raises(DataError, match="or parts of type text as content"):
-            read(write_jsonl(tmp_path / "a.jsonl", [split]))
+            read(write_jsonl(tmp_path / "a.jsonl", split))
 
 
 def test_prompt_of_millions_of_characters_is_not_encoded(tmp_path) -> None:
     """Encoding it to find that it is too long took most of a minute."""
     tokenizer = AutoTokenizer.from_pretrained(write_small_tokenizer("qwen3", tmp_path))
-    source = write_jsonl(tmp_path / "long.jsonl", [row("1" * 30_000_000), row("1")])
+    source = write_jsonl(tmp_path / "long.jsonl", row("1" * 30_000_000), row("1"))
     options = {"tokenizer": tokenizer, "max_prompt_tokens": 64}
     start = time.monotonic()
     with pytest.raises(DataError, match="has 30000 tokens; at most 64"):
@@ -235,7 +229,7 @@ def test_prompt_of_millions_of_characters_is_not_encoded(tmp_path) -> None:
 def test_template_that_fails_is_named(tmp_path, template) -> None:
     tokenizer = AutoTokenizer.from_pretrained(write_small_tokenizer("qwen3", tmp_path))
     tokenizer.chat_template = template
-    [prompt] = read(write_jsonl(tmp_path / "a.jsonl", [row("1+1")]))
+    [prompt] = read(write_jsonl(tmp_path / "a.jsonl", row("1+1")))
     with pytest.raises(DataError, match="does not fit the tokenizer's chat template"):
         render(prompt, tokenizer)
 
@@ -245,7 +239,7 @@ def test_prompt_that_is_a_rendered_chat_is_named(tmp_path, caplog) -> None:
     folder = write_small_tokenizer("qwen3", tmp_path / "qwen3")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [row("1"), row("<|im_start|>user\n2<|im_end|>"), row("about <think>")]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_jsonl(tmp_path / "a.jsonl", *rows)
     read(source, tokenizer=tokenizer, max_prompt_tokens=99)
     [said] = [text for text in caplog.messages if "control tokens" in text]
     assert "2 prompts have names of control tokens such as <|im_start|>" in said
@@ -311,12 +305,11 @@ def test_state_of_another_stream_is_rejected() -> None:
 
 
 def test_prompts_are_the_same_in_a_copy_of_their_file(tmp_path) -> None:
-    """A run could not resume from a copy under another name. Checkpoints of earlier versions have
-    the name of the file in their fingerprint."""
+    """A run could not resume from a copy; earlier fingerprints have the name of the file."""
     plain = [{"question": f"question {i}", "answer": "1"} for i in range(4)]
     named = [{**one, "data_source": "math"} for one in plain]
     for rows in (plain, named):
-        first, second = (read(write_jsonl(tmp_path / f"{name}.jsonl", rows)) for name in "ab")
+        first, second = (read(write_jsonl(tmp_path / f"{name}.jsonl", *rows)) for name in "ab")
         assert [prompt.id for prompt in first] == [prompt.id for prompt in second]
         earlier = "".join(_prompt_id(p, p.data_source, has_state=False) for p in first)
         state = PromptStream(first, seed=0).state_dict()

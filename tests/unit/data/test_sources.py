@@ -17,8 +17,8 @@ from megadapo.data.arithmetic import generate
 from megadapo.data.config import DataConfig
 from megadapo.data.sources import read_rows
 from megadapo.errors import ConfigError, DataError
-from tests.support.parquet import write_parquet
 from tests.support.processes.running import run_python
+from tests.support.rows import write_parquet
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
