@@ -29,7 +29,7 @@ class Player:
 
     def value(self, returned: Any) -> Any:
         if inspect.isawaitable(returned):
-            return self._loop.run_until_complete(_wait(returned))
+            return self._loop.run_until_complete(returned)
         return returned
 
     def reset(self, begun: Task) -> Any:
@@ -63,7 +63,3 @@ def playing(environment: Environment, begun: Task | None = None) -> Iterator[Pla
     finally:
         player.value(environment.close())
         loop.close()
-
-
-async def _wait(returned: Any) -> Any:
-    return await returned

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,30 +55,6 @@ def test_variables_are_back_after_a_killed_process() -> None:
 
     first, second, third = with_host([hosted("python", {}, memory_mib=2048)], run)
     assert "object at 0x...>" in first and "ZeroDivisionError" in second and third == "6"
-
-
-def test_two_tools_by_text_share_an_episode(tmp_path: Path) -> None:
-    row = {"id": "1", "title": "Height", "text": "The tower is 330 m high."}
-    (tmp_path / "corpus.jsonl").write_text(json.dumps(row))
-    options = {
-        "python": {"start": "<python>", "stop": "</python>"},
-        "search": {
-            "start": "<search>",
-            "stop": "</search>",
-            "corpus": str(tmp_path / "corpus.jsonl"),
-        },
-    }
-    turns = [turn("<search>tower</search>"), turn("<python>330 * 2</python>")]
-
-    async def run(host: Any) -> list[str]:
-        await host.open("a", 0, task_of("a"))
-        return await play(host, "a", turns)
-
-    found = with_host([hosted("tools", options)], run)
-    assert found == [
-        "<result>[1] Height\nThe tower is 330 m high.</result>",
-        "<result>660</result>",
-    ]
 
 
 def test_openenv_plays_with_the_network_and_is_refused_without() -> None:

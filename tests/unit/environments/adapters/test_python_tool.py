@@ -118,13 +118,6 @@ def test_errors_end_the_call_and_not_the_interpreter(shared: Player, code: str, 
     assert shared.call("python", code="kept + 1") == "2"
 
 
-def test_variables_imports_and_functions_last_until_the_end(shared: Player) -> None:
-    assert (
-        shared.call("python", code="import math\ndef half(n): return n / 2\nkept = 8") == NO_OUTPUT
-    )
-    assert shared.call("python", code="half(kept) + math.floor(1.5)") == "5.0"
-
-
 def test_traceback_shows_the_models_own_lines_only(shared: Player) -> None:
     """Paths of a machine would make a replayed episode differ, and tell the model nothing."""
     found = shared.call("python", code="import json\ndef f(s):\n    return json.loads(s)\nf('{')")

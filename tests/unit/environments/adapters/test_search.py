@@ -120,15 +120,6 @@ def test_mistakes_in_calls_are_told(corpus: str) -> None:
         )
 
 
-def test_calls_by_text_are_answered_by_text(corpus: str) -> None:
-    options = {"start": "<search>", "stop": "</search>", "output": "<info>{}</info>"}
-    with playing(Search(corpus=corpus, num=1, **options), task()) as player:
-        found = player.turn("<think>Who?</think><search> coffee </search>")
-        assert found.text == "<info>[1] Café\nA café sells coffee, in Paris too.</info>"
-        assert player.turn("<search></search>").text == f"<info>{NO_RESULTS}</info>"
-        assert player.turn("coffee</search>").text == "" and player.turn("<search>coffee").done
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
