@@ -48,14 +48,6 @@ def test_scores_equal_the_dapo_scorers(rule: Rule) -> None:
     assert not wrong
 
 
-def test_corpus_is_large_and_has_both_results() -> None:
-    assert len(CORPUS) >= 300
-    for rule in RULES:
-        num_correct = sum(case[rule][0] for case in CORPUS)
-        assert 50 <= num_correct <= len(CORPUS) - 50
-    assert sum(len(response_of(case)) >= 10**6 for case in CORPUS) >= 20
-
-
 def test_scoring_time_is_bounded() -> None:
     """A response the policy learns to write must not hold a step up."""
     for case in CORPUS:
@@ -87,12 +79,6 @@ def test_only_response_end_counts(rule: Rule) -> None:
         if len(end) == ANSWER_WINDOW:
             gold = case["ground_truth"]
             assert score(padded, gold, rule) == score(end, gold, rule)
-
-
-def test_answer_line_takes_precedence_over_box() -> None:
-    assert not score("\\boxed{42}\nAnswer: 7", "42", "answer_or_boxed").correct
-    assert score("\\boxed{7}\nAnswer: 42", "42", "answer_or_boxed").correct
-    assert score("It is \\boxed{42}.", "42", "answer_or_boxed").correct
 
 
 @pytest.mark.parametrize(

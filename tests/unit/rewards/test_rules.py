@@ -52,15 +52,11 @@ def test_exact_text_compares_the_last_lines(response, gold, correct):
 @pytest.mark.parametrize(
     ("response", "gold", "answer"),
     [
-        *[
-            ("<answer>\nA 1\n</answer> 2", "B", "A 1"),
-            ("<answer>a</answer>, <answer>b</answer>", "", "b"),
-        ],
+        ("<answer>\nA 1\n</answer> 2", "B", "A 1"),
+        ("<answer>a</answer>, <answer>b</answer>", "", "b"),
         *[("<answer>a\nanswer: b", "B", "b"), ("</answer>a", "B", "</answer>a")],
-        *[
-            ("Answer: a\n**Answer:** *b*\nc", "B", "b"),
-            ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
-        ],
+        ("Answer: a\n**Answer:** *b*\nc", "B", "b"),
+        ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
         *[("a\nb\nc", "1 2\n3 4", "b\nc"), ("a\nb", "", "b"), (" \n", "", "")],
         *[
             ("It is 7.", "8", "7"),
@@ -89,18 +85,8 @@ def test_marked_answer_is_found(response, gold, answer):
             r"1 \times 2",
             "1\u00d72",
         ),
-        *(
-            r"1 \cdot 2",
-            r"\sqrt{2}",
-            "sqrt(2)",
-            "\u221a2",
-            "1_2",
-            "1_{2}",
-            "x_2",
-            "1e2",
-            "2^n",
-            "2^{n}",
-        ),
+        *(r"1 \cdot 2", r"\sqrt{2}", "sqrt(2)", "\u221a2", "1_2", "1_{2}", "x_2", "1e2", "2^n"),
+        "2^{n}",
     ],
 )
 def test_operand_is_no_answer(text):

@@ -61,11 +61,6 @@ def test_pieces_join_to_the_text(seed):
     assert "".join(pieces) == decode(ids)
 
 
-def test_text_of_complete_characters_is_exact():
-    for text in ("plain", " led by a space", "\u4e8c" * 50, "\n\n1\t2\r\n", "e\u0301\u200d"):
-        assert "".join(pieces_of(encode(text))) == text
-
-
 def test_invalid_bytes_take_linear_time():
     start = time.perf_counter()
     assert len(pieces_of([200] * 10_000)) == 10_000

@@ -219,10 +219,6 @@ def _python_of(prefix: list[str]) -> str:
     pytest.skip("no other user can start a Python")
 
 
-def _number(name: str) -> int:
-    return seccomp.number(name)
-
-
 @pytest.fixture(params=[True, False], ids=["root", "user"])
 def as_root(request) -> bool:
     return request.param
@@ -253,7 +249,7 @@ def test_keys_of_the_driver_are_unreachable(setting) -> None:
     """Session keyrings are inherited and belong to no namespace; they may hold Kerberos tickets."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    keyctl, add_key = _number("keyctl"), _number("add_key")
+    keyctl, add_key = seccomp.number("keyctl"), seccomp.number("add_key")
     if libc.syscall(keyctl, 1, None) < 0:  # KEYCTL_JOIN_SESSION_KEYRING
         pytest.skip("no keys in this container")
     secret = libc.syscall(add_key, b"user", b"driver-secret", b"s3cret", 6, -3)
