@@ -439,11 +439,6 @@ def test_small_main_memory_is_a_warning(capsys):
     assert "main memory" not in capsys.readouterr().err
 
 
-def test_plan_prints_the_snapshot(capsys):
-    assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml")]) == 0
-    assert "99 snapshot of a save" in capsys.readouterr().out
-
-
 def test_engine_that_restarts_finds_its_whole_budget_free():
     """vLLM refuses to start with less free memory than gpu_memory_utilization of the card."""
     config = recipe("qwen3-30b-a3b")

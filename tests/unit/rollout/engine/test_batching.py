@@ -197,22 +197,6 @@ def test_requests_of_alternating_steps_all_get_their_tokens() -> None:
     assert min(got.values()) > 35
 
 
-def test_other_logprobs_of_a_step_are_dropped() -> None:
-    """A step with another request's top log-probs has more columns; joining them would fail."""
-    held, wide = HeldTokens(), output("a", 2)
-    table = wide.new_logprobs
-    assert table is not None
-    wide.new_logprobs = table._replace(
-        logprob_token_ids=np.array([[2, 8, 9]]), logprobs=np.array([[-2.0, -0.1, -0.2]])
-    )
-    held.take(output("a", 1), period=7)
-    assert held.take(wide, period=7) is None
-    joined = held.take(output("a", 3), period=8)
-    assert joined is not None and joined.new_logprobs is not None
-    assert joined.new_logprobs.logprobs.tolist() == [[-2.0], [-3.0]]
-    assert joined.new_logprobs.logprob_token_ids.tolist() == [[2], [3]]
-
-
 def test_end_of_response_comes_at_once_with_all_held_tokens() -> None:
     """The response would lack its last tokens, or wait for a step that never comes."""
     held = HeldTokens()
@@ -233,15 +217,6 @@ def test_outputs_with_more_than_tokens_are_not_held_back() -> None:
         held.take(output("a", 0), period=7)
         joined = held.take(output("a", 1, **rest), period=7)
         assert joined is not None and joined.new_token_ids == [1]
-
-
-def test_experts_are_joined() -> None:
-    held = HeldTokens()
-    for number in range(4):
-        experts = np.full((1, 2, 2), number, dtype=np.uint8)
-        joined = held.take(output("a", number, routed_experts=experts), period=number // 3)
-    assert joined is not None and joined.routed_experts is not None
-    assert joined.routed_experts[:, 0, 0].tolist() == joined.new_token_ids == [1, 2, 3]
 
 
 def test_tokens_of_ended_requests_are_dropped() -> None:

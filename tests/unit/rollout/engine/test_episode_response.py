@@ -74,13 +74,6 @@ async def test_observation_of_reset_follows_an_empty_turn(tmp_path, tokenizer):
         assert len(found.actions) == 1 and len(found.turns) == 2
 
 
-async def test_text_continues_the_same_turn(tmp_path, tokenizer):
-    async with Play(tmp_path, tokenizer, length=2, in_turn="stop", reply="[{}]") as play:
-        found = await play.finish(Policy(tokenizer, "a stop", "b stop", end=""))
-        assert tokenizer.decode(found.token_ids) == "a stop[1]b stop"
-        assert found.finish_reason == "stop" and play.actions == ["a stop", "b stop"]
-
-
 async def test_next_request_reads_the_answer(tmp_path, tokenizer):
     """Missing or doubled experts of a token would shift those of all later tokens."""
     async with Play(tmp_path, tokenizer, length=2) as play:
@@ -236,10 +229,7 @@ def test_parser_knows_the_types_of_arguments(tmp_path, tokenizer, parser):
     ],
 )
 async def test_calls_are_read_by_vllms_parser(tmp_path, tokenizer, text, calls, bad):
-    """A call that cannot be read is the model's mistake, which its environment hears of.
-
-    Deep arguments, and half of a surrogate pair, would end the engine or fail the environment.
-    """
+    """Catches unreadable, deep and half-encoded calls that end the engine: they are the model's."""
     async with Play(tmp_path, tokenizer, length=1, parser="hermes") as play:
         found = await play.finish(Policy(tokenizer, text), max_tokens=10**6)
         assert dict(found.metrics) == {"calls": calls, "bad": bad}

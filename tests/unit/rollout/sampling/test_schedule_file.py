@@ -206,20 +206,6 @@ def test_mode_without_a_schedule_resumes_a_run_that_had_one(caplog):
     assert schedule.position == 0 and schedule.next is None and caplog.messages == []
 
 
-def test_file_with_the_records_of_its_checkpoint_goes_on(tmp_path, caplog):
-    schedule = SamplingSchedule(write_schedule(tmp_path / "a"), "rules")
-    schedule.resume_at(3)
-    schedule.take(2, 60, [], BATCH)
-    schedule.close()
-    assert [type(one) for one in read_schedule(tmp_path / "a")] == [
-        WeightPause,
-        Take,
-        WeightPause,
-        Take,
-    ]
-    assert caplog.messages == []
-
-
 def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
