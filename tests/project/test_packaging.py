@@ -161,8 +161,7 @@ def cuda_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.full
 def test_what_cuda_machines_install_goes_together(cuda_versions, metadata, tmp_path):
-    """Packages that exclude each other end the image's build, or, worse, Transformer Engine's come
-    with another torch than the one that vLLM was built for."""
+    """Catches packages that exclude each other, or are for another torch than vLLM is."""
     text = (ROOT / "Dockerfile").read_text()
     (engine,) = re.findall(r'"(transformer-engine\[.*?)"', text)
     assert cuda_versions.items() <= resolved_for_cuda(tmp_path, engine).items()

@@ -48,8 +48,7 @@ def test_a_call_that_does_not_fit_is_noticed():
 
 
 def test_what_engines_call_by_name_is_vllms():
-    """RolloutEngine._call takes a method of AsyncLLM as a text, which mypy cannot follow; sleeping
-    and waking happen on GPUs only."""
+    """Methods of AsyncLLM are named as texts, which mypy cannot follow."""
     methods = methods_of("v1/engine/async_llm.py", "AsyncLLM")
     engine = ast.parse((ROOT / "megadapo" / "rollout" / "engine" / "engine.py").read_text())
     # the name stands where the method has `self`

@@ -181,10 +181,7 @@ def test_reference_is_refreshed_after_every_second_step(ranks):
     ids=["bf16", "expert-parallel"],
 )
 def test_reference_resumes_at_any_split(ranks, tmp_path, model, sizes, dtype):
-    """A reference rebuilt from the policy's weights would lose its history.
-
-    With expert parallelism one data-parallel rank wrote its experts, and no load found the others.
-    """
+    """Catches a reference rebuilt from the policy, and experts that one rank alone has written."""
     batch = random_batch(RAGGED, num_mini_batches=2)
     usual = {"reference": REFRESHED, "dtype": dtype}
     split = {**sizes, **usual}

@@ -95,8 +95,7 @@ def pool(tmp_path: Path) -> Iterator[Elastic]:
 
 @pytest.mark.slow
 def test_engine_joins_while_others_generate(pool, monkeypatch):
-    """It waits for a place that can be used, gets the published weights at once, and changes no
-    response."""
+    """It waits for a place that works, gets the weights at once, and changes no response."""
     monkeypatch.setattr(elastic, "RETRY_S", 0.5)
     expected = pool.generate()
     pool.want(3)
@@ -144,11 +143,7 @@ def test_engine_that_joins_during_an_update_gets_no_unfinished_weights(pool, any
 
 
 def test_nothing_changes_during_a_publication(pool):
-    """An engine that left between two calls of an update would fail the update for all.
-
-    One that got the weights before would generate with them after everyone else has new ones.
-    Both may happen in the publication's own thread, which waits for groups to stop.
-    """
+    """Catches engines that leave or get weights in the middle of an update, in any thread."""
     give_version(pool.engines, [0, 1], 1, any_time=True)
     pool.want(3)
     pool.places.free = ["c"]

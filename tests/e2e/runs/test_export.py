@@ -46,8 +46,7 @@ def engine_error(reference: Reference, folder: Path, step: int) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_run_learns_the_same(uninterrupted, tmp_path, layout):
-    """The first step's samples come from equal weights and seeds, so they are the same responses;
-    its loss may differ by rounding only."""
+    """The first step has the same responses; its loss may differ by rounding only."""
     folder = tmp_path / "split"
     run(
         folder,

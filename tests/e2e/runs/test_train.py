@@ -95,11 +95,7 @@ AWAY = ('--trainer.offload=["optimizer", "gradients", "parameters"]',)
 @pytest.mark.fault
 @pytest.mark.slow
 def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
-    """All state comes back, and no group that the journal has is generated again.
-
-    The driver is killed in a rollout before the first checkpoint, and later asked to stop, which
-    its supervisor is not. All that the trainer holds is offloaded while engines generate.
-    """
+    """All state comes back, with all offloaded, and no group of the journal is generated again."""
     folder = tmp_path / "stopped"
     process = start(folder, "--restarts=2", *AWAY)
     journal = folder / JOURNAL_FOLDER / "version-1.log"

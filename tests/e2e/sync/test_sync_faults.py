@@ -72,8 +72,7 @@ def answered(folder: Path, step: int) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_run_that_loses_three_engines_has_same_metrics(uninterrupted, tmp_path, how):
-    """Lose one engine in the update after step 1, one in the evaluation after step 2, and one in
-    the rollout of step 4. The run to compare with has one engine and other limits."""
+    """One is lost in an update, one in an evaluation, one in a rollout; limits differ too."""
     folder = tmp_path / "run"
     process = start(folder, *MANY_BUCKETS, *FEW_AT_ONCE)
     wait_until(lambda: [one.step for one in read_evaluations(folder)] == [0], process)

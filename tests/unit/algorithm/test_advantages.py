@@ -159,8 +159,7 @@ def test_rewards_differ(rewards, expected):
 
 
 def test_filtering_leaves_the_punishment_of_complete_responses():
-    """With both, a complete correct response inside the buffer is punished, and a truncated one has
-    no loss: the two rules reach different responses."""
+    """A complete response in the buffer is punished; a truncated one has no loss."""
     group = scored_group([40, 48, 10], rewards=[1.0, -1.0, 1.0], truncated=[False, True, False])
     config = AlgorithmConfig(overlong_filtering=True, overlong_buffer=16, normalize_by_std=False)
     rewards = shaped_rewards(group, config, max_response_tokens=48)

@@ -141,8 +141,7 @@ def test_every_recipe_notices_an_engine_with_other_weights_than_the_trainer(path
 
 
 def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None:
-    """Two that train the same way, or one that trains something else as well, compare nothing. The
-    one exception is ARPO's tool, without which no response branches."""
+    """Two that train the same way compare nothing; only ARPO has another tool, to branch at."""
     base = load_config(REPOSITORY / "configs" / "quickstart.toml")
     configs = {path.stem: load_config(path) for path in ALGORITHMS}
     arpo = configs["arpo"]
@@ -163,8 +162,7 @@ def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None
 
 
 def test_only_the_recipes_whose_papers_say_so_sample_dynamically_and_punish_length() -> None:
-    """DAPO and, by section 3.1 of MiniMax-M1, CISPO do; ARPO's appendix C.2 has neither. A recipe
-    that inherits both from the quickstart is not its paper's algorithm."""
+    """DAPO and CISPO (MiniMax-M1, section 3.1) do; ARPO's appendix C.2 has neither."""
     configs = {path.stem: load_config(path) for path in ALGORITHMS}
     for name, config in configs.items():
         is_dapos = name in ("dapo", "cispo")

@@ -194,8 +194,7 @@ def test_lost_process_says_how_it_ended_and_what_it_printed():
     "text", ["nonsense", "3", "deep", "empty", "large", "[]", '{"number": []}']
 )
 def test_nonsense_among_replies_ends_the_process_and_not_the_host(text):
-    """Catches a reader that stops at an exception: calls would wait for their time limit, and
-    the process would never be replaced."""
+    """Catches a reader that stops at an exception: calls would wait, with no new process."""
 
     async def play(host):
         await host.open("a", 0, task_of("a"))

@@ -119,10 +119,7 @@ def test_interleaved_evaluation_keeps_its_weights():
 
 
 def test_stored_answers_need_equal_weights_and_rewards(tmp_path):
-    """A redone step may end in other weights if kernels add in any order.
-
-    --accept-changes resumes with other reward functions, whose results must not be mixed.
-    """
+    """A redone step may end in other weights; --accept-changes may change the rewards."""
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
     assert len(payloads(journal_path(tmp_path, EVALUATION, 3))) == 1 + NUM_PROBLEMS

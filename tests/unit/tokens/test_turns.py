@@ -87,10 +87,7 @@ class Texts:
 
 @pytest.mark.parametrize("is_odd", [False, True], ids=["plain", "odd"])
 def test_conversations_keep_every_sampled_token(kind, tokenizer, turns, is_odd):
-    """Rendering again, as servers do, changes tokens that the policy has sampled.
-
-    Where it does not, all tokens must be those of the whole conversation rendered.
-    """
+    """Catches tokens that rendering again, as servers do, would change."""
     texts = Texts(5 + is_odd, turns, tokenizer, is_odd=is_odd)
     [close] = turns.stop_ids
     counts = Counter[str]()

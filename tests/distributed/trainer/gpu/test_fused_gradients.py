@@ -85,10 +85,7 @@ def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_updates_have_the_same_bits(answers, layout):
-    """Catches gradients that are added twice or never, also after the buffers were offloaded.
-
-    In fp32 both ways add the same products in the same order.
-    """
+    """Catches gradients added twice or never, also after offload; in fp32 both ways sum alike."""
     for answer in answers:
         is_equal, is_equal_offloaded, num_tensors = answer[layout]
         assert num_tensors > 20

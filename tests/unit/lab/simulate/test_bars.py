@@ -65,8 +65,7 @@ def test_order_of_the_policies_at_an_eighth_of_the_size():
 
 @pytest.mark.slow
 def test_a_group_that_misses_its_batch_leaves_no_bias():
-    """Surplus groups that ended must not be kept while the others draw new responses: that would
-    prefer short groups. Few responses and equal prompts make such a bias larger."""
+    """Kept surplus groups would prefer short ones; few responses make such a bias larger."""
     # only the bias of partial is a mean of chances
     steps = {"sync": 4, "one_step_off": 4, "partial": 16}
     sampling = SamplingConfig(prompts_per_step=32)

@@ -229,8 +229,7 @@ def test_harmful_program_fails_and_the_next_is_scored(sandbox: Runner, program: 
 @pytest.mark.fault
 @pytest.mark.parametrize(("memory_mib", "is_lost"), [(1024, False), (80, True)])
 def test_program_output_never_fails_the_function(memory_mib: int, is_lost: bool) -> None:
-    """Each NUL takes six bytes in a reply, so eleven runs exceed it, and would crash the sandbox if
-    it has little memory."""
+    """Each NUL takes six bytes in a reply, which eleven runs exceed."""
     function = RewardFunction(
         function="python_tests",
         timeout_s=20.0,  # a busy machine needs more than 6 s for eleven floods
@@ -262,8 +261,7 @@ SPINS = "import time\nwhile time.process_time() < {}: pass\n" + READS + "print(a
     ids=["below", "above", "asleep", "child"],
 )
 def test_limit_is_of_cpu_time(sandbox: Runner, program: str, is_right: bool) -> None:
-    """Rounding the limit of 1 s up would let programs pass that take too long. A program that waits
-    does not fail for it at once, and one cannot give its work to another process."""
+    """Catches a limit that is rounded up, waits that count, and work given to another process."""
     (score,) = run(sandbox, [program], json.dumps({"inputs": ["1 2"], "outputs": ["3"]}))
     assert (score.correct, dict(score.parts)["timeouts"]) == (is_right, float(not is_right))
 
@@ -446,8 +444,7 @@ def test_programs_tests_and_outputs_are_read() -> None:
     ],
 )
 def test_outputs_are_compared_token_by_token(printed: str, expected: str, is_same: bool) -> None:
-    """Comparing texts fails programs that print another number of digits; comparing all tokens as
-    numbers passes names like 007 and e."""
+    """Texts fail other numbers of digits; numbers alone pass names like 007 and e."""
     assert same_output(printed, expected) == is_same
 
 

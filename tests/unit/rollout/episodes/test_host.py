@@ -43,8 +43,7 @@ def test_step_that_was_done_is_answered_and_not_repeated(tmp_path):
 
 
 def test_host_without_a_trainer_needs_no_weights(tmp_path):
-    """Catches `megadapo rollout`, or an evaluation that a restart continues before any update,
-    whose episodes all fail."""
+    """Catches `megadapo rollout` and evaluations before an update, whose episodes all fail."""
 
     async def run():
         host = EpisodeHost([counting(tmp_path)], tmp_path / "journal")

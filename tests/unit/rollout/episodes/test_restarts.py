@@ -367,8 +367,7 @@ def away(tmp_path, num_resets: int):
 def test_reset_waits_for_a_server_that_is_away_for_a_bounded_time(
     tmp_path, monkeypatch, num_resets
 ):
-    """A server that starts again would fail every open episode, and one that never comes would
-    hold up the run."""
+    """Catches a restart that fails all episodes, and a server away for good that holds the run."""
     monkeypatch.setattr("megadapo.rollout.episodes.host.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("megadapo.rollout.episodes.host.LONGEST_PAUSE_S", 0.32)
 

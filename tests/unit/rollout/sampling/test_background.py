@@ -140,8 +140,7 @@ class SlowEngines(ClockedEngines):
 
 
 def test_publication_of_a_repeated_run_begins_when_it_can_stop_the_engines(tmp_path):
-    """It waited for their groups within the publication, in which an engine that had restarted got
-    no weights: without another engine that was without end."""
+    """It waited for groups within the publication, while a restarted engine had no weights."""
     mode = {"mode": "async", "max_staleness": 2, "num_prompts": 1000}
 
     def sampler(engines, schedule):

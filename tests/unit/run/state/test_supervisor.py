@@ -72,8 +72,7 @@ def test_update_that_fails_at_once_is_given_up(tmp_path):
 
 
 def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
-    """--resume PATH after a requeue would throw away what was trained since; --resume auto too
-    early would begin from the model's own weights."""
+    """Too long, it throws training away; too short, the run begins from the model's own weights."""
     _, _, starts = supervise(
         tmp_path,
         """

@@ -179,8 +179,7 @@ def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_gpu_buckets_wait_for_no_receiver_to_be_freed(monkeypatch, opens):
-    """torch keeps memory until a receiver closes it. Catches buckets that a killed engine holds
-    forever, also one that was killed before it opened them."""
+    """Catches buckets that a killed engine holds forever, also one that had not opened them."""
     counters = {("/torch_1", 7): 1}
 
     def release(handle: bytes, offset: int) -> None:
