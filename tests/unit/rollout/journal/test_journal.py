@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.codec import encode
 from megadapo.data.group import Group
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import (
@@ -136,15 +135,6 @@ def test_other_seed_or_temperature_is_another_request(tmp_path):
     sampler = sampler_with(journal_in(tmp_path), engines)
     sampler._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
     assert sampler.next_batch().counts["groups/from_journal"] == 0
-
-
-def test_group_is_restored_exactly(tmp_path):
-    group = make_group(2)
-    journal = journal_in(tmp_path)
-    journal.append(bytes(DIGEST_BYTES), group)
-    journal.close()
-    found = journal_in(tmp_path).find(bytes(DIGEST_BYTES))
-    assert found is not None and encode(found) == encode(group)
 
 
 def test_group_of_another_form_is_requested_again(tmp_path, caplog):
