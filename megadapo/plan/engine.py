@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megadapo.config import RunConfig
 from megadapo.models.description import ModelDescription
@@ -71,14 +71,8 @@ class EngineSpeed:
 
     def scaled(self, factor: float) -> EngineSpeed:
         """Return an engine whose every step takes `factor` times as long."""
-        return replace(
-            self,
-            step_s=self.step_s * factor,
-            response_s=self.response_s * factor,
-            context_s=self.context_s * factor,
-            prefill_s=self.prefill_s * factor,
-            experts_s=self.experts_s * factor,
-        )
+        times = {name: value * factor for name, value in vars(self).items() if name.endswith("_s")}
+        return replace(self, **times)
 
 
 def speed_of(
@@ -103,13 +97,6 @@ def speed_of(
         experts_s=experts_s,
         chosen_share=chosen,
     )
-
-
-def slots_of(config: RunConfig, model: ModelDescription, card: Card, responses: Responses) -> int:
-    """Return the responses that an engine runs at once, in its slots and in its cache."""
-    engine = engine_bytes(config, model, card)
-    num_cached = engine.cache_tokens / responses.running_context
-    return max(1, min(config.rollout.max_num_seqs, int(num_cached)))
 
 
 def _expert_share(model: ModelDescription) -> float:
@@ -138,11 +125,10 @@ class VirtualResponse:
     num_cached: int = 0
     """Prompt tokens that another response of the group has put into the cache."""
 
-    rank: tuple[int, int, int] = field(init=False)
-    """Sort key: lower ones run first."""
-
-    def __post_init__(self) -> None:
-        self.rank = (self.priority, self.key, self.index)
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sort key: lower ones run first."""
+        return self.priority, self.key, self.index
 
 
 @dataclass(kw_only=True)

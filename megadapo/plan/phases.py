@@ -14,7 +14,8 @@ from functools import cache
 from megadapo.cluster.machine import inspect_machine
 from megadapo.config import RunConfig
 from megadapo.data.group import expert_dtype
-from megadapo.models.description import ModelDescription, describe_critic
+from megadapo.models.description import ModelDescription, describe_critic, describe_model
+from megadapo.models.folder import find_hf_config
 from megadapo.plan.cards import GIB, MIB, Card
 from megadapo.plan.ranks import (
     COMMUNICATOR_BYTES,
@@ -73,9 +74,6 @@ class Models:
 
 def models_of(config: RunConfig) -> Models:
     """Return the run's models from their folders or the built-in list; nothing is downloaded."""
-    from megadapo.models.description import describe_model
-    from megadapo.models.folder import find_hf_config
-
     policy = find_hf_config(config.model.path)
     critic, teacher = None, None
     if config.algorithm.advantage == "gae":
@@ -202,12 +200,7 @@ def _update_items(config: RunConfig, models: Models, kind: RankKind) -> dict[str
         itemsize=itemsize_of(config),
         layers="own" if plans_own_layers() else "transformer-engine",
     )
-    return {
-        "micro-batches": update.inputs,
-        "activations": update.activations,
-        "one layer's backward, or the head": update.working,
-        "between the tensors": int(FRAGMENTATION * update.total),
-    }
+    return update | {"between the tensors": int(FRAGMENTATION * sum(update.values()))}
 
 
 def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
@@ -270,26 +263,20 @@ def host_items(config: RunConfig, models: Models, card: Card, gpus_per_node: int
         + teacher
         for state, teacher in zip(states, teachers, strict=True)
     )
+    # `weights/sync/sender.py:WeightSender.pin` copies the weights published last, if engines join
+    # or restart beside an update, and the evaluated weights, if an engine is for evaluations
+    evaluates = config.evaluation.every > 0 and config.evaluation.placement == "engine"
+    num_copies = (config.sampling.mode == "async") + evaluates
     shares = {
         "offloaded by the trainer": trainer_share,
         "weights of sleeping engines": engine_share,
         "snapshot of a save": max(state.snapshot for state in states),
-        "weights for engines that join or evaluate": _num_copies(config)
+        "weights for engines that join or evaluate": num_copies
         * max(kind.num_parameters for kind in kinds)
         * itemsize_of(config),
     }
     num_ranks = min(gpus_per_node, config.trainer.num_ranks)
     return {name: num_ranks * share for name, share in shares.items()}
-
-
-def _num_copies(config: RunConfig) -> int:
-    """Return the number of copies of its weights that a trainer rank keeps for engines.
-
-    `weights/sync/sender.py:WeightSender.pin` makes them: of the weights published last, if engines
-    join or restart beside an update, and of the evaluated weights, if an engine is for evaluations.
-    """
-    evaluates = config.evaluation.every > 0 and config.evaluation.placement == "engine"
-    return int(config.sampling.mode == "async") + int(evaluates)
 
 
 def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:

@@ -58,13 +58,8 @@ LOGIT_BYTES = 14
 def trainer_process_bytes(config: RunConfig) -> int:
     """Return the bytes of a rank's CUDA context and of the groups that it communicates in."""
     trainer = config.trainer
-    tp, cp, dp, pp = (
-        trainer.tensor_parallel,
-        trainer.context_parallel,
-        trainer.data_parallel,
-        trainer.pipeline_parallel,
-    )
-    ep, etp = trainer.expert_parallel, trainer.expert_tensor_parallel
+    tp, cp, pp = trainer.tensor_parallel, trainer.context_parallel, trainer.pipeline_parallel
+    dp, ep, etp = trainer.data_parallel, trainer.expert_parallel, trainer.expert_tensor_parallel
     # the optimizer has a group of all ranks for the norm of the gradients, beside the world
     sizes = [tp, cp, pp, cp * dp, tp * cp * dp * pp, tp * cp * dp * pp]
     if ep > 1:
@@ -166,10 +161,6 @@ class StateBytes:
     """Main memory of the optimizer on the CPU, with the gradients and weights it works on."""
     snapshot: int = 0
     """This rank's part of a checkpoint, of which a save makes a copy in main memory."""
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,12 +84,6 @@ class Refit:
         }
 
 
-def delta_sizes(plan: UpdatePlan) -> list[int]:
-    """Return the bytes of every transfer of a delta, if all bundles change alike."""
-    sizes = [plan.bundle(one).num_bytes for one in plan.transfers]
-    return [round_up(int(DELTA_SHARE * size), ALIGNMENT) for size in sizes]
-
-
 def count_refit(
     schedule: Schedule, hosts: Hosts, *, is_shared: bool, sizes: Sequence[int] | None = None
 ) -> Refit:
@@ -210,5 +204,9 @@ def refit_of(config: RunConfig, plan: UpdatePlan, hosts: Hosts, *, delta: bool =
 
     schedule = pack(plan, int(config.weights.bucket_mib * MIB))
     is_shared = config.cluster.placement == "colocated"
-    sizes = delta_sizes(plan) if delta else None
+    sizes = None
+    if delta:
+        # all bundles change alike
+        full = (plan.bundle(one).num_bytes for one in plan.transfers)
+        sizes = [round_up(int(DELTA_SHARE * size), ALIGNMENT) for size in full]
     return count_refit(schedule, hosts, is_shared=is_shared, sizes=sizes)

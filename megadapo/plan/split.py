@@ -12,9 +12,10 @@ from megadapo.config import RunConfig
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
-from megadapo.plan.engine import EngineSpeed, VirtualEngine, VirtualResponse, slots_of, speed_of
+from megadapo.plan.engine import EngineSpeed, VirtualEngine, VirtualResponse, speed_of
 from megadapo.plan.fit import problems
 from megadapo.plan.phases import Models
+from megadapo.plan.ranks import engine_bytes
 from megadapo.plan.responses import KEPT_SHARE, Responses
 from megadapo.plan.step_time import train_seconds
 from megadapo.rollout.config import SamplingConfig
@@ -65,7 +66,10 @@ class StepModel:
 
     @cached_property
     def num_slots(self) -> int:
-        return slots_of(self.config, self.model, self.card, self.responses)
+        """Responses that an engine runs at once, in its slots and in its cache."""
+        engine = engine_bytes(self.config, self.model, self.card)
+        num_cached = engine.cache_tokens / self.responses.running_context
+        return max(1, min(self.config.rollout.max_num_seqs, int(num_cached)))
 
     def own_split(self) -> Split:
         """Return the recipe's split."""
@@ -74,11 +78,7 @@ class StepModel:
         return self._split(config.trainer, config.rollout.num_engines, is_shared=is_shared)
 
     def shared_split(self, num_gpus: int) -> Split:
-        """Return engines and a trainer that use all of these GPUs in turn.
-
-        Raises:
-            ConfigError: too few GPUs for one copy and one engine.
-        """
+        """Return engines and a trainer that use all of these GPUs in turn."""
         copy = _copy_size(self.config.trainer)
         per_engine = self.config.rollout.ranks_per_engine
         if num_gpus < max(copy, per_engine):
@@ -93,9 +93,6 @@ class StepModel:
         """Return the splits of this many GPUs, smallest trainer first.
 
         A trainer has whole copies of the recipe's layout, or of that without pipeline stages.
-
-        Raises:
-            ConfigError: too few GPUs for one copy and one engine.
         """
         per_engine = self.config.rollout.ranks_per_engine
         found = [
@@ -198,7 +195,7 @@ def describe_step(config: RunConfig, models: Models, card: Card, responses: Resp
     if sampling.overlaps:
         num_gpus = own.num_engine_gpus + own.trainer.num_ranks
         ordered = steps.by_estimate(steps.splits(num_gpus), sampling)
-        fitting = (one for one in ordered if not problems(with_split(config, one), models, card))
+        fitting = (one for one in ordered if not problems(_with_split(config, one), models, card))
         best = next(fitting, None)
         if best is not None and best.name != own.name:
             trainer = best.trainer
@@ -215,7 +212,7 @@ def describe_step(config: RunConfig, models: Models, card: Card, responses: Resp
     return lines
 
 
-def with_split(config: RunConfig, split: Split) -> RunConfig:
+def _with_split(config: RunConfig, split: Split) -> RunConfig:
     """Return the recipe with another trainer and number of engines."""
     rollout = config.rollout.model_copy(update={"num_engines": split.num_engines})
     return config.model_copy(update={"trainer": split.trainer, "rollout": rollout})

@@ -9,7 +9,6 @@ from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
 from megadapo.plan.ranks import mlp_width
 from megadapo.plan.responses import Responses
-from megadapo.trainer.config import TrainerConfig
 
 TRAIN_SHARE = 0.35
 """Share of a card's dense bf16 FLOP/s that a trainer reaches over a step."""
@@ -41,8 +40,8 @@ def train_seconds(
     num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
     layer, mlp = _layer_flops(model, responses.token_sequence)
     forward = forward_flops(model, responses.token_sequence)
-    again = model.shape.num_layers * _recomputed(trainer, layer=layer, mlp=mlp)
-    update = (1 + BACKWARD_PASSES) * forward + again
+    again = layer if trainer.recompute == "full" else mlp * ("mlp" in trainer.recompute)
+    update = (1 + BACKWARD_PASSES) * forward + model.shape.num_layers * again
     # old and reference log-probs, then a forward and backward pass for each pass over the batch
     is_one_update = num_sequences <= algorithm.responses_per_mini_batch
     is_shared = is_one_update and not (algorithm.reads_old_policy or model.shape.num_experts)
@@ -67,12 +66,6 @@ def _layer_flops(model: ModelDescription, length: float) -> tuple[float, float]:
     projections = 2.0 * shape.hidden_size * (2 * query + 2 * key)
     # a token attends to half of its sequence on average: scores and weighted sum
     return projections + 4.0 * query * length / 2 + mlp, mlp
-
-
-def _recomputed(trainer: TrainerConfig, *, layer: float, mlp: float) -> float:
-    if trainer.recompute == "full":
-        return layer
-    return mlp if "mlp" in trainer.recompute else 0.0
 
 
 def _bubble(config: RunConfig, length: float) -> float:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megadapo.models.description import ModelDescription
-from megadapo.plan.ranks import RankKind
+from megadapo.plan.ranks import FP32_BYTES, RankKind
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import padded_vocab_size
-
-FP32_BYTES = 4
 
 Layers = Literal["transformer-engine", "own", "own on a CPU"]
 """Implementation of the layers; the first two are on GPUs, with fused kernels."""
@@ -158,20 +156,22 @@ def kept_by_layer(widths: LayerWidths) -> Kept:
         attention_inputs=widths.residual * size,
         attention=core,
         mlp_inputs=2 * widths.residual * size + statistic,
-        mlp=3 * widths.ffn * size if widths.experts is None else _kept_by_experts(widths),
+        mlp=_kept_by_mlp(widths),
         # keys and values are views of the whole product, queries a copy; the output is the
         # projection's input
         unrotated=core - (whole * qkv + outputs) * size + (widths.query * 2 + qkv) * size,
     )
 
 
-def _kept_by_experts(widths: LayerWidths) -> float:
-    """Return the kept bytes of the experts: inputs, gate and up, product, weighted product.
+def _kept_by_mlp(widths: LayerWidths) -> float:
+    """Return the kept bytes of an MLP, or of experts: inputs, gate and up, product, weighted
+    product.
 
     The router adds scores and probabilities in fp32 and a choice for every expert.
     """
     experts = widths.experts
-    assert experts is not None
+    if experts is None:
+        return 3 * widths.ffn * widths.itemsize
     # a fused kernel applies the weight while it computes the product
     products = 4 if widths.is_own else 3
     copies = experts.copies * (widths.hidden + products * experts.ffn) * widths.itemsize
@@ -214,7 +214,7 @@ def backward_extra(widths: LayerWidths, trainer: TrainerConfig, *, num_tokens: i
 def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
     """Return the peak bytes of the MLP's backward pass: second product, gate, or first product."""
     if widths.experts is not None:
-        return _experts_backward(widths, num_tokens)
+        return _experts_backward(widths, widths.experts, num_tokens)
     size, ffn = widths.itemsize, widths.ffn
     gradient = widths.residual * size
     weight = widths.hidden * ffn * size
@@ -229,18 +229,16 @@ def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
     return max(second, gate, first * num_tokens + 2 * weight)
 
 
-def _experts_backward(widths: LayerWidths, num_tokens: int) -> float:
+def _experts_backward(widths: LayerWidths, experts: ExpertWidths, num_tokens: int) -> float:
     """Return the bytes of the gradients of experts' outputs, inputs and intermediate tensors."""
-    experts, size = widths.experts, widths.itemsize
-    assert experts is not None
+    size = widths.itemsize
     gradient = (widths.residual + experts.copies * 2 * widths.hidden) * size
     between = experts.copies * 3 * experts.ffn * size
     weights = 3 * experts.ffn * widths.hidden * size
-    if widths.is_own:
-        # one expert at a time
-        between /= experts.num_local
-        return (gradient + between) * num_tokens + weights
-    return (gradient + between) * num_tokens + weights * experts.num_local
+    if not widths.is_own:
+        return (gradient + between) * num_tokens + weights * experts.num_local
+    # one expert at a time
+    return (gradient + between / experts.num_local) * num_tokens + weights
 
 
 def _attention_backward(widths: LayerWidths) -> float:
@@ -267,22 +265,6 @@ class UpdateLoad:
     """Tokens of all mini-batches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateBytes:
-    """Peak memory of an update."""
-
-    inputs: int
-    activations: int
-    """Activations kept for the backward pass, of all micro-batches in flight."""
-    working: int
-    """Working memory of one layer's backward pass, or of the policy head if that takes more; they
-    never run at the same time."""
-
-    @property
-    def total(self) -> int:
-        return self.inputs + self.activations + self.working
-
-
 def update_bytes(
     model: ModelDescription,
     trainer: TrainerConfig,
@@ -291,8 +273,8 @@ def update_bytes(
     *,
     itemsize: int,
     layers: Layers,
-) -> UpdateBytes:
-    """Return the peak memory of an update.
+) -> dict[str, int]:
+    """Return the peak memory of an update by purpose.
 
     Args:
         itemsize: bytes of an element of weights and activations.
@@ -313,11 +295,13 @@ def update_bytes(
         activations += widths.gathered * itemsize * tokens
     layer = backward_extra(widths, trainer, num_tokens=tokens)
     head = _head_bytes(model, trainer, widths, tokens) if kind.has_head else 0
-    return UpdateBytes(
-        inputs=_input_bytes(widths, model, trainer, load) // trainer.context_parallel,
-        activations=int(activations),
-        working=max(int(layer), head),
-    )
+    return {
+        "micro-batches": _input_bytes(widths, model, trainer, load) // trainer.context_parallel,
+        # kept for the backward pass, of all micro-batches in flight
+        "activations": int(activations),
+        # they never run at the same time
+        "one layer's backward, or the head": max(int(layer), head),
+    }
 
 
 def chunks_in_flight(kind: RankKind, num_micro_batches: int) -> int:
