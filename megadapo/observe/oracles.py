@@ -104,21 +104,16 @@ def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
     step does not measure it."""
     value = record.get(metric)
     if value is not None:
-        share = _fresh_share(record) if metric == "parity/logprob_abs_mean" else 1.0
+        share, stale = 1.0, record.get("staleness/token_share")
+        num_tokens = record.get("tokens/trained")
+        if metric == "parity/logprob_abs_mean" and stale is not None and num_tokens is not None:
+            share = min(1.0, (1.0 - stale) * num_tokens / MIN_FRESH_TOKENS)
         return value * share <= bound
     # a step without stale tokens has no probe, and one without fresh tokens has nothing else; a
     # probe that no engine answered is missing too, with a warning; GPUs measure the first ratio in
     # some steps only
     is_all_stale = record.get("staleness/token_share") == 1.0
     return metric in MAY_BE_NULL or (metric.startswith("parity/") and is_all_stale)
-
-
-def _fresh_share(record: MetricRecord) -> float:
-    """Return the number of fresh tokens as a share of `MIN_FRESH_TOKENS`, at most 1."""
-    stale, num_tokens = record.get("staleness/token_share"), record.get("tokens/trained")
-    if stale is None or num_tokens is None:
-        return 1.0
-    return min(1.0, (1.0 - stale) * num_tokens / MIN_FRESH_TOKENS)
 
 
 def _check_skipped(records: Sequence[MetricRecord]) -> None:

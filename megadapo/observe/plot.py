@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.observe.files import replaced
 from megadapo.observe.metrics.names import Panel
@@ -24,7 +24,7 @@ PLOT_FILE = "plot.png"
 # Okabe and Ito's palette: told apart with every common colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _GREY = "#666666"
-_LINE_STYLES = ("-", "--", ":", "-.")
+DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 NUM_COLUMNS = 4
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
@@ -143,7 +143,14 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
             look |= {"marker": "o" if len(series) < 3 else None}
             if series:
                 axes.plot(list(series), list(series.values()), label=label, **look)
-        _fill_band(axes, panel, run, colour)
+        if panel.band:
+            # the area between two metrics over the steps that have both
+            high, low, *name_of_area = panel.band
+            tops, bottoms = run.series(high), run.series(low)
+            steps = sorted(tops.keys() & bottoms.keys())
+            areas = [tops[step] for step in steps], [bottoms[step] for step in steps]
+            area = name_of_area[0] if name_of_area else None
+            axes.fill_between(steps, *areas, color=colour, alpha=0.15, linewidth=0, label=area)
         if panel.held_out and any(one.accuracy is not None for one in run.evaluations):
             _draw_held_out(axes, run, _look(colour, len(panel.lines), len(runs)))
 
@@ -152,20 +159,7 @@ def _look(colour: str, line: int, num_runs: int) -> dict[str, Any]:
     """Return colour and line style of a panel's line."""
     if num_runs == 1:
         return {"color": COLOURS[line % len(COLOURS)]}
-    return {"color": colour, "linestyle": _LINE_STYLES[line % len(_LINE_STYLES)]}
-
-
-def _fill_band(axes: Axes, panel: Panel, run: RunRecords, colour: str) -> None:
-    """Fill between the two metrics of a panel's band over the steps that have both."""
-    if not panel.band:
-        return
-    high, low, *label = panel.band
-    tops, bottoms = run.series(high), run.series(low)
-    steps = sorted(tops.keys() & bottoms.keys())
-    areas = [tops[step] for step in steps], [bottoms[step] for step in steps]
-    axes.fill_between(
-        steps, *areas, color=colour, alpha=0.15, linewidth=0, label=label[0] if label else None
-    )
+    return {"color": colour, "linestyle": DASHES[line % len(DASHES)]}
 
 
 def _draw_held_out(axes: Axes, run: RunRecords, look: dict[str, Any]) -> None:

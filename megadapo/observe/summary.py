@@ -122,11 +122,7 @@ def costs(records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
     tokens += f"{stopped:,} of stopped responses, " if stopped else ""
     tokens += f"{total('tokens/trained'):,} trained on"
     groups = f"{total('groups/sampled'):,} sampled, {total('groups/kept'):,} kept"
-    rows = [
-        time_row,
-        ("tokens", tokens),
-        ("groups", groups),
-    ]
+    rows = [time_row, ("tokens", tokens), ("groups", groups)]
     cache_use = worst("rollout/kv_use_max")
     if cache_use is not None:
         preemptions = f"{total('rollout/preemptions'):,} preemptions"

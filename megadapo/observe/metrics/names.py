@@ -79,9 +79,8 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "checkpoints since the previous record, so on the checkpoint of the previous step.",
     },
     Panel("", "beside"): {
-        Metric(
-            "time/reward_s", "scoring, beside the rollout", counted=True
-        ): "Seconds that responses waited to be scored.",
+        Metric("time/reward_s", "scoring, beside the rollout", counted=True): "Seconds that "
+        "responses waited to be scored.",
     },
     Panel("Learning", "Accuracy", "share of responses", held_out=True, in_plot=True): {
         Metric("accuracy/mean", "training"): "Share of correct responses among all generated; null "
@@ -112,8 +111,7 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         Metric("reward/overlong_penalty_mean", "overlong penalty"): "Mean soft overlong punishment "
         "of the responses of reward/mean.",
         Metric("eval/score", "held out"): "Mean reward of the evaluation of eval/accuracy, whose "
-        "measure it is "
-        "without an accuracy.",
+        "measure it is without an accuracy.",
     },
     Panel("Learning", "Parts of the reward", "mean", rest_of=r"reward/(.+)"): {},
     Panel("Learning", "Left without reward", "a step"): {
@@ -359,37 +357,28 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "counted; a prefix that branches share is counted once.",
         Metric("tokens/trained", "trained on"): "Response tokens with a loss weight; a shared "
         "prefix counts once per branch.",
-        Metric(
-            "tokens/stopped", "of stopped responses", counted=True
-        ): "Tokens of groups that were stopped, or "
-        "completed too late to count in the step. Depends on the engines' speed if "
-        "sampling.max_staleness is 0.",
-        Metric(
-            "tokens/recomputed", "read again", counted=True
-        ): "Tokens that engines read again after a publication had stopped them.",
+        Metric("tokens/stopped", "of stopped responses", counted=True): "Tokens of groups that "
+        "were stopped, or completed too late to count in the step. Depends on the engines' speed "
+        "if sampling.max_staleness is 0.",
+        Metric("tokens/recomputed", "read again", counted=True): "Tokens that engines read again "
+        "after a publication had stopped them.",
     },
     Panel("Sampling", "Groups not used", "a step"): {
-        Metric(
-            "groups/stopped", "stopped", counted=True
-        ): "Groups ended before completion. Depends on the "
-        "engines' speed if sampling.max_staleness is 0.",
+        Metric("groups/stopped", "stopped", counted=True): "Groups ended before completion. "
+        "Depends on the engines' speed if sampling.max_staleness is 0.",
         Metric("groups/dropped", "dropped"): "Mixed groups that were not used. Depends on the "
         "engines' speed if sampling.max_staleness is 0.",
     },
     Panel("Sampling", "Groups left for later", "a step"): {
-        Metric(
-            "groups/carried", "carried on", counted=True
-        ): "Unfinished groups that continue in the next step.",
-        Metric(
-            "groups/overdue", "waited for, too old for a later step", counted=True
-        ): "Most groups that a "
-        "batch with enough mixed groups waited for, because they would have become older than "
-        "sampling.max_staleness. Depends on the engines' speed.",
+        Metric("groups/carried", "carried on", counted=True): "Unfinished groups that continue in "
+        "the next step.",
+        Metric("groups/overdue", "waited for, too old for a later step", counted=True): "Most "
+        "groups that a batch with enough mixed groups waited for, because they would have become "
+        "older than sampling.max_staleness. Depends on the engines' speed.",
     },
     Panel("Sampling", "Groups from the journal", "a step"): {
-        Metric(
-            "groups/from_journal", "read", counted=True
-        ): "Groups read from the journal of a killed process instead of being generated again.",
+        Metric("groups/from_journal", "read", counted=True): "Groups read from the journal of a "
+        "killed process instead of being generated again.",
     },
     Panel(
         "Long tail",
@@ -437,9 +426,8 @@ DECLARED: dict[Panel, dict[Metric, str]] = {
         "training of a token.",
     },
     Panel("Staleness", "Wait for the oldest groups", "seconds of a step"): {
-        Metric(
-            "time/overdue_s", "with enough other groups", counted=True
-        ): "Seconds that a batch with enough mixed groups waited for groups/overdue.",
+        Metric("time/overdue_s", "with enough other groups", counted=True): "Seconds that a batch "
+        "with enough mixed groups waited for groups/overdue.",
     },
     Panel("Staleness", "Drift of stale tokens", "|log-prob change|, nats", log=True): {
         Metric(
@@ -573,13 +561,8 @@ OWN_AREAS = ("reward/", "environment/", "reflection/", "held_out/")
 
 UNREPEATED = (
     *("time/", "tokens_per_s", "rollout/", "weights/", "memory/", "train/slowest_rank"),
-    *(
-        "groups/stopped",
-        "groups/dropped",
-        "groups/from_journal",
-        "groups/overdue",
-        "tokens/stopped",
-    ),
+    *("groups/stopped", "groups/dropped", "groups/from_journal", "groups/overdue"),
+    "tokens/stopped",
 )
 """Prefixes of names whose values a repeated run does not repeat: they depend on the engines' speed,
 on lost processes, or on memory."""

@@ -227,28 +227,24 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    lines = complete_lines(path, last_bytes=last_bytes)
-    return [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line]
+    entries = []
+    for number, line in enumerate(complete_lines(path, last_bytes=last_bytes), start=1):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line, object_hook=_as_numbers)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise DataError(f"{path}, line {number}: not an object with a step")
+        entries.append(entry)
+    return entries
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
-    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-        raise DataError(f"{path}, line {number}: not an object with a step")
-    return _as_numbers(entry)
-
-
-def _as_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _as_numbers(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the values that `plain_numbers` wrote."""
     return {
-        key: _as_numbers(value)
-        if isinstance(value, dict)
-        else _NOT_FINITE.get(value, value)
-        if isinstance(value, str)
-        else value
+        key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in entry.items()
     }
 
@@ -258,6 +254,5 @@ def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     content = "".join(_line(entry) for entry in _read(path) if keep(entry))
-    if content.encode() == path.read_bytes():
-        return
-    replace_text(path, content)
+    if content.encode() != path.read_bytes():
+        replace_text(path, content)

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -90,13 +91,17 @@ def _read_run(folder: Path, name: str) -> RunView:
         key: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
         for key, value in leaves(run.config)
     }
+    facts = [(label, str(value)) for label, key in _FACTS if (value := config.get(key)) is not None]
+    splits = [
+        f"{short} {config[key]}" for short, name in _SPLITS if (key := f"trainer.{name}") in config
+    ]
     last_step, wanted = int(records[-1]["step"] or 0), config.get("run.num_steps")
     of_all = "" if wanted is None else f" of {wanted}"
     return RunView(
         name=name,
         folder=str(folder),
         title=" \u00b7 ".join([f"{last_step}{of_all} steps", *_dates(run)]),
-        facts=_facts(config),
+        facts=[*facts, ("trainer", " x ".join(splits))] if splits else facts,
         warnings=run.warnings,
         first_step=int(records[0]["step"] or 0),
         last_step=last_step,
@@ -121,27 +126,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _dates(run: RunRecords) -> list[str]:
     """Return when the log begins and ends; [] without a log."""
-    stamps = [stamp for line in run.log_lines if (stamp := _stamp(line)) is not None]
+    stamps = []
+    for line in run.log_lines:
+        with suppress(ValueError):
+            stamps.append(datetime.fromisoformat(line.partition(" ")[0]))
     if not stamps:
         return []
     first, last = stamps[0], stamps[-1]
     same_day = first.date() == last.date()
     return [f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}}"]
-
-
-def _stamp(line: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(line.partition(" ")[0])
-    except ValueError:
-        return None
-
-
-def _facts(config: Flat) -> list[tuple[str, str]]:
-    facts = [(label, str(value)) for label, key in _FACTS if (value := config.get(key)) is not None]
-    splits = [
-        f"{short} {config[key]}" for short, name in _SPLITS if (key := f"trainer.{name}") in config
-    ]
-    return [*facts, ("trainer", " x ".join(splits))] if splits else facts
 
 
 Status = Literal["held", "broken", "no bound", "not measured"]
@@ -378,7 +371,7 @@ def render(
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     style = "\n".join(_asset(name) for name in _STYLES)
     slots = {
-        "policy": _policy([library, script], style),
+        "policy": _policy(library, script, style),
         "style": style,
         "data": script_json(data),
         "chunks": script_json(chunks),
@@ -420,15 +413,11 @@ def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: Sequence[str], style: str) -> str:
-    """Return a content security policy for these inline texts and nothing else."""
-    allowed = " ".join(_source(script) for script in scripts)
+def _policy(*texts: str) -> str:
+    """Return a content security policy for these inline scripts, a style last, and nothing else."""
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    *scripts, style = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {allowed}; style-src {_source(style)}; "
+        f"default-src 'none'; script-src {' '.join(scripts)}; style-src {style}; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _source(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

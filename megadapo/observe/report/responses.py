@@ -79,7 +79,11 @@ class SavedRun:
         scale = int(10 ** math.floor(math.log10(max(needed, 1))))
         width = next(scale * unit for unit in (1, 2, 5, 10) if scale * unit >= needed)
         num_rows = longest // width + 1
-        rows = {step: _rows(counter, width) for step, counter in self._lengths.items()}
+        rows: dict[int, Counter[int]] = {}
+        for step, counter in self._lengths.items():
+            rows[step] = Counter()
+            for length, count in counter.items():
+                rows[step][length // width] += count
         return _heat(rows, [float(width * row) for row in range(num_rows + 1)])
 
     def accuracy(self) -> HeatMap | None:
@@ -95,13 +99,6 @@ class SavedRun:
                 rows[step][round(right / size * top)] += count
         # a row stands for one share, so its bounds lie half a share to each side
         return _heat(rows, [(row - 0.5) / top for row in range(top + 2)])
-
-
-def _rows(lengths: Counter[int], width: int) -> Counter[int]:
-    rows: Counter[int] = Counter()
-    for length, count in lengths.items():
-        rows[length // width] += count
-    return rows
 
 
 def _heat(rows: dict[int, Counter[int]], edges: list[float]) -> HeatMap:
@@ -160,13 +157,10 @@ class SavedResponses:
             fullest = max(self._steps, key=lambda step: len(self._steps[step]))
             if len(self._steps[fullest]) > 1 or len(self._steps) == 1:
                 self._num_bytes -= len(self._steps[fullest].pop()[1])
-            else:
-                self._leave_out_every_second_step()
-
-    def _leave_out_every_second_step(self) -> None:
-        self._stride *= 2
-        for step in [step for step in self._steps if self._places[step] % self._stride]:
-            self._num_bytes -= sum(len(chunk) for _, chunk in self._steps.pop(step))
+                continue
+            self._stride *= 2
+            for left_out in [step for step in self._steps if self._places[step] % self._stride]:
+                self._num_bytes -= sum(len(chunk) for _, chunk in self._steps.pop(left_out))
 
     def contents(self) -> tuple[list[GroupEntry], list[str]]:
         """Return the shown groups by run, step and order: entries, and base64 of gzip of JSON."""

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from megadapo.data.group import CUT_MESSAGES, Score, encode_versions
+from megadapo.data.group import CUT_MESSAGES, encode_versions
 from megadapo.observe.rollouts.saved_group import (
     Disposition,
     Part,
@@ -113,11 +113,18 @@ def _render_group(
     for number, saved in responses:
         parts += ["", _header(number, saved)]
         if saved.score.parts:
-            parts.append(_reward_parts(saved.score))
+            scores = ", ".join(f"{printable(name)} {value:g}" for name, value in saved.score.parts)
+            steps = "; steps " + " ".join(f"{value:g}" for _, value in saved.score.steps)
+            parts.append(Text(f"reward from {scores}{steps * bool(saved.score.steps)}", "dim"))
         for name, text in saved.score.texts:
             parts.append(Text(printable(f"{name}: {text}"), "dim"))
         if saved.disagreed:
-            parts.append(_disagreement(saved))
+            verdicts = {True: "correct", False: "wrong", None: "nothing"}
+            text = (
+                f"the scorers differ: the rule says {verdicts[saved.rule_correct]}, "
+                f"the symbolic comparison {verdicts[saved.score.symbolic_correct]}"
+            )
+            parts.append(Text(text, "bold magenta"))
         if saved.response.turns:
             parts += _conversation(saved, group.control_tokens)
         else:
@@ -193,22 +200,5 @@ def _header(number: int, saved: SavedResponse) -> Text:
     return text
 
 
-def _reward_parts(score: Score) -> Text:
-    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in score.parts)
-    text = Text(f"reward from {parts}", "dim")
-    if score.steps:
-        text.append("; steps " + " ".join(f"{value:g}" for _, value in score.steps))
-    return text
-
-
 def _indented(text: str) -> Padding:
     return Padding(Text(printable(text)), (0, 0, 0, INDENT), expand=False)
-
-
-def _disagreement(saved: SavedResponse) -> Text:
-    verdicts = {True: "correct", False: "wrong", None: "nothing"}
-    return Text(
-        f"the scorers differ: the rule says {verdicts[saved.rule_correct]}, "
-        f"the symbolic comparison {verdicts[saved.score.symbolic_correct]}",
-        "bold magenta",
-    )
