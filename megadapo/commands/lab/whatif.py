@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megadapo.commands.common import Commands, Spinner, add_command
+from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError
 
 ABOUT = """Compute the loss and gradient of other objectives on a step's saved groups with the run's
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     console, found = Console(), []
     remaining = compare(config, arguments.step, chosen)
     while True:
-        with Spinner(console).phase("compare objectives"):
+        with console.status("compare objectives"):
             comparison = next(remaining, None)
         if comparison is None:
             break

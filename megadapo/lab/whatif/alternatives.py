@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 from megadapo.algorithm.config import ADVANTAGES_WITH_KEY, AlgorithmConfig
 from megadapo.algorithm.objective import KEYS_OF_GATE, PolicyObjective
@@ -23,12 +23,8 @@ WITHOUT_EFFECT = ("passes", "max_kl", "reference", "kl_control", "pretraining")
 _NEXT_KEY = re.compile(r",\s*(?=[A-Za-z_][\w.]*=)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """One objective, as the configuration of a whole run."""
-
-    name: str
-    config: RunConfig
+Alternative: TypeAlias = tuple[str, RunConfig]
+"""Name of an objective, and the configuration of a whole run with it."""
 
 
 def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
@@ -38,7 +34,7 @@ def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
         ConfigError: a key cannot be set, a value is refused, or the objective needs more than a
             saved batch.
     """
-    found = [Alternative(name=OWN_NAME, config=config)]
+    found = [(OWN_NAME, config)]
     for problem in _unsupported(config):
         raise ConfigError(problem)
     for text in texts:
@@ -47,7 +43,7 @@ def alternatives(config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
             raise ConfigError(f"--set {text}: {problem}")
         # all keys have the same section
         name = re.sub(rf"(^|,\s*){SECTION}\.", r"\1", text)
-        found.append(Alternative(name=name, config=changed))
+        found.append((name, changed))
     return found
 
 

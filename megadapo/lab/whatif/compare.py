@@ -27,7 +27,7 @@ from megadapo.run.processes import trainer_settings
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.state.checkpoint import Checkpoint, checkpoints_of, load
 from megadapo.run.step.training import make_batch
-from megadapo.trainer.types import TrainerSettings, UpdateRequest
+from megadapo.trainer.types import UpdateRequest
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -162,8 +162,12 @@ def compare(
     saved = read_step(config, step)
     before, after = _checkpoints(config.run.folder, step)
     obstacle = None if after is not None else _cannot_repeat(config, saved, before)
-    variants, names = _variants(saved, alternatives), [one.name for one in alternatives]
-    with trainer_alone(config, _settings(config, before)) as trainer:
+    variants, names = _variants(saved, alternatives), [name for name, _ in alternatives]
+    settings = trainer_settings(config)
+    # no engine shares the device; the loss that balances experts is no part of an objective
+    alone = settings.trainer.model_copy(update={"offload": (), "router_aux_loss_coef": 0.0})
+    settings = replace(settings, trainer=alone, reads_weights=before is None)
+    with trainer_alone(config, settings) as trainer:
         if before is not None:
             trainer.load(before.trainer_folder, before.files)
         measured, current = _measure(trainer, variants, step, None)
@@ -204,23 +208,21 @@ def compare(
 def _variants(saved: SavedStep, alternatives: Sequence[Alternative]) -> list[Variant]:
     """Return each objective with its advantages and loss weights of the saved groups."""
     found: list[Variant] = []
-    for alternative in alternatives:
-        batch, _ = make_batch(saved.sampled, alternative.config, policy_version=saved.step - 1)
+    _, own_config = alternatives[0]
+    for _, config in alternatives:
+        batch, _ = make_batch(saved.sampled, config, policy_version=saved.step - 1)
         num_mini_batches = len(batch.mini_batches)
         if found:
             # the loss weights have the alternative's mini-batches; the passes need common ones
             own = found[0].batch
             changed = ("advantages", "loss_weights", "rewards")
             batch = replace(own, **{name: getattr(batch, name) for name in changed})
-        algorithm = alternative.config.algorithm
         found.append(
             Variant(
-                algorithm=algorithm,
+                algorithm=config.algorithm,
                 batch=batch,
                 num_mini_batches=num_mini_batches,
-                kl_reward_coef=_kl_reward_coef(
-                    saved, alternative.config, own=alternatives[0].config
-                ),
+                kl_reward_coef=_kl_reward_coef(saved, config, own=own_config),
             )
         )
     return found
@@ -234,13 +236,6 @@ def _kl_reward_coef(saved: SavedStep, config: RunConfig, own: RunConfig) -> floa
     if objective.kl_in == "reward" and is_own and recorded is not None:
         return float(recorded)
     return objective.kl_reward_coef
-
-
-def _settings(config: RunConfig, before: Checkpoint | None) -> TrainerSettings:
-    settings = trainer_settings(config)
-    # no engine shares the device; the loss that balances experts is no part of an objective
-    trainer = settings.trainer.model_copy(update={"offload": (), "router_aux_loss_coef": 0.0})
-    return replace(settings, trainer=trainer, reads_weights=before is None)
 
 
 def _measure(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,34 +35,15 @@ Work = Sequence[tuple[MicroBatch, PolicyHead]]
 """All micro-batches of a batch with the head of one objective."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gradient:
-    """This rank's part of a gradient, as the optimizer reads it for the norm."""
-
-    parts: list[list[Tensor]]
-    """Tensors of each of megatron-core's optimizers, without copies of other ranks' parameters."""
-    norm: float
-    """Norm of the whole gradient: the number that an update reports."""
-
-
-def _take(rank: TrainerRank) -> Gradient:
-    """Copy the gradient in the buffers, which are summed over ranks."""
-    rank.optimizer.prepare_grads()
-    return Gradient(
-        parts=[
-            []
-            if part.is_stub_optimizer
-            else [grad.detach().clone() for grad in grads_of_norm(part)]
-            for part in rank.optimizer.chained_optimizers
-        ],
-        norm=float(rank.optimizer.get_grad_norm()),
-    )
+Gradient = Sequence[Sequence[Tensor]]
+"""This rank's part of a gradient: the tensors of each of megatron-core's optimizers, without copies
+of other ranks' parameters."""
 
 
 def dot(rank: TrainerRank, one: Gradient, other: Gradient) -> float:
     """Return the product of two gradients over all ranks, in float64; collective."""
     total = 0.0
-    parts = zip(rank.optimizer.chained_optimizers, one.parts, other.parts, strict=True)
+    parts = zip(rank.optimizer.chained_optimizers, one, other, strict=True)
     for optimizer, ours, theirs in parts:
         own = torch.zeros((), dtype=torch.float64, device=rank.device)
         for x, y in zip(ours, theirs, strict=True):
@@ -72,24 +53,8 @@ def dot(rank: TrainerRank, one: Gradient, other: Gradient) -> float:
     return total
 
 
-def _add_weights(
-    sums: Sums, micro_batch: MicroBatch, output: PolicyHeadOutput, objective: PolicyObjective
-) -> None:
-    counted = output.ratio != 0
-    weights = torch.ones_like(output.ratio) if objective.ratio == "none" else output.ratio
-    if micro_batch.importance_weights is not None:
-        weights = weights * micro_batch.importance_weights
-    weights = weights[counted].double()
-    sums["moved"] += (output.d_policy != 0).sum().item()
-    sums["weight"] += weights.sum().item()
-    sums["squared_weight"] += weights.square().sum().item()
-
-
 def measure(
-    rank: TrainerRank,
-    variants: Sequence[Variant],
-    policy_version: int,
-    old: OldNumbers | None,
+    rank: TrainerRank, variants: Sequence[Variant], policy_version: int, old: OldNumbers | None
 ) -> tuple[list[Measured], OldNumbers | None]:
     """Measure all objectives at the rank's weights; collective, and no weight changes.
 
@@ -110,12 +75,21 @@ def measure(
         ]
     logprobs_old = None if old is None else old.logprobs
     works = [_work(rank, variant, policy_version, logprobs_old, values) for variant in variants]
-    outputs, gradients = [], []
+    outputs, gradients, norms = [], [], []
     for work in works:
         for chunk in rank.chunks:
             chunk.zero_grad_buffer()
         outputs.append(run_schedule(rank.chunks, work, forward_only=False))
-        gradients.append(_take(rank))
+        rank.optimizer.prepare_grads()
+        gradients.append(
+            [
+                []
+                if part.is_stub_optimizer
+                else [grad.detach().clone() for grad in grads_of_norm(part)]
+                for part in rank.optimizer.chained_optimizers
+            ]
+        )
+        norms.append(float(rank.optimizer.get_grad_norm()))
     squares = [dot(rank, gradient, gradient) for gradient in gradients]
     products = [dot(rank, gradient, gradients[0]) for gradient in gradients]
     cosines = [
@@ -123,9 +97,9 @@ def measure(
         for product, square in zip(products, squares, strict=True)
     ]
     found = [
-        _measured(variant, _sums(rank, work, output), gradient.norm, cosine)
-        for variant, work, output, gradient, cosine in zip(
-            variants, works, outputs, gradients, cosines, strict=True
+        _measured(variant, _sums(rank, work, output), norm, cosine)
+        for variant, work, output, norm, cosine in zip(
+            variants, works, outputs, norms, cosines, strict=True
         )
     ]
     if not rank.has_results:
@@ -256,7 +230,14 @@ def _sums(rank: TrainerRank, work: Work, outputs: Sequence[PolicyHeadOutput]) ->
         if micro_batch.logprobs_old is None:
             micro_batch = old_policy(micro_batch, output.logprobs, head.importance)
         sums.add(micro_batch, output, head)
-        _add_weights(sums, micro_batch, output, head.objective)
+        ratio = output.ratio
+        weights = torch.ones_like(ratio) if head.objective.ratio == "none" else ratio
+        if micro_batch.importance_weights is not None:
+            weights = weights * micro_batch.importance_weights
+        weights = weights[ratio != 0].double()
+        sums["moved"] += (output.d_policy != 0).sum().item()
+        sums["weight"] += weights.sum().item()
+        sums["squared_weight"] += weights.square().sum().item()
     return sums.reduced(rank.device)
 
 

@@ -23,23 +23,23 @@ def quickstart(*overrides: str) -> RunConfig:
 def test_alternative_has_its_keys_and_the_runs_others():
     config = quickstart("algorithm.objective.clip_low=0.1")
     text = "algorithm.objective.clip_high=0.35, algorithm.loss_aggregation=seq-mean-token-mean"
-    own, one, none = alternatives(config, [text, "algorithm.objective.dual_clip=none"])
-    assert (own.name, own.config) == (OWN_NAME, config)
-    assert one.name == "objective.clip_high=0.35, loss_aggregation=seq-mean-token-mean"
+    own, (name, one), (_, none) = alternatives(config, [text, "algorithm.objective.dual_clip=none"])
+    assert own == (OWN_NAME, config)
+    assert name == "objective.clip_high=0.35, loss_aggregation=seq-mean-token-mean"
     objective = config.algorithm.objective.model_copy(update={"clip_high": 0.35})
     expected = {"objective": objective, "loss_aggregation": "seq-mean-token-mean"}
-    assert one.config.algorithm == config.algorithm.model_copy(update=expected)
-    assert one.config.model_copy(update={"algorithm": config.algorithm}) == config
-    assert none.config == config
+    assert one.algorithm == config.algorithm.model_copy(update=expected)
+    assert one.model_copy(update={"algorithm": config.algorithm}) == config
+    assert none == config
 
 
 def test_other_gate_drops_the_keys_of_the_runs_gate():
     """They would be conflicts, which the user could only avoid by repeating defaults."""
     config = quickstart("algorithm.objective.clip_high=0.4", "algorithm.objective.dual_clip=3.0")
     texts = ["algorithm.objective.gate=soft", "algorithm.objective.gate=bapo"]
-    _, soft, bapo = alternatives(config, texts)
-    assert soft.config.algorithm.objective.changed() == ["gate"]
-    assert bapo.config.algorithm.objective.changed() == ["gate", "dual_clip"]
+    _, (_, soft), (_, bapo) = alternatives(config, texts)
+    assert soft.algorithm.objective.changed() == ["gate"]
+    assert bapo.algorithm.objective.changed() == ["gate", "dual_clip"]
     with pytest.raises(ConfigError, match=r"clip_high: not read with .*gate = \"soft\""):
         alternatives(config, [f"{texts[0]},algorithm.objective.clip_high=0.3"])
 
@@ -75,10 +75,10 @@ def test_run_with_a_critic_takes_other_advantages_and_their_own_keys():
     path = REPOSITORY / "configs" / "algorithms" / "ppo.toml"
     config = load_config(path, ["critic.warmup=2"])
     texts = ["algorithm.gae_lambda=0.9", "algorithm.advantage=rloo"]
-    own, decayed, rloo = alternatives(config, texts)
-    assert own.config == config
-    assert (decayed.config.algorithm.gae_lambda, decayed.config.critic.warmup) == (0.9, 2)
-    assert (rloo.config.algorithm.advantage, rloo.config.critic.warmup) == ("rloo", 0)
+    own, (_, decayed), (_, rloo) = alternatives(config, texts)
+    assert own == (OWN_NAME, config)
+    assert (decayed.algorithm.gae_lambda, decayed.critic.warmup) == (0.9, 2)
+    assert (rloo.algorithm.advantage, rloo.critic.warmup) == ("rloo", 0)
 
 
 def test_settable_keys_are_values_that_decide_the_loss():
@@ -121,8 +121,8 @@ def test_rewards_and_kl_coefficient_are_the_alternatives_own():
     sampled = SimpleNamespace(groups=[overlong_group()], saved=[])
     saved = SimpleNamespace(sampled=sampled, step=1, metrics={"kl/coef": 0.07})
     own, factor, coef = _variants(saved, chosen)
-    for variant, one in zip((own, factor, coef), chosen, strict=True):
-        expected, _ = make_batch(sampled, one.config, policy_version=0)
+    for variant, (_, one) in zip((own, factor, coef), chosen, strict=True):
+        expected, _ = make_batch(sampled, one, policy_version=0)
         np.testing.assert_array_equal(variant.batch.rewards, expected.rewards)
         np.testing.assert_array_equal(variant.batch.advantages, expected.advantages)
     assert factor.batch.rewards[1] > own.batch.rewards[1]
