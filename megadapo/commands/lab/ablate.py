@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megadapo.lab.ablation.report import ablation_tables, collect, write_reports
     from megadapo.lab.ablation.rows import Ablation
-    from megadapo.lab.ablation.runner import AblationRunner
+    from megadapo.lab.ablation.runner import train_runs
 
     for name in ("seeds", "jobs"):
         if getattr(arguments, name) < 1:
@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         for each in ablation.runs:
             show(f"{each.name}: {each.state()}, {each.folder}")
         return 0
-    runner = AblationRunner(jobs=arguments.jobs, show=show)
-    result = collect(ablation, runner.train(ablation.runs))
+    result = collect(ablation, train_runs(ablation.runs, jobs=arguments.jobs, show=show))
     tables = ablation_tables(result)
     for table in tables:
         print(table.text(console.width), end="\n\n")

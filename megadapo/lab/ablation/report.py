@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megadapo.lab.ablation.measures import (
     END_STEPS,
@@ -27,7 +27,7 @@ from megadapo.lab.ablation.runner import RunFailure
 from megadapo.lab.record import write_record
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import MetricRecord
-from megadapo.observe.plot import COLOURS, STYLE, finish, save
+from megadapo.observe.plot import COLOURS, DASHES, STYLE, finish, save
 from megadapo.observe.report.page import REPORT_FILE, write_report
 from megadapo.observe.run_records import RunRecords, leaves
 from megadapo.observe.tables import TextTable, count
@@ -101,7 +101,10 @@ class AblationResult:
             one, two = self.measured[row], self.measured[other]
             common = one.keys() & two.keys()
             if common and all(
-                _without_seconds(one[seed]) == _without_seconds(two[seed]) for seed in common
+                one[seed][name] == two[seed][name]
+                for seed in common
+                for name in one[seed]
+                if not name.startswith("seconds")
             ):
                 found.append(row)
         return found
@@ -124,10 +127,6 @@ class AblationResult:
                 )
                 found.append(effect)
         return found
-
-
-def _without_seconds(measured: Measured) -> dict[str, float | None]:
-    return {name: value for name, value in measured.items() if not name.startswith("seconds")}
 
 
 def collect(ablation: Ablation, failures: Sequence[RunFailure] = ()) -> AblationResult:
@@ -204,9 +203,6 @@ PICTURE_FILE = "ablation.png"
 MAX_BYTES = 8 * 2**20
 """Limit of compressed responses on the page, over all runs."""
 PLUS_MINUS = "\u00b1"
-
-Dash = Literal["-", "--", ":", "-."]
-_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 
 Points = Iterable[tuple[int, float | None]]
 """Steps and values of a run."""
@@ -404,7 +400,7 @@ def draw_rows(result: AblationResult, title: str, output: Path) -> None:
     drawn = [(name, runs.values()) for name, runs in result.runs.items() if runs]
     styled = [
         # rows that share a colour differ in their dashes
-        (name, runs, COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)])
+        (name, runs, COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)])
         for place, (name, runs) in enumerate(drawn)
     ]
     with matplotlib.rc_context(STYLE):
@@ -423,7 +419,7 @@ def draw_rows(result: AblationResult, title: str, output: Path) -> None:
         save(figure, output)
 
 
-def _band(axes: Axes, runs: Sequence[Points], colour: str, dash: Dash) -> None:
+def _band(axes: Axes, runs: Sequence[Points], colour: str, dash: str) -> None:
     by_step: dict[int, list[float | None]] = {}
     for step, value in itertools.chain.from_iterable(runs):
         is_known = value is not None and math.isfinite(value)

@@ -106,11 +106,7 @@ class RowsFile(Section, title="rows"):
 
 
 def read_rows(path: Path) -> RowsFile:
-    """Read a rows file.
-
-    Raises:
-        ConfigError: the file cannot be read or is invalid.
-    """
+    """Read a rows file; ConfigError if it cannot be read or is invalid."""
     table = read_toml(path)
     try:
         return RowsFile.model_validate(table)
@@ -235,12 +231,7 @@ def _row_run(
     row = rows.row[index]
     recipe = config if row.config is None else str(rows_file.parent / row.config)
     own = {"run": {"folder": str(folder / row.folder_name / f"seed-{seed}"), "seed": seed}}
-    words = (
-        *arguments(rows.overrides_of(index)),
-        *overrides,
-        *arguments(own),
-        "--run.resume=auto",
-    )
+    words = (*arguments(rows.overrides_of(index)), *overrides, *arguments(own), "--run.resume=auto")
     try:
         resolved = load_config(recipe, words)
     except ConfigError as error:
@@ -251,8 +242,7 @@ def _row_run(
 def _check_override(override: str, without: Sequence[Callable[[], RowRun]]) -> None:
     """Reject an override of a key that the ablation sets or that differs between rows.
 
-    Args:
-        without: factories of each row's run without the override.
+    `without` makes each row's run without the override.
     """
     key = ".".join(parse_override(override)[0])
     if key in OWN_KEYS and key != "run.seed":

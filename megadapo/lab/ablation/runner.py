@@ -44,82 +44,76 @@ class _ChildRun:
     """Bytes of the log from earlier processes of the run."""
 
 
-class AblationRunner:
-    """A runner of trainings, at most `jobs` at a time."""
+def train_runs(
+    runs: Iterable[RowRun], *, jobs: int, show: Callable[[str], None]
+) -> list[RunFailure]:
+    """Train all unfinished runs, at most `jobs` at a time, and return the failed ones.
 
-    def __init__(self, *, jobs: int, show: Callable[[str], None]) -> None:
-        """Create a runner; `show` prints a line when a run starts or ends."""
-        self._jobs = jobs
-        self._show = show
-        self._children: list[_ChildRun] = []
-        self._failures: list[RunFailure] = []
+    Args:
+        show: prints a line when a run starts or ends.
 
-    def train(self, runs: Iterable[RowRun]) -> list[RunFailure]:
-        """Train all unfinished runs and return the failed ones.
-
-        Raises:
-            RunInterruptedError: a stop was requested; the trainings were stopped too.
-        """
-        waiting = deque(run for run in runs if run.state() != "finished")
-        stop = StopSignal()
-        stop.install()
-        try:
-            with stop.interruptible():
-                self._train_all(waiting)
-        except RunInterruptedError as stopped:
-            raise RunInterruptedError(
-                f"{stopped}; the same command continues with the unfinished runs"
-            ) from None
-        finally:
-            self._end_children()
-            stop.uninstall()
-        return self._failures
-
-    def _train_all(self, waiting: deque[RowRun]) -> None:
-        while waiting or self._children:
-            while waiting and len(self._children) < self._jobs:
-                self._start(waiting.popleft())
-            time.sleep(POLL_S)
-            for child in [child for child in self._children if child.process.poll() is not None]:
-                self._close(child)
-
-    def _start(self, run: RowRun) -> None:
-        verb = "resumes" if run.state() == "started" else "starts"
-        run.log.parent.mkdir(parents=True, exist_ok=True)
-        with run.log.open("ab") as output:
-            log_start = output.tell()
-            process = subprocess.Popen(
-                run.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # in this session a terminal's Ctrl-C would be its second signal: end at once
-                start_new_session=True,
-            )
-        guard = kill_after_this_process([process.pid])
-        self._children.append(_ChildRun(run, process, guard, time.monotonic(), log_start))
-        self._show(f"{run.name} {verb}: {run.folder}")
-
-    def _close(self, child: _ChildRun) -> None:
-        self._children.remove(child)
-        child.guard.dismiss()
-        seconds, code = time.monotonic() - child.start, child.process.returncode
-        if code == 0:
-            self._show(f"{child.run.name} finished after {seconds:.0f} s")
-            return
-        output = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
-        lines = output.strip().splitlines()
-        errors = [line for line in lines if line.startswith("megadapo: ")]
-        # the error of the command if it printed one, or else its last line
-        message = (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")
-        failure = RunFailure(run=child.run, exit_code=code, message=message)
-        self._failures.append(failure)
-        self._show(f"{failure}")
-
-    def _end_children(self) -> None:
-        for child in self._children:
+    Raises:
+        RunInterruptedError: a stop was requested; the trainings were stopped too.
+    """
+    waiting = deque(run for run in runs if run.state() != "finished")
+    children: list[_ChildRun] = []
+    failures: list[RunFailure] = []
+    stop = StopSignal()
+    stop.install()
+    try:
+        with stop.interruptible():
+            while waiting or children:
+                while waiting and len(children) < jobs:
+                    run = waiting.popleft()
+                    verb = "resumes" if run.state() == "started" else "starts"
+                    children.append(_start(run))
+                    show(f"{run.name} {verb}: {run.folder}")
+                time.sleep(POLL_S)
+                for child in [child for child in children if child.process.poll() is not None]:
+                    children.remove(child)
+                    failures += _close(child, show)
+    except RunInterruptedError as stopped:
+        raise RunInterruptedError(
+            f"{stopped}; the same command continues with the unfinished runs"
+        ) from None
+    finally:
+        for child in children:
             child.process.terminate()
-        for child in self._children:
+        for child in children:
             child.process.wait()
             child.guard.dismiss()
-        self._children.clear()
+        stop.uninstall()
+    return failures
+
+
+def _start(run: RowRun) -> _ChildRun:
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    with run.log.open("ab") as output:
+        log_start = output.tell()
+        process = subprocess.Popen(
+            run.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # in this session a terminal's Ctrl-C would be its second signal: end at once
+            start_new_session=True,
+        )
+    guard = kill_after_this_process([process.pid])
+    return _ChildRun(run, process, guard, time.monotonic(), log_start)
+
+
+def _close(child: _ChildRun, show: Callable[[str], None]) -> list[RunFailure]:
+    """Show how a training ended, and return its failure if it has one."""
+    child.guard.dismiss()
+    seconds, code = time.monotonic() - child.start, child.process.returncode
+    if code == 0:
+        show(f"{child.run.name} finished after {seconds:.0f} s")
+        return []
+    output = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
+    lines = output.strip().splitlines()
+    errors = [line for line in lines if line.startswith("megadapo: ")]
+    # the error of the command if it printed one, or else its last line
+    message = (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")
+    failure = RunFailure(run=child.run, exit_code=code, message=message)
+    show(f"{failure}")
+    return [failure]

@@ -11,7 +11,7 @@ from megadapo.config import load_config
 from megadapo.config.recipe import parse_override
 from megadapo.errors import ConfigError, DataError
 from megadapo.lab.ablation.rows import RowRun, RowsFile, arguments, read_rows
-from megadapo.lab.ablation.runner import AblationRunner
+from megadapo.lab.ablation.runner import train_runs
 from megadapo.observe.run_records import leaves
 from tests.support.runs.ablations import ROWS, ablation_of, finish
 
@@ -178,7 +178,7 @@ def test_failed_run_is_named_and_ends_no_other(tmp_path):
     others[0].log.parent.mkdir(parents=True, exist_ok=True)
     others[0].log.write_text("megadapo: an earlier process\n")
     shown: list[str] = []
-    failures = AblationRunner(jobs=2, show=shown.append).train(runs)
+    failures = train_runs(runs, jobs=2, show=shown.append)
     assert sorted(failure.run.name for failure in failures) == sorted(run.name for run in others)
     for failure in failures:
         assert failure.exit_code == ConfigError.exit_code
