@@ -16,20 +16,14 @@ from megadapo.observe.files import replace_text
 
 
 def write_record(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results as JSON, below the date and the machine they were measured on."""
-    record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **results}
-    replace_text(path, json.dumps(record, indent=1) + "\n", with_folder=True)
-
-
-def machine() -> dict[str, Any]:
-    """Return this machine's hardware and the versions of installed packages."""
+    """Write results as JSON, below the date and the machine with the versions of its packages."""
     found = inspect_machine()
     cpu = None
     with contextlib.suppress(OSError):  # only Linux has this file
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
         cpu = next(names, None)
-    return {
+    machine = {
         "cpu": cpu,
         "cores": found.num_cores,
         "gpus": [gpu.name for gpu in found.gpus],
@@ -42,3 +36,5 @@ def machine() -> dict[str, Any]:
             **{name: version for name, version in found.packages.items() if version},
         },
     }
+    record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine, **results}
+    replace_text(path, json.dumps(record, indent=1) + "\n", with_folder=True)

@@ -82,6 +82,10 @@ _NEWS = (
 )
 """Metrics of an evaluation that became known in the step, which depends on its speed: the
 evaluations themselves are compared."""
+_MEANINGS = {
+    "skipped_updates": ("One run skipped an update for a loss or gradient that was not finite.",),
+    "lr": ("The learning rate of the step differs.",),
+}
 _SAMPLED = "tokens/generated"
 SHOWN = 6
 """Most metrics in a table."""
@@ -116,7 +120,7 @@ def compare_metrics(step: int, a: MetricRecord, b: MetricRecord) -> dict[str, Di
                 phase=_phase(rows[0][0]),
                 field=rows[0][0],
                 rows=rows[:SHOWN],
-                evidence=(*_meaning(rows[0][0]), *more),
+                evidence=(*_MEANINGS.get(rows[0][0].rpartition("/")[2], ()), *more),
             )
     return differences
 
@@ -132,14 +136,6 @@ def _phase(name: str) -> Phase:
     if name.startswith("environment/") and name.endswith("/return"):
         return "score"
     return next((phase for phase, names in _PHASES if name.startswith(names)), "update")
-
-
-def _meaning(name: str) -> tuple[str, ...]:
-    if name.endswith("/skipped_updates"):
-        return ("One run skipped an update for a loss or gradient that was not finite.",)
-    if name.endswith("/lr"):
-        return ("The learning rate of the step differs.",)
-    return ()
 
 
 _DEPENDS_ON_WEIGHTS = {
@@ -278,7 +274,15 @@ class RunComparison:
         if step:
             a, b = (run.metrics.get(step) for run in (self.a, self.b))
             if a is None or b is None:
-                yield self._missing(step)
+                ends = (max(run.metrics, default=0) for run in (self.a, self.b))
+                text = (
+                    f"{'A' if a is None else 'B'} has no record of the step: it ended before, or "
+                    "has not come so far."
+                )
+                rows = (row("last step", *ends),)
+                yield Difference(
+                    step=step, phase="record", field="step", rows=rows, evidence=(text,)
+                )
                 return
             if is_replay(a) != is_replay(b):
                 self._gap("tokens/generated: one run is a replay, which has none", step)
@@ -288,13 +292,6 @@ class RunComparison:
         if "evaluation" in metrics:
             yield metrics["evaluation"]
         yield from self._evaluation(step)
-
-    def _missing(self, step: int) -> Difference:
-        runs = (self.a, self.b)
-        rows = (row("last step", *(max(run.metrics, default=0) for run in runs)),)
-        name = next(run.name for run in runs if step not in run.metrics)
-        text = f"{name} has no record of the step: it ended before, or has not come so far."
-        return Difference(step=step, phase="record", field="step", rows=rows, evidence=(text,))
 
     def _phases(self, step: int, metrics: Mapping[str, Difference]) -> Iterator[Difference]:
         """Yield the differences of the saved groups and of the metrics up to the update."""
@@ -398,43 +395,34 @@ WIDTH = 100
 
 def text_of_comparison(result: RunComparison) -> str:
     """Return the whole result: settings, the first difference, and what was not compared."""
-    parts = [f"A  {result.a.folder}\nB  {result.b.folder}", *_settings(result)]
-    if result.first is not None:
-        parts += _first(result)
+    parts = [f"A  {result.a.folder}\nB  {result.b.folder}"]
+    for title, rows in (
+        ("Settings that decide what is learned differ:", result.learning_keys),
+        ("Other settings differ:", result.other_keys),
+    ):
+        if rows:
+            parts.append(f"{title}\n{_table(rows)}")
+    first, steps = result.first, result.equal_steps
+    equal = f"{count(len(steps), 'step')} ({ranges(steps)})"
+    if first is None:
+        parts.append(f"The runs are equal in {equal}.")
     else:
-        steps = result.equal_steps
-        parts.append(f"The runs are equal in {count(len(steps), 'step')} ({ranges(steps)}).")
+        lines = [f"The runs part in step {first.step}, {first.phase}: {first.place}."]
+        parts.append("\n".join([*lines, *textwrap.wrap(" ".join(first.evidence), WIDTH)]))
+        if first.rows:
+            parts.append(_table(first.rows))
+        if result.also:
+            also = [f"{one.phase}: {one.place}" for one in result.also]
+            parts.append("\n".join([f"Also in step {first.step}:", *_list(also)]))
+        if steps:
+            parts.append(f"Equal before: {equal}.")
     gaps = [f"step{'s' * (len(s) > 1)} {ranges(s)}: {reason}" for reason, s in result.gaps.items()]
     if gaps or result.notes:
         parts.append("\n".join(["Not compared:", *_list([*gaps, *result.notes])]))
     return printable("\n\n".join(parts))
 
 
-def _settings(result: RunComparison) -> Iterator[str]:
-    for title, rows in (
-        ("Settings that decide what is learned differ:", result.learning_keys),
-        ("Other settings differ:", result.other_keys),
-    ):
-        if rows:
-            yield f"{title}\n{_table(rows)}"
-
-
-def _first(result: RunComparison) -> Iterator[str]:
-    first = result.first
-    assert first is not None, "the caller checks it"
-    lines = [f"The runs part in step {first.step}, {first.phase}: {first.place}."]
-    yield "\n".join([*lines, *textwrap.wrap(" ".join(first.evidence), WIDTH)])
-    if first.rows:
-        yield _table(first.rows)
-    if result.also:
-        also = [f"{one.phase}: {one.place}" for one in result.also]
-        yield "\n".join([f"Also in step {first.step}:", *_list(also)])
-    if result.equal_steps:
-        number = count(len(result.equal_steps), "step")
-        yield f"Equal before: {number} ({ranges(result.equal_steps)})."
-
-
-def _list(lines: Sequence[str] | Iterator[str]) -> list[str]:
+def _list(lines: Sequence[str]) -> list[str]:
     return [
         textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines
     ]

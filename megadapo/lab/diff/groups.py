@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -47,21 +48,19 @@ def rollout_place(one: SavedResponse, two: SavedResponse) -> tuple[int, str] | N
     """
     a, b = one.response, two.response
     found = [
-        (place, order, field)
-        for order, (field, x, y) in enumerate(
-            [
-                ("token", a.token_ids, b.token_ids),
-                ("policy version", a.policy_versions, b.policy_versions),
-                ("engine log-prob", a.logprobs, b.logprobs),
-            ]
+        (place, field)
+        for field, x, y in (
+            ("token", a.token_ids, b.token_ids),
+            ("policy version", a.policy_versions, b.policy_versions),
+            ("engine log-prob", a.logprobs, b.logprobs),
         )
         if (place := first_difference(x, y)) is not None
     ]
-    if not found:
-        rows = whole_rows(a, b)
-        return (len(a.token_ids), rows[0][0]) if rows else None
-    place, _, field = min(found)
-    return place, field
+    if found:
+        # of several at one place, the first is the cause
+        return min(found, key=itemgetter(0))
+    rows = whole_rows(a, b)
+    return (len(a.token_ids), rows[0][0]) if rows else None
 
 
 def whole_rows(a: Response, b: Response) -> tuple[Row, ...]:
@@ -213,7 +212,16 @@ class StepGroups:
         order = list(updates)
         if trained := [one for one in found if one.group in updates]:
             first = min(trained, key=lambda one: order.index(one.group))
-            first = first.with_evidence(_about_mini_batch(updates[first.group]))
+            number = updates[first.group]
+            text = (
+                f"It is in mini-batch {number}; log-probs of the mini-batches before it are equal."
+            )
+            if number == 1:
+                text = (
+                    "It is in mini-batch 1, before any update of the step: the batch differs, or "
+                    "its order."
+                )
+            first = first.with_evidence(text)
         noun = "group" if self.is_complete else "saved group"
         total = len(self.a.keys() | self.b.keys())
         return first.with_evidence(share(len(found), total, noun, "in this phase"))
@@ -339,15 +347,8 @@ class StepGroups:
                 args = {"response": number, "token": place}
                 yield self._found(index, "advantages", "advantage", rows, **args)
 
-    def old(self, index: int) -> Iterator[Difference]:
-        """Yield differences of the trainer's log-probs before the update."""
-        yield from self._trained(index, "old log-probs", "old log-prob", "logprobs_old")
-
-    def update(self, index: int) -> Iterator[Difference]:
-        """Yield differences of the trainer's log-probs in the update."""
-        yield from self._trained(index, "update", "log-prob in the update", "logprobs_update")
-
-    def _trained(self, index: int, phase: Phase, field: str, name: str) -> Iterator[Difference]:
+    def trained(self, index: int, phase: Phase, field: str, name: str) -> Iterator[Difference]:
+        """Yield differences of the trainer's log-probs before the update, or in it."""
         pairs = self.pairs(index)
         places = [first_difference(getattr(x, name), getattr(y, name)) for x, y in pairs]
         differing = [number for number, place in enumerate(places) if place is not None]
@@ -375,19 +376,15 @@ class StepGroups:
         return dict(zip(indices, numbers, strict=True))
 
 
-def _about_mini_batch(number: int) -> str:
-    if number == 1:
-        return (
-            "It is in mini-batch 1, before any update of the step: the batch differs, or its order."
-        )
-    return f"It is in mini-batch {number}; log-probs of the mini-batches before it are equal."
-
-
 _FINDERS: dict[Phase, Callable[[StepGroups, int], Iterator[Difference]]] = {
     "rollout": StepGroups.rollout,
     "score": StepGroups.score,
     "selection": StepGroups.selection,
     "advantages": StepGroups.advantages,
-    "old log-probs": StepGroups.old,
-    "update": StepGroups.update,
+    "old log-probs": lambda groups, index: groups.trained(
+        index, "old log-probs", "old log-prob", "logprobs_old"
+    ),
+    "update": lambda groups, index: groups.trained(
+        index, "update", "log-prob in the update", "logprobs_update"
+    ),
 }

@@ -183,13 +183,21 @@ def compile_kernel(case: CompileCase, architecture: int) -> KernelResources:
     )
     target = GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": case.num_warps})
-    registers, stack_bytes = _registers_and_stack(compiled.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = _USAGE.search(text)
+    if match is None:
+        raise ValueError(f"cuobjdump printed no resource usage: {text.strip()}")
+    registers, stack, local = map(int, match.groups())
     return KernelResources(
         kernel=case.kernel.__name__,
         shapes=case.label,
         architecture=architecture,
         registers=registers,
-        stack_bytes=stack_bytes,
+        stack_bytes=stack + local,
         shared_bytes=compiled.metadata.shared,
         num_warps=case.num_warps,
     )
@@ -206,20 +214,6 @@ def compile_all(architectures: Sequence[int]) -> tuple[list[KernelResources], li
                 name = f"{case.kernel.__name__}, {case.label}, sm_{architecture}"
                 failures.append(f"{name} does not compile: {type(error).__name__}: {error}")
     return results, failures
-
-
-def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    """Read the registers, and the bytes of stack, of a one-kernel binary by Triton's cuobjdump."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    match = _USAGE.search(text)
-    if match is None:
-        raise ValueError(f"cuobjdump printed no resource usage: {text.strip()}")
-    registers, stack, local = (int(number) for number in match.groups())
-    return registers, stack + local
 
 
 def format_compile_report(results: Sequence[KernelResources]) -> str:

@@ -122,11 +122,7 @@ def loss_step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, or CUDA if available, or the CPU.
-
-    Raises:
-        ConfigError: CUDA is requested and not available.
-    """
+    """Return the named device, or CUDA if available, or the CPU."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: torch sees no CUDA device")

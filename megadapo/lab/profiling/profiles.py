@@ -97,9 +97,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
 
 
 def profile_table(
-    profile: torch.profiler.profile,
-    roofline: Roofline,
-    moved: Mapping[str, int] | None = None,
+    profile: torch.profiler.profile, roofline: Roofline, moved: Mapping[str, int]
 ) -> list[KernelTime]:
     """Sum a finished profile (made with `with_flops=True`) by name, slowest first.
 
@@ -121,7 +119,6 @@ def profile_table(
     else:
         times = [(event, event.self_cpu_time_total, True) for event in operators]
     total = sum(spent for _, spent, is_counted in times if is_counted) or 1.0
-    moved = moved or {}
     return [
         _row(event, spent, spent / total if is_counted else None, roofline, moved.get(event.key))
         for event, spent, is_counted in sorted(times, key=lambda row: (not row[2], -row[1]))
@@ -273,10 +270,7 @@ def trainer_alone(config: RunConfig, settings: TrainerSettings | None = None) ->
     from megadapo.trainer.trainer import Trainer
 
     cluster = Cluster.start(
-        config.cluster,
-        num_trainer_ranks=config.trainer.num_ranks,
-        num_engines=0,
-        engine_ranks=1,
+        config.cluster, num_trainer_ranks=config.trainer.num_ranks, num_engines=0, engine_ranks=1
     )
     try:
         with tempfile.TemporaryDirectory() as logs:

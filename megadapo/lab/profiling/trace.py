@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.this_node import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
@@ -73,7 +73,7 @@ def _trainer_parts(trainer: Trainer, files: Sequence[Path]) -> list[TracePart]:
     import ray
 
     def ask(rank: int) -> ClockReading:
-        call: Any = trainer.ranks[rank].apply.remote(_clock)
+        call: Any = trainer.ranks[rank].apply.remote(lambda _: read_clock())
         reading: ClockReading = ray.get(call)
         return reading
 
@@ -89,9 +89,17 @@ def _trainer_parts(trainer: Trainer, files: Sequence[Path]) -> list[TracePart]:
 
 def _engine_parts(engines: Engines) -> list[TracePart]:
     """Return vLLM's traces, one file per rank of an engine, beside the engine's log."""
+
+    def ask(index: int) -> ClockReading:
+        refs = engines.call("clock", {index: ()})
+        answers: dict[int, ClockReading] = engines.gather(
+            refs, doing="clock", timeout_s=PROFILER_TIMEOUT_S
+        )
+        return answers[index]
+
     parts = []
     for index in engines.updatable():
-        ahead_ns = clock_offset(partial(_engine_clock, engines, index)).ahead_ns
+        ahead_ns = clock_offset(partial(ask, index)).ahead_ns
         folder = engines.handles[index].spec.profile_folder
         found = sorted(folder.glob("*.pt.trace.json"))
         ranks = {int(match[1]): file for file in found if (match := _ENGINE_RANK.search(file.name))}
@@ -103,16 +111,6 @@ def _engine_parts(engines: Engines) -> list[TracePart]:
                 f"{folder}: no trace of engine {index}: do all nodes share the folder of --trace?"
             )
     return parts
-
-
-def _engine_clock(engines: Engines, index: int) -> ClockReading:
-    refs = engines.call("clock", {index: ()})
-    reading: ClockReading = engines.gather(refs, doing="clock", timeout_s=PROFILER_TIMEOUT_S)[index]
-    return reading
-
-
-def _clock(rank: TrainerRank) -> ClockReading:
-    return read_clock()
 
 
 _running: list[tuple[ExitStack, torch.profiler.profile]] = []
@@ -157,7 +155,8 @@ def merge_traces(parts: Sequence[TracePart], target: Path) -> None:
         target: file that ends in .json, or in .json.gz for compression.
     """
     origin_ns = 0
-    with replaced(target, with_folder=True) as fresh, _open(fresh, target.suffix) as file:
+    opener = gzip.open if target.suffix == ".gz" else open
+    with replaced(target, with_folder=True) as fresh, opener(fresh, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"
         for number, part in enumerate(parts):
@@ -171,12 +170,6 @@ def merge_traces(parts: Sequence[TracePart], target: Path) -> None:
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
         file.write("\n]}\n")
-
-
-def _open(path: Path, suffix: str) -> IO[str]:
-    if suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8")
-    return path.open("w", encoding="utf-8")
 
 
 def _events(events: list[Event], name: str, number: int, shift_us: float) -> Iterator[Event]:

@@ -102,19 +102,15 @@ class VirtualEngines:
         """Groups submitted and not returned."""
         return len(self._groups) + len(self._complete)
 
-    @property
-    def engine_seconds(self) -> float:
-        """Time in which engines were there and had their GPUs, summed over all engines."""
-        return self.now * self._settings.num_engines - self._away_seconds
-
     def totals(self) -> np.ndarray:
-        """Return the engines' seconds: present, busy and of all responses; their tokens, and those
-        of mixed groups, [5]."""
+        """Return the engines' seconds: present with their GPUs, busy, and of all responses; their
+        tokens, and those of mixed groups, [5]."""
         for engine in self._engines:
             engine.advance(self.now)
         names = ("busy_seconds", "running_seconds", "num_tokens")
         sums = [sum(getattr(engine.counters, name) for engine in self._engines) for name in names]
-        return np.array([self.engine_seconds, *sums, self.mixed_tokens])
+        present = self.now * self._settings.num_engines - self._away_seconds
+        return np.array([present, *sums, self.mixed_tokens])
 
     def publish(self) -> None:
         """Give the engines new weights."""
@@ -185,18 +181,19 @@ class VirtualEngines:
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
         """Stop groups in flight, all of them for None."""
-        chosen = self._chosen(keys)
+        chosen = {**self._groups, **{group.request.key: group for group in self._complete}}
+        if keys is not None:
+            chosen = {key: chosen[key] for key in keys if key in chosen}
         self._remove(chosen)
         groups = [chosen[key] for key in sorted(chosen)]
         for key in chosen:
             self._groups.pop(key, None)
         self._complete = [one for one in self._complete if one.request.key not in chosen]
-        num_tokens = [_num_new_tokens(group) for group in groups]
         responses = [self._response(group) for group in groups]
         return StopReport(
             keys=tuple(sorted(chosen)),
             unfinished=tuple(responses) if keep else (),
-            num_tokens=sum(num_tokens),
+            num_tokens=sum(map(_num_new_tokens, groups)),
         )
 
     def activity(self) -> list[EngineActivity]:
@@ -286,12 +283,6 @@ class VirtualEngines:
         time = self._engines[index].next_event()
         if time < math.inf:
             heapq.heappush(self._events, (time, index, self._numbers[index]))
-
-    def _chosen(self, keys: Collection[int] | None) -> dict[int, _Group]:
-        groups = {**self._groups, **{group.request.key: group for group in self._complete}}
-        if keys is None:
-            return groups
-        return {key: groups[key] for key in keys if key in groups}
 
     def _response(self, group: _Group) -> OpenGroup:
         """Return a group with the tokens generated so far."""

@@ -89,7 +89,14 @@ def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpee
     running = np.array([_value(one, "rollout/slot_use") for one in records]) / busy
     running *= config.rollout.max_num_seqs
     context = running * [0.5 * _value(one, "response_length/mean") for one in records]
-    measured = np.log([_token_s(one) for one in records]) + np.log(running)
+    token_s = [
+        # seconds of busy time per generated token of an engine
+        _value(one, "time/rollout_s")
+        * _value(one, "rollout/engine_busy_share")
+        / (_value(one, "rollout/engine_tokens_min", "rollout/engine_tokens_max") / 2)
+        for one in records
+    ]
+    measured = np.log(token_s) + np.log(running)
     fits = []
     default = EngineSpeed()
     for cost in RESPONSE_COSTS:
@@ -98,13 +105,6 @@ def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpee
         gaps = measured - np.log(times)
         fits.append((float(gaps.var()), cost, shape.scaled(math.exp(gaps.mean()))))
     return min(fits, key=lambda fit: fit[:2])[2]
-
-
-def _token_s(record: MetricRecord) -> float:
-    """Return the seconds of busy time per generated token of an engine."""
-    num_tokens = _value(record, "rollout/engine_tokens_min", "rollout/engine_tokens_max") / 2
-    seconds = _value(record, "time/rollout_s") * _value(record, "rollout/engine_busy_share")
-    return seconds / num_tokens
 
 
 def _value(record: MetricRecord, *names: str) -> float:

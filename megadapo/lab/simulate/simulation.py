@@ -28,7 +28,6 @@ from megadapo.plan.responses import mean_response, usual_lengths
 from megadapo.plan.split import PUBLISH_S, SWITCH_S
 
 MAX_ENGINES = 64
-NUM_STEPS = 4
 BASELINES = ("rounds-3x", "sync")
 """Names of policies; the time of the first one in a table is the unit of the column `x`."""
 CAPTION = """\
@@ -123,11 +122,7 @@ def task_of(
 
 
 def engines_of(config: RunConfig, fit: RunFit | None, num_engines: int | None) -> EngineSettings:
-    """Return the recipe's engines, with the speed of a run's fit.
-
-    Raises:
-        ConfigError: there are too many or too few.
-    """
+    """Return the recipe's engines, with the speed of a run's fit."""
     rollout = config.rollout
     if num_engines is not None and not 1 <= num_engines <= MAX_ENGINES:
         raise ConfigError(f"--engines {num_engines}: must be 1 to {MAX_ENGINES}")
@@ -159,7 +154,7 @@ def compare(
 
 
 def simulate(
-    policy: Policy, task: Task, *, num_steps: int = NUM_STEPS, num_warm_up: int = NUM_WARM_UP
+    policy: Policy, task: Task, *, num_steps: int, num_warm_up: int = NUM_WARM_UP
 ) -> StepMeasures:
     """Run a policy from a cold start, and measure all but the first steps."""
     engines = VirtualEngines(policy.engines, task, dispatch=policy.dispatch)

@@ -184,13 +184,9 @@ class Task:
             age: publications of weights since the first request with these seeds. Other weights
                 give other responses.
         """
-        key = (seeds[0], age)
-        if key not in self._draws:
-            self._draws[key] = self._draw(prompt_ids[0], seeds, age)
-        return self._draws[key]
-
-    def _draw(self, prompt: int, seeds: Sequence[int], age: int) -> Draw:
-        settings = self.settings
+        key, settings, prompt = (seeds[0], age), self.settings, prompt_ids[0]
+        if key in self._draws:
+            return self._draws[key]
         generator = np.random.default_rng([seeds[0], age] if age else seeds[0])
         within = generator.standard_normal(len(seeds))
         scores = (
@@ -198,11 +194,12 @@ class Task:
             + math.sqrt(1.0 - settings.between_prompts) * within
         )
         correct = generator.random(len(seeds)) < self._probabilities[prompt]
-        return Draw(
+        self._draws[key] = Draw(
             lengths=np.minimum(settings.lengths.at(scores), settings.max_tokens),
             correct=correct,
             is_mixed=0 < int(correct.sum()) < len(seeds),
         )
+        return self._draws[key]
 
 
 def task_tokenizer(settings: TaskSettings) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ def test_profile_has_the_rate_of_products():
         for _ in range(4):
             a @ a
     roofline = Roofline(tflops=1e6, gb_per_s=1.0)
-    rows = {row.name: row for row in profile_table(profile, roofline)}
+    rows = {row.name: row for row in profile_table(profile, roofline, {})}
     product = rows["aten::mm"]
     assert product.calls == 4
     flops = product.tflops * 1e12 * product.total_ms * 1e-3
