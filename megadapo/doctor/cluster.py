@@ -217,7 +217,7 @@ def diagnose_cluster(facts: ClusterFacts) -> Diagnosis:
     return Diagnosis(errors=errors, warnings=warnings, facts={"facts": facts})
 
 
-def doctor_cluster(address: str, folder: Path | None, *, as_json: bool = False) -> int:
+def doctor_cluster(address: str, folder: Path | None, *, as_json: bool) -> int:
     """Check a cluster, print the diagnosis and return the exit code."""
     facts = inspect_cluster(address, folder)
     healthy = "the nodes fit together"
@@ -275,13 +275,7 @@ def _warnings(facts: ClusterFacts) -> Iterator[str]:
     ):
         if len(values) > 1:
             yield f"the nodes have different {what}: {'; '.join(sorted(values))}"
-    yield from _slow_links(facts)
-
-
-def _slow_links(facts: ClusterFacts) -> Iterator[str]:
-    if not facts.links:
-        return
-    median = statistics.median(link.gb_per_s for link in facts.links)
+    median = statistics.median([link.gb_per_s for link in facts.links] or [0.0])
     for link in facts.links:
         if link.gb_per_s < max(_MIN_GB_PER_S, _SLOW_LINK * median):
             yield (

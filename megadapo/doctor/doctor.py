@@ -6,8 +6,8 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,13 +33,8 @@ _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One decision that megadapo takes from the machine's facts."""
-
-    what: str
-    used: str
-    why: str
+Choice: TypeAlias = tuple[str, str, str]
+"""One decision that megadapo takes from the machine's facts: what, the used one, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +52,7 @@ class Diagnosis:
 def diagnose(machine: Machine | None = None) -> Diagnosis:
     """Check the given machine, or this one."""
     machine = machine or inspect_machine()
-    choices = list(_choices(machine))
+    choices = [dict(zip(("what", "used", "why"), one, strict=True)) for one in _choices(machine)]
     return Diagnosis(
         errors=list(_errors(machine)),
         warnings=list(_warnings(machine)),
@@ -65,14 +60,14 @@ def diagnose(machine: Machine | None = None) -> Diagnosis:
     )
 
 
-def doctor(*, as_json: bool = False) -> int:
+def doctor(*, as_json: bool) -> int:
     """Check this machine, print the diagnosis and return the exit code."""
     diagnosis = diagnose()
     tables = _tables(**diagnosis.facts)
     return report(diagnosis, tables, as_json=as_json, healthy="no problem found")
 
 
-def doctor_node(num_gpus: int | None, *, as_json: bool = False) -> int:
+def doctor_node(num_gpus: int | None, *, as_json: bool) -> int:
     """Check whether a run can use this node, print the problems and return the exit code.
 
     Args:
@@ -111,25 +106,25 @@ def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) ->
 def _choices(machine: Machine) -> Iterator[Choice]:
     layers, _, others = machine.gpu_layers.partition("; ")
     if machine.uses_cuda:
-        yield Choice("device", "cuda", f"{len(machine.gpus)} GPUs, torch for CUDA")
-        yield Choice("layers", layers, others or "installed")
-        yield Choice("policy head", "vendor matrix products, Triton row passes", "CUDA device")
+        yield ("device", "cuda", f"{len(machine.gpus)} GPUs, torch for CUDA")
+        yield ("layers", layers, others or "installed")
+        yield ("policy head", "vendor matrix products, Triton row passes", "CUDA device")
         transport = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
-        yield Choice("weight transport", transport, "CUDA device")
+        yield ("weight transport", transport, "CUDA device")
         why = "set it as model.dtype; logits, statistics and Adam stay in float32"
-        yield Choice("dtype (advice)", "bfloat16", why)
+        yield ("dtype (advice)", "bfloat16", why)
     else:
-        yield Choice("device", "cpu", "torch is built for the CPU" if machine.gpus else "no GPU")
-        yield Choice("layers", "our own (C or torch)", "no CUDA device")
+        yield ("device", "cpu", "torch is built for the CPU" if machine.gpus else "no GPU")
+        yield ("layers", "our own (C or torch)", "no CUDA device")
         passes, why = "torch row passes", "no C compiler (gcc) for faster ones"
         if machine.c_compiler is not None:
             passes = f"row passes compiled by {machine.c_compiler}"
             why = "Triton has no CPU backend"
-        yield Choice("policy head", f"vendor matrix products, {passes}", why)
-        yield Choice("weight transport", "shared memory", "no CUDA device")
+        yield ("policy head", f"vendor matrix products, {passes}", why)
+        yield ("weight transport", "shared memory", "no CUDA device")
         why = "the parity bounds hold for it; set it as model.dtype"
-        yield Choice("dtype (advice)", "float32", why)
-    yield Choice("optimizer", machine.optimizer, "the first of three that is installed")
+        yield ("dtype (advice)", "float32", why)
+    yield ("optimizer", machine.optimizer, "the first of three that is installed")
 
 
 def _errors(machine: Machine) -> Iterator[str]:
@@ -186,7 +181,7 @@ def _gpu_warnings(machine: Machine) -> Iterator[str]:
         yield "the GPUs differ: the slowest sets the speed, and the smallest sets the memory limit"
 
 
-def _tables(version: str, machine: Machine, choices: Sequence[Choice]) -> str:
+def _tables(version: str, machine: Machine, choices: Sequence[Mapping[str, str]]) -> str:
     facts = [
         ("system", f"{machine.system}, Python {machine.python}"),
         ("cores", f"{machine.num_cores}"),
@@ -197,6 +192,6 @@ def _tables(version: str, machine: Machine, choices: Sequence[Choice]) -> str:
     ]
     title = f"megadapo {version} on this machine"
     first = TextTable(title=title, head=("", ""), rows=facts)
-    used = [astuple(choice) for choice in choices]
+    used = [list(choice.values()) for choice in choices]
     second = TextTable(title="what megadapo will use", head=("", "", ""), rows=used)
     return f"{first.text()}\n\n{second.text()}\n"

@@ -87,7 +87,7 @@ class Smuggled:
     examples: tuple[str, ...]
 
 
-def doctor_template(model: str, *, as_json: bool = False) -> int:
+def doctor_template(model: str, *, as_json: bool) -> int:
     """Check a chat template, print the diagnosis and return the exit code.
 
     Args:
@@ -255,15 +255,15 @@ class _Checks:
                     # some templates add texts to the table, or to null
                     continue
                 _, name, rest = text.partition("calc")
-                found = self._of_call(rest.partition(_MARK)[0]) if name else "left out"
-                if name:
-                    break
+                if not name:
+                    found = "left out"
+                    continue
+                written = rest.partition(_MARK)[0]
+                found = "kept" if _ARGUMENTS in written else "spelled anew"
+                if self._close_name not in written:
+                    found = "not closed"
+                break
             yield found
-
-    def _of_call(self, written: str) -> str:
-        if self._close_name not in written:
-            return "not closed"
-        return "kept" if _ARGUMENTS in written else "spelled anew"
 
     def _encoded(self, text: str, *, split_special_tokens: bool = False) -> list[int]:
         ids = self._tokenizer.encode(
@@ -324,31 +324,28 @@ def _tables(
     smuggled: Sequence[Smuggled],
     ends: Mapping[str, str],
 ) -> str:
-    tables = [TextTable(title=f"ends of turns, {model}", head=("", ""), rows=[*ends.items()])]
-    if glue:
-        tables += _turn_tables(answers, glue, smuggled)
+    tables = [
+        TextTable(title=f"ends of turns, {model}", head=("", ""), rows=[*ends.items()]),
+        TextTable(
+            title="answers, if the conversation is rendered again (megadapo never does so)",
+            head=("answer", "before user", "before tool", "at the end"),
+            rows=[astuple(answer) for answer in answers],
+        ),
+        TextTable(
+            title="glue after an answer, beside the rendering of the whole conversation",
+            head=("messages", "first turn", "later turn", "text"),
+            rows=[astuple(one) for one in glue],
+        ),
+        TextTable(
+            title="control tokens that a text with all their names becomes",
+            head=("way", "special", "others", "examples"),
+            rows=[
+                (one.way, f"{one.special}", f"{one.others}", "  ".join(one.examples))
+                for one in smuggled
+            ],
+        ),
+    ]
+    # a template that refuses turns has ends alone
+    shown = tables if glue else tables[:1]
     # tokens and templates of a folder may have escape sequences
-    return printable("\n\n".join(table.text() for table in tables)) + "\n"
-
-
-def _turn_tables(
-    answers: Sequence[Answer], glue: Sequence[Glue], smuggled: Sequence[Smuggled]
-) -> Iterator[TextTable]:
-    yield TextTable(
-        title="answers, if the conversation is rendered again (megadapo never does so)",
-        head=("answer", "before user", "before tool", "at the end"),
-        rows=[astuple(answer) for answer in answers],
-    )
-    yield TextTable(
-        title="glue after an answer, beside the rendering of the whole conversation",
-        head=("messages", "first turn", "later turn", "text"),
-        rows=[astuple(one) for one in glue],
-    )
-    yield TextTable(
-        title="control tokens that a text with all their names becomes",
-        head=("way", "special", "others", "examples"),
-        rows=[
-            (one.way, f"{one.special}", f"{one.others}", "  ".join(one.examples))
-            for one in smuggled
-        ],
-    )
+    return printable("\n\n".join(table.text() for table in shown)) + "\n"

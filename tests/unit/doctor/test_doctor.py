@@ -44,7 +44,7 @@ def without(machine: Machine, *packages: str) -> Machine:
 
 
 def choices(machine: Machine) -> dict[str, str]:
-    return {choice.what: choice.used for choice in diagnose(machine).facts["choices"]}
+    return {choice["what"]: choice["used"] for choice in diagnose(machine).facts["choices"]}
 
 
 def problems(machine: Machine) -> str:
