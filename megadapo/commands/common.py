@@ -148,8 +148,17 @@ def start_run(
     if arguments.restarts > 0:
         from megadapo.run.state.supervisor import Supervisor
 
+        # one driver's command, without the supervisor's options
+        driver = [sys.executable, "-m", "megadapo.cli", command, arguments.config]
+        if arguments.resume is not None:
+            driver += ["--resume", arguments.resume]
+        driver += words
+        if arguments.accept_changes:
+            driver.append(f"--accept-changes={','.join(arguments.accept_changes)}")
+        if arguments.allow_fewer:
+            driver.append("--allow-fewer")
         return Supervisor(
-            [sys.executable, "-m", "megadapo.cli", command, *_single_start(arguments, words)],
+            [*driver, *arguments.overrides],
             config.run.folder,
             max_restarts=arguments.restarts,
             give_up_after_s=arguments.give_up_after,
@@ -173,19 +182,6 @@ def seconds(text: str) -> float:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90m, 24h or 3d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
-def _single_start(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return the arguments of one driver, without those of the supervisor."""
-    kept = [arguments.config]
-    if arguments.resume is not None:
-        kept += ["--resume", arguments.resume]
-    kept += words
-    if arguments.accept_changes:
-        kept.append(f"--accept-changes={','.join(arguments.accept_changes)}")
-    if arguments.allow_fewer:
-        kept.append("--allow-fewer")
-    return [*kept, *arguments.overrides]
 
 
 class Spinner:

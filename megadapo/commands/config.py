@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
-
-if TYPE_CHECKING:
-    from megadapo.config import manual
 
 
 def add(commands: Commands) -> None:
@@ -27,35 +23,33 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.config import manual
-
-    if arguments.schema:
-        print(json.dumps(manual.json_schema(), indent=2))
-    elif arguments.markdown:
-        print(manual.markdown(), end="")
-    elif arguments.metrics:
-        from megadapo.observe.metrics.page import metrics_page
-
-        print(metrics_page(), end="")
-    else:
-        _show(manual.tables(arguments.section))
-    return 0
-
-
-def _show(tables: list[manual.Table]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from megadapo.config import manual
+
+    if arguments.schema:
+        print(json.dumps(manual.json_schema(), indent=2))
+        return 0
+    if arguments.markdown:
+        print(manual.markdown(), end="")
+        return 0
+    if arguments.metrics:
+        from megadapo.observe.metrics.page import metrics_page
+
+        print(metrics_page(), end="")
+        return 0
     console = Console()
-    for table in tables:
-        console.print(Text(f"[{table.name}] ", style="bold") + Text(table.description))
+    for name, description, rows in manual.tables(arguments.section):
+        console.print(Text(f"[{name}] ", style="bold") + Text(description))
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         shown.add_column("key", style="cyan", no_wrap=True)
         for column in ("type", "default", ""):
             shown.add_column(column, overflow="fold")
-        for row in table.rows:
+        for row in rows:
             default = Text(row.default or "required", style="" if row.default else "bold")
             shown.add_row(Text(row.name), Text(row.type), default, Text(row.description))
         console.print(shown)
+    return 0

@@ -58,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         conversion.write_hf(weights, arguments.destination, model, quantize=arguments.quantize)
         print(f"{arguments.destination}: written")
     elif arguments.conversion == "gguf-to-hf":
-        from megadapo.weights.disk.conversion import gguf_to_hf
-
-        print(gguf_to_hf(arguments.source, arguments.destination))
+        print(conversion.gguf_to_hf(arguments.source, arguments.destination))
     elif arguments.conversion == "inspect":
         print(conversion.inspect(arguments.path, config_folder(arguments.path, arguments.model)))
     else:

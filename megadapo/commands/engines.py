@@ -77,12 +77,7 @@ def _count(text: str) -> int:
 
 
 def _wanted(folder: Path, status: Status) -> EngineRequest:
-    """Return the present request, or the number of engines that the run wants without one.
-
-    Raises:
-        DataError: a file is damaged.
-        ConfigError: the engines share the trainer's GPUs.
-    """
+    """Return the present request, or the number of engines that the run wants without one."""
     from megadapo.errors import ConfigError, DataError
     from megadapo.observe.run_records import RESOLVED_FILE, RunRecords
     from megadapo.rollout.pool.request import EngineRequest, read_request
@@ -109,11 +104,7 @@ def _wanted(folder: Path, status: Status) -> EngineRequest:
 def _changed(
     request: EngineRequest, status: Status, arguments: argparse.Namespace
 ) -> EngineRequest | None:
-    """Return the request with the change that the arguments ask for; None: they ask for none.
-
-    Raises:
-        ConfigError: no engine would be left, or the run has no such engine or node.
-    """
+    """Return the request with the change that the arguments ask for; None: they ask for none."""
     from megadapo.errors import ConfigError
     from megadapo.rollout.pool.request import MAX_ENGINES, WITHIN_S
 
@@ -146,11 +137,7 @@ def _changed(
 
 
 def _check_named(status: Status, numbers: Collection[int], nodes: Collection[str]) -> None:
-    """Check that the run has the engines and nodes that are named.
-
-    Raises:
-        ConfigError: it is not running, or has no such engine or node, or trains on the node.
-    """
+    """Check that the run has the engines and nodes that are named, and trains on none of these."""
     from megadapo.errors import ConfigError
 
     if status.state != "running" or status.engines is None:

@@ -48,11 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_error(f"skipped: {line}")
     folder = arguments.destination
     export_checkpoint(
-        source,
-        folder,
-        model=arguments.model,
-        quantize=arguments.quantize,
-        critic=arguments.critic,
+        source, folder, model=arguments.model, quantize=arguments.quantize, critic=arguments.critic
     )
     kind = source.kind(critic=arguments.critic)
     loader = "CausalLM" if kind == "policy" else "SequenceClassification"

@@ -105,11 +105,7 @@ def check_memory(config: RunConfig, gpu: str) -> list[str]:
 
 
 def card_of(name: str) -> Card:
-    """Return the card with this name, in any case.
-
-    Raises:
-        ConfigError: the card is unknown.
-    """
+    """Return the card with this name, in any case; ConfigError for an unknown one."""
     from megadapo.plan.cards import CARDS
 
     if name.upper() not in CARDS:

@@ -22,8 +22,7 @@ For a checkpoint: megadapo export RUN FOLDER, then --model.path=FOLDER."""
 
 COLUMNS = (
     *("step", "sampled", "kept", "all correct", "all incorrect", "accuracy", "reward"),
-    *("length", "p95"),
-    *("truncated", "reward s", "disagreed"),
+    *("length", "p95", "truncated", "reward s", "disagreed"),
 )
 
 
@@ -60,21 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     if most is not None and (arguments.keep is None or most < 1):
         raise ConfigError(f"--max-per-prompt {most} must be at least 1, and needs --keep")
     config, _ = load_checked(arguments, trains=False)
-    sample_steps(
-        config,
-        num_steps=arguments.steps,
-        keep=arguments.keep,
-        max_per_prompt=most,
-    )
+    sample_steps(config, num_steps=arguments.steps, keep=arguments.keep, max_per_prompt=most)
     return 0
 
 
 def sample_steps(
-    config: RunConfig,
-    *,
-    num_steps: int,
-    keep: Keep | None = None,
-    max_per_prompt: int | None = None,
+    config: RunConfig, *, num_steps: int, keep: Keep | None, max_per_prompt: int | None
 ) -> list[RolloutStep]:
     """Sample steps 1 to `num_steps`, print lines on each and a table of all, and return them.
 
@@ -94,7 +84,6 @@ def sample_steps(
     )
 
     config = config if keep is None else keeping_every_group(config, keep)
-
     console = Console()
     columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: list[RolloutStep] = []

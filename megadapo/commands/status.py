@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
@@ -22,7 +22,6 @@ from megadapo.observe.tables import formatted, printable
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, Group
 
-    from megadapo.observe.metrics.records import MetricRecord
     from megadapo.observe.run_records import RunRecords
     from megadapo.run.state.status import Status
 
@@ -148,9 +147,12 @@ def frame(folder: Path, growths: Growths) -> Group:
         table.add_row("warning", Text(printable(text), style="yellow"))
     curves = curve_table(run.steps, run.evaluations)
     parts: list[ConsoleRenderable] = [table, Text(), curves]
-    if messages := list(_messages(run.log_lines)):
+    messages = [line for line in run.log_lines if not line.partition(" ")[2].startswith(ROUTINE)]
+    if messages:
         parts += [Text(), Text("last messages of log.txt, without routine:", style="dim")]
-        parts += (Text(printable(line), style="yellow") for line in messages)
+    for text in messages[-NUM_MESSAGES:]:
+        text = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+        parts.append(Text(printable(text), style="yellow"))
     return Group(*parts)
 
 
@@ -167,7 +169,16 @@ def _rows(run: RunRecords, growths: Growths) -> Iterator[tuple[str, str]]:
     yield "phase", f"{status.phase} for {_age(status.updated)}"
     speed = formatted(newest.get("tokens_per_s"), ",.0f")
     yield "speed", f"{speed} tokens/s{current_speed(status, growths)}"
-    yield "engines", _engines(newest)
+    slowest, fastest = (
+        formatted(newest.get(f"rollout/tokens_per_s_{name}"), ",.0f") for name in ("min", "max")
+    )
+    yield (
+        "engines",
+        f"{slowest} to {fastest} tokens/s each, busy "
+        f"{formatted(newest.get('rollout/engine_busy_share'), '.0%')}, key-value cache "
+        f"{formatted(newest.get('rollout/kv_use_max'), '.0%')}, "
+        f"lost {formatted(newest.get('rollout/engines_lost'), '.0f')}",
+    )
     if newest.get("train/slowest_rank") is not None:
         slowest, fastest = (
             formatted(newest.get(f"time/rank_logprobs_{name}_s"), ".2f") for name in ("max", "min")
@@ -200,18 +211,6 @@ def current_speed(status: Status, growths: Growths) -> str:
     return f"; now {(last - first) / (last_at - first_at):,.0f}"
 
 
-def _engines(newest: MetricRecord) -> str:
-    slowest, fastest = (
-        formatted(newest.get(f"rollout/tokens_per_s_{name}"), ",.0f") for name in ("min", "max")
-    )
-    return (
-        f"{slowest} to {fastest} tokens/s each, busy "
-        f"{formatted(newest.get('rollout/engine_busy_share'), '.0%')}, key-value cache "
-        f"{formatted(newest.get('rollout/kv_use_max'), '.0%')}, "
-        f"lost {formatted(newest.get('rollout/engines_lost'), '.0f')}"
-    )
-
-
 def _current_ranks(folder: Path) -> Iterator[str]:
     """Yield the slowest rank of the running call, and silent ranks, by their heartbeats."""
     from megadapo.cluster.process_log import LOGS_FOLDER, trainer_log
@@ -240,13 +239,6 @@ def _current_ranks(folder: Path) -> Iterator[str]:
         # both times are of the folder's clock
         if (silent_s := max(times.values()) - written) > SILENT_S:
             yield f"rank {rank} has sent no heartbeat for {silent_s:.0f} s"
-
-
-def _messages(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the newest lines of log.txt that are no routine, oldest first."""
-    found = [text for text in lines if not text.partition(" ")[2].startswith(ROUTINE)]
-    for text in found[-NUM_MESSAGES:]:
-        yield text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 def _age(when: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
@@ -55,13 +55,8 @@ class KeyRow:
     description: str
 
 
-@dataclass(frozen=True)
-class Table:
-    """One section with its fields."""
-
-    name: str
-    description: str
-    rows: list[KeyRow]
+Table: TypeAlias = tuple[str, str, list[KeyRow]]
+"""Name and description of a section, and its fields."""
 
 
 def tables(name: str | None = None) -> list[Table]:
@@ -87,13 +82,13 @@ def tables(name: str | None = None) -> list[Table]:
 def markdown() -> str:
     """Return the text of docs/configuration.md."""
     blocks = [_INTRODUCTION]
-    for table in tables():
+    for name, description, rows in tables():
         lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-        for row in table.rows:
+        for row in rows:
             default = f"`{row.default}`" if row.default else "required"
             cells = (f"`{row.name}`", f"`{row.type}`", default, row.description)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        blocks.append("\n".join([f"## [{table.name}]", "", table.description, "", *lines, ""]))
+        blocks.append("\n".join([f"## [{name}]", "", description, "", *lines, ""]))
     return "\n".join(blocks)
 
 
@@ -143,7 +138,7 @@ def _table(dotted: str, section: type[Section]) -> Table:
             default = "" if field.is_required() else toml_value(field.default)
             kind = _type_text(properties[name])
             rows.append(KeyRow(name, kind, default, _one_line(field.description)))
-    return Table(dotted, _one_line(section.__doc__), rows)
+    return dotted, _one_line(section.__doc__), rows
 
 
 def _type_text(schema: JsonSchemaValue) -> str:

@@ -41,7 +41,6 @@ from megadapo.rollout.engine.spec import validate_engine_layout
 from megadapo.tokens.chat import control_name
 from megadapo.tokens.stops import stop_ids
 from megadapo.tokens.tokenizer import read_tokenizer
-from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model.model_layout import (
     validate_critic,
     validate_model_layout,
@@ -188,7 +187,7 @@ def _read_policy(
     config: RunConfig, *, has_values: bool
 ) -> tuple[ModelDescription | None, list[str]]:
     """Check the folder of model.path; the model is None if it is on the Hub."""
-    folder = model_folder(config.model)
+    folder = _local_folder("model.path", config.model.path)
     if folder is None:
         return None, [f"model.path = {config.model.path} is on the Hub and not checked"]
     # of a model on the Hub, the cache may have config.json alone
@@ -205,7 +204,17 @@ def _read_policy(
 def _check_model(model: ModelDescription | None, config: RunConfig) -> list[str]:
     if model is None:
         return []
-    _check_layouts(model, config)
+    problems = []  # of the trainer and of the engines together
+    for check in (
+        partial(validate_model_layout, model, config.trainer),
+        partial(validate_engine_layout, model.shape, config.rollout),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU, vLLM's experts mistake every rank's expert numbers for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
@@ -278,26 +287,6 @@ def _check_teacher(policy: ModelDescription | None, config: RunConfig) -> list[s
                 "here; a teacher reads the policy's tokens"
             )
     return notes
-
-
-def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
-    """Check that trainer and engines can split the model; report the problems of both."""
-    problems = []
-    for check in (
-        partial(validate_model_layout, model, config.trainer),
-        partial(validate_engine_layout, model.shape, config.rollout),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def model_folder(model: ModelConfig) -> Path | None:
-    """Return the folder with the model's config.json, or None if it is on the Hub only."""
-    return _local_folder("model.path", model.path)
 
 
 def _local_folder(key: str, path: str) -> Path | None:
@@ -439,20 +428,37 @@ def is_hub_dataset(source: str) -> bool:
     return is_hub_name(name) and not name.endswith(TEXT_SUFFIXES)
 
 
-def first_prompt(config: RunConfig) -> list[str]:
-    """Return lines about the first prompt: columns, text, tokens, gold answer and stop tokens."""
+def first_prompt(config: RunConfig) -> Iterator[str]:
+    """Yield lines about the first prompt: columns, text, tokens, gold answer and stop tokens."""
     key, one = next(iter(config.data.train_sources.items()))
     if not is_built_in(one.source) and is_hub_dataset(one.source):
-        return [f"no prompt is shown: {key} = {one.source} is on the Hub"]
-    folder = model_folder(config.model)
+        yield f"no prompt is shown: {key} = {one.source} is on the Hub"
+        return
+    folder = _local_folder("model.path", config.model.path)
     if folder is None:
-        return [f"no prompt is shown: model.path = {config.model.path} has no tokenizer here"]
+        yield f"no prompt is shown: model.path = {config.model.path} has no tokenizer here"
+        return
     row = next(read_rows(one.source, config.data.columns))
     gold = config.reward.check_gold(row.ground_truth, row.data_source)
     prompt = Prompt(row.place, row.messages, gold, row.data_source)
     tokenizer = read_tokenizer(str(folder), chat_template_kwargs=config.data.chat_template_kwargs)
     _check_prompt(config, prompt, tokenizer)
-    return list(_lines(prompt, row, tokenizer))
+    ids = render(prompt, tokenizer)
+    names = row.names
+    pattern = f" by the pattern {names.pattern}" if names.pattern else ""
+    yield f"{row.place}: the prompt is column {names.prompt}"
+    yield f"the gold answer is column {names.ground_truth}{pattern}: {gold!r:.200}"
+    yield f"the data_source is {prompt.data_source!r}"
+    text = cast(str, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    template = "by the chat template" if tokenizer.chat_template else "without a chat template"
+    yield f"the prompt has {len(ids)} tokens, {template}:"
+    yield text[:MAX_SHOWN]
+    more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+    yield f"token ids: {' '.join(map(str, ids[:MAX_IDS]))}{more}"
+    if name := control_name(prompt.messages, tokenizer):
+        yield f"{name} in the prompt is plain text; only a chat template writes control tokens"
+    ends = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in stop_ids(tokenizer)]
+    yield f"a response ends at {', '.join(ends) or 'rollout.max_response_tokens alone'}"
 
 
 def _check_prompt(config: RunConfig, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -471,22 +477,3 @@ def _check_prompt(config: RunConfig, prompt: Prompt, tokenizer: PreTrainedTokeni
         seed=config.run.seed,
     )
     requests.check_template([prompt], longest)
-
-
-def _lines(prompt: Prompt, row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    ids = render(prompt, tokenizer)
-    names = row.names
-    pattern = f" by the pattern {names.pattern}" if names.pattern else ""
-    yield f"{row.place}: the prompt is column {names.prompt}"
-    yield f"the gold answer is column {names.ground_truth}{pattern}: {prompt.ground_truth!r:.200}"
-    yield f"the data_source is {prompt.data_source!r}"
-    text = cast(str, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-    template = "by the chat template" if tokenizer.chat_template else "without a chat template"
-    yield f"the prompt has {len(ids)} tokens, {template}:"
-    yield text[:MAX_SHOWN]
-    more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-    yield f"token ids: {' '.join(map(str, ids[:MAX_IDS]))}{more}"
-    if name := control_name(prompt.messages, tokenizer):
-        yield f"{name} in the prompt is plain text; only a chat template writes control tokens"
-    ends = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in stop_ids(tokenizer)]
-    yield f"a response ends at {', '.join(ends) or 'rollout.max_response_tokens alone'}"

@@ -15,6 +15,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,15 +48,13 @@ NUM_ENGINES_ON_CPU = 2
 """Engines without GPUs: a second engine speeds up small models more than a second thread."""
 
 
-def _expand_user(path: Path) -> Path:
-    """Return a path with a home folder in place of `~`, as data.train is read."""
-    return Path(os.path.expanduser(path))
-
-
 class RunSection(Section, title="run"):
     """The run's folder, length, seed and starting point."""
 
-    folder: Annotated[Path, Field(strict=False), AfterValidator(_expand_user)]
+    # a home folder in place of `~`, as data.train is read
+    folder: Annotated[
+        Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))
+    ]
     """Run folder for metrics, logs and checkpoints, relative to the current directory."""
     num_steps: PositiveInt
     """Number of rollout steps of the whole run, including those before a resume."""
@@ -209,7 +208,12 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(complete, context=COLLECT)
     except ValidationError as error:
-        valid = _valid_sections(complete, error)
+        wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
+        valid = {
+            name: section.model_validate(complete[name], context=COLLECT)
+            for name, field in RunConfig.model_fields.items()
+            if name not in wrong and (section := section_of(field)) is not None
+        }
         if table.keys() - RunConfig.model_fields.keys():
             # an unknown section may be a misspelt one of those that are missing
             valid = {name: section for name, section in valid.items() if name in table}
@@ -220,16 +224,6 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
 def to_dict(config: Section) -> dict[str, Any]:
     """Return a section as nested plain values that JSON can hold."""
     return config.model_dump(mode="json")
-
-
-def _valid_sections(table: Mapping[str, Any], error: ValidationError) -> dict[str, Section]:
-    """Return the sections without a problem of their own."""
-    wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
-    return {
-        name: section.model_validate(table[name], context=COLLECT)
-        for name, field in RunConfig.model_fields.items()
-        if name not in wrong and (section := section_of(field)) is not None
-    }
 
 
 def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
@@ -264,22 +258,19 @@ def _for_rollouts(table: dict[str, Any]) -> dict[str, Any]:
 
 def resolve_num_engines(table: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe with `rollout.num_engines = "auto"` replaced by a number."""
-    rollout = table["rollout"]
-    if not isinstance(rollout, dict) or rollout.get("num_engines") != AUTO:
+    given = table["rollout"]
+    if not isinstance(given, dict) or given.get("num_engines") != AUTO:
         return table
-    return table | {"rollout": rollout | {"num_engines": _auto_num_engines(table)}}
-
-
-def _auto_num_engines(table: dict[str, Any]) -> int:
-    try:
+    number = 1
+    # if a section has a problem, the check of the sections reports it
+    with suppress(ConfigError):
         cluster = ClusterConfig.model_validate(table["cluster"])
         trainer = TrainerConfig.model_validate(table["trainer"])
-        rollout = RolloutConfig.model_validate(table["rollout"] | {"num_engines": 1})
-    except ConfigError:
-        return 1  # the check of the sections reports the problem
-    if cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu()):
-        return NUM_ENGINES_ON_CPU
-    return max(1, trainer.num_ranks // rollout.ranks_per_engine)
+        rollout = RolloutConfig.model_validate(given | {"num_engines": 1})
+        number = max(1, trainer.num_ranks // rollout.ranks_per_engine)
+        if cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu()):
+            number = NUM_ENGINES_ON_CPU
+    return table | {"rollout": given | {"num_engines": number}}
 
 
 def conflicts_between(sections: Mapping[str, Section]) -> Iterator[str]:
@@ -540,24 +531,6 @@ def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterat
         )
 
 
-CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
-    _check_mini_batches,
-    _check_ranks,
-    _check_context_parallel,
-    _check_overlong_buffer,
-    _check_evaluation,
-    _check_evaluation_engine,
-    _check_reference,
-    _check_kl_control,
-    _check_binary_rewards,
-    _check_process_rewards,
-    _check_critic,
-    _check_timeouts,
-    _check_quantization,
-    _check_router_replay,
-    _check_cpu_optimizers,
-    _check_stale_logprobs,
-    _check_overlap,
-    _check_branching,
-    _check_environments,
-)
+CHECKS: list[Callable[..., Iterator[str]]] = [
+    check for name, check in list(globals().items()) if name.startswith("_check_")
+]

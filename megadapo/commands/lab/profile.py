@@ -119,11 +119,7 @@ def _profile_step(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
-    """Trace the second step of a run, then yield its trainer; the engines have released the GPUs.
-
-    Raises:
-        ConfigError: the run has fewer than three steps, or the folder of its parts exists.
-    """
+    """Trace the second step of a run, then yield its trainer; the engines no longer have GPUs."""
     import shutil
     from contextlib import closing
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.commands.plan import DEFAULT_GPU, add_gpu, card_of
 from megadapo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megadapo.lab.simulate.policies import Absence
 
 
 def add(commands: Commands) -> None:
@@ -139,6 +135,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--staleness {arguments.staleness}: async needs at least 2")
 
 
-def _absence(text: str) -> Absence:
+def _absence(text: str) -> tuple[int, float]:
     number, _, seconds = text.partition(":")
     return int(number), float(seconds)

@@ -127,8 +127,8 @@ def _spread(what: str, sizes: Sequence[int]) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    raise AssertionError("unreachable")
+    return f"{num_bytes:.4g} GiB"
