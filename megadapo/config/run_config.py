@@ -531,6 +531,24 @@ def _check_branching(sampling: SamplingConfig, rollout: RolloutConfig) -> Iterat
         )
 
 
-CHECKS: list[Callable[..., Iterator[str]]] = [
-    check for name, check in list(globals().items()) if name.startswith("_check_")
-]
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _check_mini_batches,
+    _check_ranks,
+    _check_context_parallel,
+    _check_overlong_buffer,
+    _check_evaluation,
+    _check_evaluation_engine,
+    _check_reference,
+    _check_kl_control,
+    _check_binary_rewards,
+    _check_process_rewards,
+    _check_critic,
+    _check_timeouts,
+    _check_quantization,
+    _check_router_replay,
+    _check_cpu_optimizers,
+    _check_stale_logprobs,
+    _check_overlap,
+    _check_branching,
+    _check_environments,
+)

