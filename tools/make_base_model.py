@@ -173,11 +173,8 @@ def make_base_model(
         trainer.begin_save(checkpoint)()
         trainer.shutdown()
         cluster.shutdown()
-        layout = open_layout(model)
-        weights = TrainerCheckpoint(checkpoint, layout)
-        export_weights(
-            weights.tensors(), folder, layout=layout, dtype=weights.dtype, base_folder=model
-        )
+        weights = TrainerCheckpoint(checkpoint, open_layout(model))
+        export_weights(weights.tensors(), folder, dtype=weights.dtype, base_folder=model)
     return losses
 
 

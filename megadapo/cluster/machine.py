@@ -201,10 +201,7 @@ def _can_launch_triton() -> bool:
 
 
 def _num_cores() -> int:
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux has it
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     quota = _read_words("/sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0] != "max":
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))

@@ -107,6 +107,11 @@ def this_machine() -> str:
         return platform.node()
 
 
+def pid_namespace() -> str:
+    """Return the machine's boot and the namespace in which this process's pid has a meaning."""
+    return f"{this_machine()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def clock_offset(read_other: Callable[[], ClockReading]) -> ClockOffset:
     """Compare this clock with the one that `read_other` reads; exactly 0 if they are the same.
 

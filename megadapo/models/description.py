@@ -112,7 +112,16 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
             experts_per_token=required_size(hf_config, "num_experts_per_tok"),
             sums_to_one=bool(hf_config.get("norm_topk_prob", False)),
         )
-        _check_routing(routing, shape.num_experts)
+        if routing.experts_per_token > shape.num_experts:
+            raise WeightError(
+                f"config.json: num_experts_per_tok = {routing.experts_per_token} is above "
+                f"num_experts = {shape.num_experts}"
+            )
+        if routing.experts_per_token == 1 and routing.sums_to_one:
+            raise WeightError(
+                "config.json: norm_topk_prob with num_experts_per_tok = 1 gives every expert the "
+                "weight 1, so that no router could learn"
+            )
     return ModelDescription(
         family=family,
         shape=shape,
@@ -236,16 +245,3 @@ def _completed_rope(block: object, hf_config: Mapping[str, Any]) -> dict[str, An
     if settings.get("partial_rotary_factor") == 1.0:
         del settings["partial_rotary_factor"]
     return settings
-
-
-def _check_routing(routing: Routing, num_experts: int) -> None:
-    if routing.experts_per_token > num_experts:
-        raise WeightError(
-            f"config.json: num_experts_per_tok = {routing.experts_per_token} is above num_experts "
-            f"= {num_experts}"
-        )
-    if routing.experts_per_token == 1 and routing.sums_to_one:
-        raise WeightError(
-            "config.json: norm_topk_prob with num_experts_per_tok = 1 gives every expert the "
-            "weight 1, so that no router could learn"
-        )

@@ -65,7 +65,8 @@ def _problems(hf_config: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key, value in fixed.items():
         if given.get(key, value) != value:
             yield f"{key} {given[key]!r} is not supported for {family.architecture}"
-    if _has_window(hf_config, family):
+    uses_window = not family.window_needs_flag or hf_config.get("use_sliding_window", False)
+    if uses_window and hf_config.get("sliding_window", family.default_window):
         yield "attention with a sliding_window is not supported"
     layers = given.get("layer_types")
     if layers is not None and (
@@ -82,10 +83,3 @@ def _problems(hf_config: Mapping[str, Any], family: Family) -> Iterator[str]:
             f"{', '.join(unknown)}: not supported for {family.architecture}; delete what does not "
             "change what the model computes"
         )
-
-
-def _has_window(hf_config: Mapping[str, Any], family: Family) -> bool:
-    """Return whether attention looks back over a part of the sequence only, as in transformers."""
-    if family.window_needs_flag and not hf_config.get("use_sliding_window", False):
-        return False
-    return bool(hf_config.get("sliding_window", family.default_window))

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megadapo.cluster.calls import Watch
@@ -24,7 +24,6 @@ from megadapo.rollout.sampling.evaluation import (
 from megadapo.run.inputs import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.run.state.resume import samples_digest
-from megadapo.weights.disk.files import Files
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +43,14 @@ class ReservedEngine:
     """Checks of the run's processes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedEvaluation:
-    """An evaluation that a stop interrupted, of weights older than the checkpoint's."""
-
-    step: int
-    trainer_folder: Path | None
-    """Folder of the trainer's weights of that step; None for the weights that it starts with."""
-    files: Files = field(default_factory=dict, repr=False)
-    """Entries of the files in that folder."""
-
-
 def find_unfinished(
     config: RunConfig, checkpoint: Checkpoint | None
-) -> tuple[UnfinishedEvaluation | None, list[str]]:
-    """Return the evaluation to resume, and a warning about one that cannot be resumed."""
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint whose evaluation was interrupted, to resume it, or None.
+
+    It is older than `checkpoint`. One of step 0 has no files and stands for the weights that the
+    run starts with. Return a warning too if an interrupted evaluation cannot be resumed.
+    """
     step = None if checkpoint is None else checkpoint.state.get(EVALUATING)
     if checkpoint is None or step is None or step == checkpoint.step:
         return None, []
@@ -68,14 +60,11 @@ def find_unfinished(
     if config.evaluation.num_engines == 0:
         return None, [lost + 'it needs evaluation.placement = "engine"']
     if step == 0:
-        return UnfinishedEvaluation(step=step, trainer_folder=None), []
+        return Checkpoint(checkpoint.path.with_name("step-0"), 0, state={}), []
     try:
-        of_step = load(checkpoint.path.with_name(f"step-{step}"))
+        return load(checkpoint.path.with_name(f"step-{step}")), []
     except (CheckpointError, OSError) as error:
         return None, [f"{lost}{error}"]
-    return UnfinishedEvaluation(
-        step=step, trainer_folder=of_step.trainer_folder, files=of_step.files
-    ), []
 
 
 class Evaluations:

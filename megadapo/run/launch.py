@@ -25,7 +25,7 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.rollout.sampling.background import BackgroundSampler
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
+from megadapo.run.evaluations import Evaluations, ReservedEngine
 from megadapo.run.inputs import (
     Phases,
     SamplingInputs,
@@ -78,7 +78,7 @@ def start_workers(
     replay: Path | None = None,
     repeated: Path | None = None,
     folder: Path | None = None,
-    unfinished: UnfinishedEvaluation | None = None,
+    unfinished: Checkpoint | None = None,
     on_progress: OnProgress | None = None,
     status: StatusFile | None = None,
 ) -> Iterator[Workers]:
@@ -89,13 +89,13 @@ def start_workers(
         repeated: folder of a run whose schedule to repeat.
         folder: the run's folder, where sampled groups and results of an evaluation survive a kill;
             None: they are lost.
-        unfinished: an evaluation of weights older than the checkpoint's, to resume.
+        unfinished: an older checkpoint, to resume its evaluation; step 0: the first weights.
         on_progress: called every few seconds while trainer or engines work.
         status: receives the state of the engines; with it and `folder`, engines join and leave.
     """
     with ExitStack() as stack:
         # a resumed run needs the model's own weights only to finish evaluating them
-        reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
+        reads = checkpoint is None or (unfinished is not None and unfinished.step == 0)
         settings = replace(trainer_settings(config), reads_weights=reads)
         prompts = None
         if replay is None:
@@ -120,7 +120,7 @@ def start_workers(
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
-                    if unfinished.trainer_folder is not None:
+                    if unfinished.step > 0:
                         workers.trainer.ranks.load(unfinished.trainer_folder, unfinished.files)
                     # publishes these weights to the reserved engine before they are replaced
                     workers.rollouts.evaluate(unfinished.step)

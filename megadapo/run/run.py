@@ -31,7 +31,7 @@ from megadapo.run.state.resume import (
     model_files,
 )
 from megadapo.run.state.run_checkpoints import RunCheckpoints
-from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, StopWatch
+from megadapo.run.state.stop import EVALUATE_SIGNAL, SAVE_SIGNAL, StopSignal, watching_stop_file
 
 BOUNDED_PHASES = ("train", "evaluate")
 """Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""
@@ -96,7 +96,7 @@ class Run:
             run.log.show(*warnings, *changes)
             run._stop.install()
             stack.callback(run._stop.uninstall)
-            stack.enter_context(StopWatch(folder, run._stop))
+            stack.enter_context(watching_stop_file(folder, run._stop))
             stack.enter_context(stacks_on_quit(driver_log(folder)))
             stack.enter_context(run.log.opened())
             if not run.finished:

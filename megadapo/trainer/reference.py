@@ -127,14 +127,7 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Put the reference's weights into the policy's modules for the block; collective.
-
-        A teacher has modules of its own, and gets its weights on the device instead.
-        """
-        if self._teacher is not None:
-            with self._teacher.resident():
-                yield
-            return
+        """Put the reference's weights into the policy's modules for the block; collective."""
         self._exchange()
         yield
         self._exchange()
@@ -175,14 +168,15 @@ class ReferencePolicy:
 
         Lists are empty except on the last pipeline stage.
         """
-        with self.swapped_in():
-            return [self._logprobs_of(mini_batch) for mini_batch in split]
-
-    def _logprobs_of(self, mini_batch: MiniBatch) -> list[Tensor]:
         if self._teacher is not None:
-            return self._teacher.logprobs_of(mini_batch)
-        # the reference's routers choose their own experts
-        return compute_logprobs(self._chunks, self._head, without_experts(mini_batch))
+            with self._teacher.resident():
+                return [self._teacher.logprobs_of(mini_batch) for mini_batch in split]
+        with self.swapped_in():
+            # the reference's routers choose their own experts
+            return [
+                compute_logprobs(self._chunks, self._head, without_experts(mini_batch))
+                for mini_batch in split
+            ]
 
     @torch.no_grad()
     def follow(self, step: int) -> None:

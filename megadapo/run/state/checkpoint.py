@@ -334,7 +334,7 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, but no usable one, so a start from step 0 would
                 lose the run; or a newer one may be sound and is not loaded.
         """
-        found, skipped = self._newest_sound(hashes=hashes)
+        found, skipped = self.newest_sound(hashes=hashes)
         if found is not None:
             return found, skipped
         if skipped:
@@ -345,17 +345,10 @@ class CheckpointStore:
             )
         return None, [f"{path.name} was never completed" for path in self._unfinished()]
 
-    def newest_after(self, step: int) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest usable checkpoint after `step`, and one line for each unusable one.
-
-        The trainer's files are not hashed.
-        """
-        return self._newest_sound(after=step, hashes=False)
-
-    def _newest_sound(
-        self, *, after: int = -1, hashes: bool
-    ) -> tuple[Checkpoint | None, list[str]]:
+    def newest_sound(self, *, after: int = -1, hashes: bool) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint that verifies, and one line for each newer damaged one.
+
+        `after`: only those of later steps count. `hashes`: as in `newest`.
 
         Raises:
             CheckpointError: a newer one may be sound, and would be set aside as damaged.

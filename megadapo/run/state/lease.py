@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from megadapo.cluster.this_node import this_machine
+from megadapo.cluster.this_node import pid_namespace
 from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import InfraError
 
@@ -42,9 +42,9 @@ class Driver:
 
     @classmethod
     def here(cls) -> Self:
-        return cls(
-            socket.gethostname(), _machine(), os.getpid(), start_time(os.getpid()), uuid.uuid4().hex
-        )
+        pid = os.getpid()
+        host, machine, token = socket.gethostname(), pid_namespace(), uuid.uuid4().hex
+        return cls(host, machine, pid, start_time(pid), token)
 
 
 class Lease:
@@ -131,7 +131,7 @@ def heartbeat_of(folder: Path, pid: int) -> float | None:
     path = folder / LEASE_FILE
     try:
         holder = _read(path)
-        if holder is not None and (holder.machine, holder.pid) == (_machine(), pid):
+        if holder is not None and (holder.machine, holder.pid) == (pid_namespace(), pid):
             return _heartbeat_time(path)
     except OSError:
         # an unreachable folder says nothing about the process
@@ -139,14 +139,14 @@ def heartbeat_of(folder: Path, pid: int) -> float | None:
     return None
 
 
-def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
+def holder_of(folder: Path) -> Driver | None:
     """Return the living driver of a run, or None."""
     path = folder / LEASE_FILE
     holder = _read(path)
     if holder is None:
         return None
     with contextlib.suppress(FileNotFoundError):
-        if _lives(holder, age_s=age_s(path), stale_s=stale_s):
+        if _lives(holder, age_s=age_s(path), stale_s=STALE_S):
             return holder
     return None
 
@@ -226,7 +226,7 @@ def _check_dead(path: Path, holder: Driver | None, stale_s: float) -> None:
 
 
 def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:
-    if holder is not None and holder.machine == _machine():
+    if holder is not None and holder.machine == pid_namespace():
         return holder.started is not None and start_time(holder.pid) == holder.started
     return age_s < stale_s
 
@@ -234,7 +234,7 @@ def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:
 def _is_overdue(path: Path, stale_s: float) -> bool:
     """Wait for the heartbeat of a driver on another machine; return whether it is overdue."""
     holder = _read(path)
-    if holder is not None and holder.machine == _machine():
+    if holder is not None and holder.machine == pid_namespace():
         return False
     who = "an unknown process" if holder is None else f"process {holder.pid} on {holder.host}"
     _LOGGER.warning("%s is held by %s: waiting for its next heartbeat", path, who)
@@ -262,7 +262,3 @@ def _read(path: Path) -> Driver | None:
         return Driver(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-
-
-def _machine() -> str:
-    return f"{this_machine()} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -107,7 +107,7 @@ def find_resume_point(config: RunConfig, store: CheckpointStore) -> ResumePoint:
         return ResumePoint(*find_checkpoint(config, store))
     target = _last_target(config.run.folder)
     if target is not None and target[0] == Path(config.run.resume).resolve():
-        later, skipped = store.newest_after(target[1])
+        later, skipped = store.newest_sound(after=target[1], hashes=False)
         if later is not None:
             message = (
                 f"resuming after step {later.step} from {later.path}: the run has resumed from "
@@ -133,13 +133,6 @@ def keep_target(folder: Path, checkpoint: Checkpoint) -> None:
     replace_text(folder / RESUME_TARGET_FILE, json.dumps(target) + "\n")
 
 
-def _recorded_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint that the run's status names, 0 without one."""
-    with suppress(DataError):
-        return read_status(folder).checkpoint_step
-    return 0
-
-
 def find_checkpoint(
     config: RunConfig, store: CheckpointStore
 ) -> tuple[Checkpoint | None, list[str]]:
@@ -156,7 +149,10 @@ def find_checkpoint(
     if config.run.resume == "auto":
         checkpoint, skipped = store.newest(hashes=False)
         messages = [f"skipped: {line}" for line in skipped]
-        if checkpoint is None and (saved := _recorded_step(config.run.folder)):
+        saved = 0
+        with suppress(DataError):
+            saved = read_status(config.run.folder).checkpoint_step
+        if checkpoint is None and saved:
             raise CheckpointError(
                 f"{config.run.folder / STATUS_FILE} says that step {saved} was saved, but "
                 f"{store.folder} has no checkpoint: is its disk mounted here? To start over from "

@@ -17,10 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import RunInterruptedError
@@ -32,15 +31,6 @@ EVALUATE_SIGNAL = signal.SIGUSR2
 STEP_SIGNALS = (SAVE_SIGNAL, EVALUATE_SIGNAL)
 """Signals that ask for something at the end of a step."""
 ONE_REQUEST_S = 0.3
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """Time limits of a block that must end within the grace period."""
-
-    expected_end: float
-    """Expected end of the block, on the clock `time.monotonic`."""
-    reserved_s: float
 
 
 class StopSignal:
@@ -63,7 +53,9 @@ class StopSignal:
         """Arguments of `_begin` that another thread has given."""
         self._lock = threading.Lock()
         self._may_interrupt = False
-        self._bound: _Bound | None = None
+        self._bound: tuple[float, float] | None = None
+        """Expected end of a block that must end within the grace period, on the clock
+        `time.monotonic`, and the seconds that must remain after it."""
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -134,7 +126,7 @@ class StopSignal:
         if self._grace_s == 0:
             yield
             return
-        outer, self._bound = self._bound, _Bound(time.monotonic() + expected_s, reserved_s)
+        outer, self._bound = self._bound, (time.monotonic() + expected_s, reserved_s)
         try:
             with _unwrapped():
                 self._stop_if_late()
@@ -147,13 +139,13 @@ class StopSignal:
         """Stop if the block would outlast the grace; otherwise set a timer for its end."""
         if self._requested is None or self._bound is None:
             return
-        now, bound = time.monotonic(), self._bound
-        left = self._kill_at - bound.reserved_s - now
-        if left <= 0 or bound.expected_end - now > left:
+        now, (expected_end, reserved_s) = time.monotonic(), self._bound
+        left = self._kill_at - reserved_s - now
+        if left <= 0 or expected_end - now > left:
             self._bound = None
             raise RunInterruptedError(
                 f"stopped by {self._requested}: the phase would have taken "
-                f"{max(0.0, bound.expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
+                f"{max(0.0, expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
                 f"run.grace_s = {self._grace_s:g} were left for it"
             )
         signal.setitimer(signal.ITIMER_REAL, left)
@@ -208,40 +200,32 @@ WRITING_S = 0.2
 MAX_TEXT = 200
 
 
-class StopWatch:
-    """A thread that requests a stop. Use as a context manager."""
+@contextmanager
+def watching_stop_file(folder: Path, stop: StopSignal) -> Iterator[None]:
+    """Request a stop when the stop file of a run appears within this block."""
+    path, closed = folder / STOP_FILE, threading.Event()
 
-    def __init__(self, folder: Path, stop: StopSignal) -> None:
-        self._folder = folder
-        self._stop = stop
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        with suppress(OSError):
-            # a file older than this process asked a driver before it
-            if age_s(self._folder / STOP_FILE) > _process_age_s():
-                take_stop_file(self._folder)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closed.set()
-        # a folder that does not answer must not keep the run
-        self._thread.join(timeout=LOOK_S)
-
-    def _watch(self) -> None:
-        while not self._closed.is_set():
-            text = take_stop_file(self._folder)
+    def watch() -> None:
+        while not closed.is_set():
+            text = take_stop_file(folder)
             if text is not None:
-                reason = f"the file {self._folder / STOP_FILE}" + (f": {text}" if text else "")
-                self._stop.request(reason, stays_stopped=not restarts_after(text))
-            self._closed.wait(LOOK_S)
+                reason = f"the file {path}" + (f": {text}" if text else "")
+                stop.request(reason, stays_stopped=not restarts_after(text))
+            closed.wait(LOOK_S)
 
-
-def _process_age_s() -> float:
-    ticks = int(start_time(os.getpid()) or 0)
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    started_s = int(start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError):
+        # a file older than this process asked a driver before it
+        if age_s(path) > time.clock_gettime(time.CLOCK_BOOTTIME) - started_s:
+            take_stop_file(folder)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        # a folder that does not answer must not keep the run
+        thread.join(timeout=LOOK_S)
 
 
 def restarts_after(text: str) -> bool:

@@ -378,10 +378,8 @@ def _end_leftovers() -> None:
     while _reap() and (left := descendants(os.getpid())):
         if time.monotonic() > give_up:
             for pid in left:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         time.sleep(0.1)
 
 

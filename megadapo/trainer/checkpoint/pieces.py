@@ -78,26 +78,21 @@ def runs_of_copies(
     """
     places, runs = _places_of(chunks), []
     for parameter, copy in copies.items():
-        flat, (first, *_) = copy.view(-1), places[parameter]
+        flat, ((_, first), *_) = copy.view(-1), places[parameter]
         runs.append(
             OwnedRun(
                 weight=flat,
                 master=flat,
                 weights=(),
                 state=tuple(_pieces("{key}", flat, 0, places[parameter])),
-                is_first_replica=first.tensor.replica_id == (0, 0, 0),
+                is_first_replica=first.replica_id == (0, 0, 0),
             )
         )
     return runs
 
 
-@dataclass(frozen=True)
-class _ParameterPart:
-    """Place of a contiguous part of a parameter in the whole model."""
-
-    start: int
-    """First element of the part in the flat parameter."""
-    tensor: ShardedTensor
+_ParameterPart = tuple[int, ShardedTensor]
+"""First element of a contiguous part in the flat parameter, and its place in the whole model."""
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> dict[Tensor, list[_ParameterPart]]:
@@ -114,16 +109,14 @@ def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_ParameterPart]
     parts: Any = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     whole = entry.data
     assert all(part.data.is_contiguous() for part in parts), "parts are runs of a parameter's rows"
-    return [
-        _ParameterPart(part.data.storage_offset() - whole.storage_offset(), part) for part in parts
-    ]
+    return [(part.data.storage_offset() - whole.storage_offset(), part) for part in parts]
 
 
 def _owned_run(
     parameter: Tensor, start: int, stop: int, state: dict[str, Tensor], places: list[_ParameterPart]
 ) -> OwnedRun:
     weight = parameter.detach().view(-1)[start:stop]
-    replica = places[0].tensor.replica_id
+    replica = places[0][1].replica_id
     assert isinstance(replica, tuple) and len(replica) == 3, "(pipeline, tensor, data)"
     return OwnedRun(
         weight=weight,
@@ -143,13 +136,12 @@ def _pieces(
     key: str, values: Tensor, first: int, places: Sequence[_ParameterPart]
 ) -> Iterator[Piece]:
     """Yield the boxes of a flat run that starts at the parameter's element `first`."""
-    for place in places:
-        tensor = place.tensor
-        start = max(first, place.start)
-        stop = min(first + len(values), place.start + prod(tensor.local_shape))
+    for part_start, tensor in places:
+        start = max(first, part_start)
+        stop = min(first + len(values), part_start + prod(tensor.local_shape))
         leading = (1,) * tensor.prepend_axis_num
         for offset, sizes in boxes(
-            (*leading, *tensor.local_shape), start - place.start, stop - place.start
+            (*leading, *tensor.local_shape), start - part_start, stop - part_start
         ):
             num_values = prod(sizes)
             yield Piece(

@@ -6,7 +6,7 @@ writes it into its trace and, under `emit_nvtx`, sends it to Nsight Systems.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -95,16 +95,11 @@ def _hook(part: torch.nn.Module, kind: str, range_: _OneRange) -> Iterator[Any]:
         made = _first_tensor(output if isinstance(output, tuple) else (output,))
         # with a gradient on only one side, the range would stay open
         if given is not None and made is not None and given.requires_grad and made.requires_grad:
-            made.register_hook(_then(range_.open, backward))
-            given.register_hook(_then(range_.close, backward))
+            made.register_hook(lambda _: range_.open(backward))
+            given.register_hook(lambda _: range_.close(backward))
 
     yield part.register_forward_pre_hook(before, with_kwargs=True)
     yield part.register_forward_hook(after, with_kwargs=True)
-
-
-def _then(call: Callable[[str], None], name: str) -> Callable[[Tensor], None]:
-    """Return a hook that does not change the gradient."""
-    return lambda _: call(name)
 
 
 def _first_tensor(values: Sequence[Any]) -> Tensor | None:

@@ -77,10 +77,9 @@ def write_hf(
         export_weights(
             weights.tensors(),
             destination,
-            layout=weights.layout,
             dtype=weights.dtype,
             base_folder=model,
-            on_tensor=lambda _: advance(),
+            on_tensor=advance,
         )
 
 

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megadapo.cluster.this_node import this_machine
+from megadapo.cluster.this_node import pid_namespace
 from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import InfraError, WeightError
 from megadapo.models.folder import read_json
 from megadapo.weights.disk.files import CARRIED, files_within, remove_folder, sync_path
-from megadapo.weights.disk.headers import INDEX_NAME
+from megadapo.weights.disk.headers import INDEX_NAME, WHOLE_NAME
 from megadapo.weights.disk.sources import TensorSource
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -34,11 +34,10 @@ def export_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     folder: Path | str,
     *,
-    layout: ModelLayout,
     dtype: torch.dtype,
     base_folder: Path | str,
     max_file_bytes: int = 2 << 30,
-    on_tensor: Callable[[str], None] | None = None,
+    on_tensor: Callable[[], None] = lambda: None,
 ) -> None:
     """Write full tensors as a Hugging Face folder that transformers and vLLM load.
 
@@ -48,20 +47,46 @@ def export_weights(
         tensors: Full tensors by Hugging Face name, each exactly once, in any order. They must not
             change until their file is written.
         folder: Folder to write; must not exist, or be empty.
-        layout: Layout of the model; names and shapes are checked against it.
-        dtype: Type of the tensors.
         base_folder: Model folder to copy configuration and tokenizer from.
         max_file_bytes: Largest safetensors file.
-        on_tensor: Called with the name of each tensor after it is added.
+        on_tensor: Called after each tensor.
     """
     with new_folder(folder) as partial:
         copy_config_and_tokenizer(base_folder, partial, dtype)
-        writer = _FileWriter(partial, layout, dtype, max_file_bytes)
+        pending: dict[str, torch.Tensor] = {}
+        names_of_files: list[list[str]] = []
+        total_bytes = 0
+
+        def write_file() -> None:
+            names_of_files.append(sorted(pending))
+            path = partial / f"part-{len(names_of_files):05d}"
+            save_file(pending, path, metadata={"format": "pt"})
+            # safetensors makes files private to the user, but another user may serve the model
+            path.chmod((partial / "config.json").stat().st_mode)
+            pending.clear()
+
         for name, tensor in tensors:
-            writer.add(name, tensor)
-            if on_tensor is not None:
-                on_tensor(name)
-        writer.close()
+            size = sum(one.nbytes for one in pending.values())
+            if pending and size + tensor.nbytes > max_file_bytes:
+                write_file()
+            pending[name] = tensor.detach().cpu().contiguous()
+            total_bytes += tensor.nbytes
+            on_tensor()
+        write_file()
+        _name_files(partial, names_of_files, total_bytes)
+
+
+def _name_files(folder: Path, names_of_files: list[list[str]], total_bytes: int) -> None:
+    """Give the files their names, now that their number is known; list several in an index."""
+    weight_map: dict[str, str] = {}
+    total = len(names_of_files)
+    for number, names in enumerate(names_of_files, start=1):
+        file = f"model-{number:05d}-of-{total:05d}.safetensors" if total > 1 else WHOLE_NAME
+        (folder / f"part-{number:05d}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if total > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def check_new(folder: Path) -> None:
@@ -105,9 +130,8 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
 
 def _own_partial(folder: Path) -> Path:
     """Return this process's partial folder, and remove those of dead processes of this machine."""
-    # a pid has a meaning in its boot of the machine and its namespace
-    place = f"{this_machine()} {os.stat('/proc/self/ns/pid').st_ino}"
-    start = f"{folder.name}{PARTIAL}-{hashlib.sha256(place.encode()).hexdigest()[:8]}-"
+    digest = hashlib.sha256(pid_namespace().encode()).hexdigest()
+    start = f"{folder.name}{PARTIAL}-{digest[:8]}-"
     for other in folder.parent.glob(f"{glob.escape(start)}*"):
         pid = other.name.removeprefix(start)
         if pid.isdecimal() and int(pid) != os.getpid() and start_time(int(pid)) is not None:
@@ -135,59 +159,6 @@ def copy_config_and_tokenizer(
         text = json.dumps(plain, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
     return names
-
-
-class _FileWriter:
-    """Safetensors files of bounded size and the index that lists them."""
-
-    def __init__(
-        self, folder: Path, layout: ModelLayout, dtype: torch.dtype, max_file_bytes: int
-    ) -> None:
-        self._folder, self._dtype, self._max_bytes = folder, dtype, max_file_bytes
-        self._missing = dict(layout.hf_shapes)
-        self._pending: dict[str, torch.Tensor] = {}
-        self._files: list[list[str]] = []
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        shape = self._missing.pop(name, None)
-        if shape is None or shape != tuple(tensor.shape) or tensor.dtype != self._dtype:
-            raise WeightError(
-                f"{name} {list(tensor.shape)} {tensor.dtype} is given twice, or is not the "
-                f"layout's {shape} {self._dtype}."
-            )
-        pending = sum(one.nbytes for one in self._pending.values())
-        if self._pending and pending + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous()
-        self._total_bytes += tensor.nbytes
-
-    def _flush(self) -> None:
-        self._files.append(sorted(self._pending))
-        path = self._folder / f"part-{len(self._files):05d}"
-        save_file(self._pending, path, metadata={"format": "pt"})
-        # safetensors makes files private to the user, but another user may serve the model
-        path.chmod((self._folder / "config.json").stat().st_mode)
-        self._pending = {}
-
-    def close(self) -> None:
-        if self._missing:
-            raise WeightError(f"Missing on export: {', '.join(list(self._missing)[:10])}.")
-        self._flush()
-        weight_map = dict(self._named_files())
-        if len(self._files) > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2) + "\n"
-            (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
-
-    def _named_files(self) -> Iterator[tuple[str, str]]:
-        """Rename the files, now that their number is known; yield each tensor with its file."""
-        total = len(self._files)
-        for number, names in enumerate(self._files, start=1):
-            file = f"model-{number:05d}-of-{total:05d}.safetensors"
-            file = "model.safetensors" if total == 1 else file
-            (self._folder / f"part-{number:05d}").rename(self._folder / file)
-            yield from ((name, file) for name in names)
 
 
 def full_tensors(source: TensorSource, layout: ModelLayout) -> Iterator[tuple[str, torch.Tensor]]:

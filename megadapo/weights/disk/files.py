@@ -116,7 +116,9 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         try:
             if entry_of(path) == expected:
                 continue
-            _forget_cached(path)
+            with path.open("rb") as file:
+                # the kernel drops the pages, so that the next read comes from the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             found = entry_of(path)
         except OSError as error:
             raise unreadable(path, error) from error
@@ -134,12 +136,6 @@ def unreadable(path: Path, error: OSError) -> InfraError:
         f"{path} cannot be read on node {socket.gethostname()}: {error.strerror or error}; "
         "is its file system mounted there? Nothing was changed"
     )
-
-
-def _forget_cached(path: Path) -> None:
-    """Let the kernel drop a file's pages, so that the next read comes from the disk."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def remove_folder(path: Path) -> None:

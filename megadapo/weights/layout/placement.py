@@ -39,14 +39,6 @@ def stage_chunks(
     return chunks
 
 
-def stage_layers(
-    num_layers: int, *, pp_size: int, vpp_size: int = 1, first: int = 0, last: int = 0
-) -> list[tuple[int, ...]]:
-    """Return [stage] -> its layers, ascending; arguments as for `stage_chunks`."""
-    chunks = stage_chunks(num_layers, pp_size=pp_size, vpp_size=vpp_size, first=first, last=last)
-    return joined_chunks(chunks)
-
-
 def joined_chunks(chunks: list[list[range]]) -> list[tuple[int, ...]]:
     """Return [stage] -> its layers, ascending, of [stage][chunk] -> layers."""
     return [tuple(layer for chunk in stage for layer in chunk) for stage in chunks]
@@ -76,7 +68,6 @@ def replica_positions(
     *,
     tp_size: int = 1,
     pp_size: int = 1,
-    vpp_size: int = 1,
     ep_size: int = 1,
     etp_size: int | None = None,
     stages: list[tuple[int, ...]] | None = None,
@@ -90,18 +81,8 @@ def replica_positions(
         stages: layers of each pipeline stage; None spreads them evenly.
         num_dp: ranks with the same non-expert weights, context-parallel ones included.
     """
-    sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
-    for name, size in sizes.items():
-        if size < 1:
-            raise WeightError(f"{name} must be at least 1, but it is {size}.")
-    stages = stages or stage_layers(layout.shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
+    stages = stages or joined_chunks(stage_chunks(layout.shape.num_layers, pp_size=pp_size))
     etp = tp_size if etp_size is None else etp_size
-    per_stage = tp_size * num_dp
-    if per_stage % (etp * ep_size):
-        raise WeightError(
-            f"{per_stage} ranks of a pipeline stage (TP {tp_size} x DP {num_dp}) cannot be cut "
-            f"into expert TP {etp} x EP {ep_size}."
-        )
     return [
         ShardPosition(
             tp_rank=rank % tp_size,
@@ -118,5 +99,5 @@ def replica_positions(
             padded_vocab_size=padded_vocab_size(layout.shape.vocab_size, tp_size),
         )
         for stage in range(pp_size)
-        for rank in range(per_stage)
+        for rank in range(tp_size * num_dp)
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import vllm
@@ -44,12 +44,6 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
     return initialize_layerwise_reload, finalize_layerwise_reload, make_online_process_loader
 
 
-class _Loadable(Protocol):
-    """A parameter with the loader function that vLLM attaches to it."""
-
-    weight_loader: Callable[..., object]
-
-
 @dataclass
 class LayerwiseReload(Target):
     """A target that loads whole shards with vLLM, which repacks a layer once it is complete."""
@@ -61,7 +55,7 @@ class LayerwiseReload(Target):
 
     def __post_init__(self) -> None:
         self._tied = _tied_layers(self.model)
-        self._replaced: list[tuple[_Loadable, Callable[..., object]]] = []
+        self._replaced: list[tuple[Any, Callable[..., object]]] = []
         if self.device.type == "cpu":
             # vLLM packs experts for the CPU again only if there is no kernel
             for layer in self.model.modules():

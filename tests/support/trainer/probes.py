@@ -335,7 +335,7 @@ def export(rank: TrainerRank, folder: Path) -> None:
     tensors = full_tensors(rank.parameters, rank.layout, rank.position)
     if torch.distributed.get_rank() == 0:
         dtype, base = rank.config.params_dtype, rank.model_folder
-        export_weights(tensors.items(), folder, layout=rank.layout, dtype=dtype, base_folder=base)
+        export_weights(tensors.items(), folder, dtype=dtype, base_folder=base)
     torch.distributed.barrier()
 
 

@@ -226,4 +226,4 @@ def test_no_evaluation_to_resume(tmp_path, state, lost):
 def test_evaluation_of_step_zero_needs_no_checkpoint(tmp_path):
     checkpoint = saved_run(tmp_path, **{EVALUATING: 0})
     unfinished, _ = find_unfinished(config_of("engine", tmp_path), checkpoint)
-    assert unfinished is not None and (unfinished.step, unfinished.trainer_folder) == (0, None)
+    assert unfinished is not None and (unfinished.step, unfinished.files) == (0, {})

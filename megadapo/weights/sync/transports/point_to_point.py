@@ -15,9 +15,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,8 @@ TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
 """Time limit of the group; `weights.deadline_s` ends earlier, and its error names the rank."""
 
 
-class Messenger(Protocol):
-    """The used methods of torch's process groups, which torch does not type."""
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work: ...
-
-    def _start_coalescing(self) -> None: ...
-
-    def _end_coalescing(self) -> dist.Work: ...
+Group = Any
+"""A process group of torch, which does not type its methods."""
 
 
 class PointToPointOutbox(Outbox):
@@ -52,7 +43,7 @@ class PointToPointOutbox(Outbox):
         self._device, self._rank, self._num_ranks = device, rank, num_ranks
         self._sending: list[list[dist.Work]] = [[] for _ in range(NUM_BUCKETS)]
         self._store: dist.TCPStore | None = None
-        self._group: Messenger | None = None
+        self._group: Group = None
 
     def offer(self) -> Offer:
         """Open the store where all ranks meet, on rank 0; the other offers are empty."""
@@ -95,14 +86,16 @@ class PointToPointOutbox(Outbox):
         ]
 
     def _send(self, bucket: torch.Tensor, wave: Sequence[Message]) -> list[dist.Work]:
-        group = self._group
-        assert group is not None, "connect first"
-        contents = [bucket.narrow(0, placed.offset, placed.num_bytes) for placed in wave]
         sends = [
-            (lambda content=content, peer=one.target: group.send([content], peer, 0))
-            for content, one in zip(contents, wave, strict=True)
+            partial(
+                self._group.send,
+                [bucket.narrow(0, message.offset, message.num_bytes)],
+                message.target,
+                0,
+            )
+            for message in wave
         ]
-        return issue_together(group, self._device, sends)
+        return issue_together(self._group, self._device, sends)
 
     def close(self) -> None:
         super().close()
@@ -133,7 +126,6 @@ class PointToPointInbox:
         self._device, self._previous, self._following = device, previous, following
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._forwarding: list[dist.Work] = []
-        self._group: Messenger | None
         self._store: dist.TCPStore | None
         self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
 
@@ -148,24 +140,20 @@ class PointToPointInbox:
 
     def _receive(self, wave: Sequence[Message]) -> list[torch.Tensor]:
         """Wait for the messages of a wave, and start to forward them."""
-        group, previous, following = self._group, self._previous, self._following
-        assert group is not None, "closed"
+        group, previous = self._group, self._previous
         for work in self._forwarding:
             work.wait()
         sizes = [placed.num_bytes for placed in wave]
         received = list(self._memory[: sum(sizes)].split(sizes))
         peers = [placed.sender if previous is None else previous for placed in wave]
         receives = [
-            (lambda content=content, peer=peer: group.recv([content], peer, 0))
+            partial(group.recv, [content], peer, 0)
             for content, peer in zip(received, peers, strict=True)
         ]
         for work in issue_together(group, self._device, receives):
             work.wait()
-        if following is not None:
-            sends = [
-                (lambda content=message: group.send([content], following, 0))
-                for message in received
-            ]
+        if self._following is not None:
+            sends = [partial(group.send, [content], self._following, 0) for content in received]
             self._forwarding = issue_together(group, self._device, sends)
         return received
 
@@ -188,7 +176,7 @@ def join_group(
     rank: int,
     num_ranks: int,
     store: dist.TCPStore | None = None,
-) -> tuple[Messenger, dist.TCPStore]:
+) -> tuple[Group, dist.TCPStore]:
     """Join the group at the store that trainer rank 0 offers; waits for all ranks."""
     meeting = offers[0]
     assert meeting is not None, "trainer rank 0 always makes an offer"
@@ -200,16 +188,16 @@ def join_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        group = cast(Messenger, dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options))
+        group: Group = dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options)
     else:
-        group = cast(Messenger, dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT))
+        group = dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT)
     # The first collective creates the communicator; a send must not wait for that.
     group.allreduce([torch.zeros(1, device=device)]).wait()
     return group, store
 
 
 def issue_together(
-    group: Messenger, device: torch.device, operations: Sequence[Callable[[], dist.Work]]
+    group: Group, device: torch.device, operations: Sequence[Callable[[], dist.Work]]
 ) -> list[dist.Work]:
     """Issue messages so that none waits for another; NCCL makes one operation of them."""
     if device.type != "cuda" or not operations:

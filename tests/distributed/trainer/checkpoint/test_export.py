@@ -72,7 +72,7 @@ def _export_and_measure(rank, checkpoint, model, destination):
 
     def write() -> None:
         weights = TrainerCheckpoint(checkpoint, names)
-        how = {"layout": names, "dtype": weights.dtype, "base_folder": model}
+        how = {"dtype": weights.dtype, "base_folder": model}
         export_weights(weights.tensors(), destination, max_file_bytes=8 << 20, **how)
 
     taken = peak_growth(write)

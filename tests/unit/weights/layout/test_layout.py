@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from megadapo.errors import WeightError
 from megadapo.weights.disk.sources import collect_runs, match_params, open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
-from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from tests.support.models.tiny_models import FAMILY_NAMES, copy_model, make_model
 from tests.support.weights.connection import rank_params
 from tests.support.weights.ranks import import_weights
@@ -41,7 +41,8 @@ def test_ranks_of_every_split_give_the_model_bitwise(
 ):
     folder = model_folders[family]
     layout = open_layout(folder)
-    sizes = {"tp_size": tp_size, "pp_size": pp_size, "vpp_size": vpp_size}
+    chunks = stage_chunks(layout.shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "stages": joined_chunks(chunks)}
     assert_gives_model(folder, layout, imported_ranks(folder, layout, **sizes))
 
 

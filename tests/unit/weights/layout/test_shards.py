@@ -9,7 +9,7 @@ import pytest
 from megadapo.errors import WeightError
 from megadapo.weights.layout.cuts import Run
 from megadapo.weights.layout.layout import ModelLayout, hf_names, layout_for
-from megadapo.weights.layout.placement import replica_positions, stage_chunks, stage_layers
+from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 
 SIZES = {
@@ -266,23 +266,6 @@ def test_given_stages_are_used():
     stages = [(0,), (1, 2, 3)]
     found = replica_positions(layout, pp_size=2, stages=stages)
     assert [position.layer_indices for position in found] == stages
-    interleaved = replica_positions(layout, pp_size=2, vpp_size=2)
-    assert [position.layer_indices for position in interleaved] == [(0, 2), (1, 3)]
-
-
-@pytest.mark.parametrize("size", ["tp_size", "pp_size", "vpp_size", "ep_size", "num_dp"])
-def test_size_of_zero_is_rejected_by_name(size):
-    name = size.removesuffix("_size").removeprefix("num_").upper()
-    with pytest.raises(WeightError, match=f"^{name} must be at least 1, but it is 0"):
-        replica_positions(layout_of(), **{size: 0})
-
-
-def test_experts_that_do_not_fit_the_ranks_are_rejected():
-    message = (
-        r"^2 ranks of a pipeline stage \(TP 2 x DP 1\) cannot be cut into expert TP 2 x EP 2\.$"
-    )
-    with pytest.raises(WeightError, match=message):
-        replica_positions(layout_of("Qwen3Moe"), tp_size=2, ep_size=2)
 
 
 def test_expert_tp_defaults_to_tp():
@@ -298,16 +281,17 @@ def test_chunks_alternate_between_stages():
     first, second = stage_chunks(8, pp_size=2, vpp_size=2)
     assert first == [range(0, 2), range(4, 6)]
     assert second == [range(2, 4), range(6, 8)]
-    assert stage_layers(8, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert joined_chunks([first, second]) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
 def test_remaining_layers_go_to_first_chunks():
-    assert stage_layers(6, pp_size=4) == [(0, 1), (2, 3), (4,), (5,)]
-    assert stage_layers(7, pp_size=2, vpp_size=2) == [(0, 1, 4, 5), (2, 3, 6)]
+    assert joined_chunks(stage_chunks(6, pp_size=4)) == [(0, 1), (2, 3), (4,), (5,)]
+    interleaved = joined_chunks(stage_chunks(7, pp_size=2, vpp_size=2))
+    assert interleaved == [(0, 1, 4, 5), (2, 3, 6)]
     for layers in range(4, 20):
         for pp_size, vpp_size in itertools.product((1, 2, 3, 4), (1, 2)):
             if pp_size * vpp_size <= layers:
-                stages = stage_layers(layers, pp_size=pp_size, vpp_size=vpp_size)
+                stages = joined_chunks(stage_chunks(layers, pp_size=pp_size, vpp_size=vpp_size))
                 assert sorted(itertools.chain(*stages)) == list(range(layers))
 
 
@@ -328,7 +312,7 @@ def test_remaining_layers_go_to_first_chunks():
 )
 def test_first_and_last_stage_have_given_layers(num_layers, split, sizes):
     """The given number counts all chunks of a stage together."""
-    stages = stage_layers(num_layers, **split)
+    stages = joined_chunks(stage_chunks(num_layers, **split))
     assert [len(stage) for stage in stages] == sizes
     assert sorted(layer for stage in stages for layer in stage) == list(range(num_layers))
 

@@ -17,7 +17,7 @@ from megadapo.errors import ConfigError, InfraError, WeightError
 from megadapo.rollout.pool.publish import Publisher
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.disk.sources import open_layout
-from megadapo.weights.layout.placement import replica_positions, stage_layers
+from megadapo.weights.layout.placement import joined_chunks, replica_positions, stage_chunks
 from megadapo.weights.sync.delta import FULL_EVERY, UpdateVersions
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
@@ -61,7 +61,7 @@ def test_engine_ranks_receive_exactly_their_shards(model_folders, family, traine
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
 @pytest.mark.parametrize("engine", [EngineShape(tp_size=2), EngineShape(pp_size=2)])
 def test_interleaved_stages_send_own_layers(tmp_path, family, engine):
-    stages = stage_layers(4, pp_size=2, vpp_size=2)
+    stages = joined_chunks(stage_chunks(4, pp_size=2, vpp_size=2))
     assert stages == [(0, 2), (1, 3)]
     folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
     connection = Connection(folder, {"pp_size": 2, "stages": stages}, engine)
