@@ -186,14 +186,11 @@ def result_of(
     describe_death: Callable[[], str] | None = None,
     log: Path | None = None,
 ) -> Any:
-    """Return the result of a call that has ended.
+    """Return the result of a call that has ended, or raise as `gather`.
 
     Args:
         describe_death: describes the death of the actor's process better than Ray does.
         log: of the actor's process; its last lines are quoted if the process died.
-
-    Raises:
-        MegadapoError: the error that the actor raised, or InfraError if it died or failed.
     """
     import ray
     from ray.exceptions import RayError

@@ -103,11 +103,7 @@ class Cluster:
 
     @contextmanager
     def naming_lost_nodes(self) -> Iterator[None]:
-        """Add the names of lost nodes to an error of this block.
-
-        Raises:
-            InfraError: raised in the block.
-        """
+        """Add the names of lost nodes to an InfraError of this block."""
         try:
             yield
         except InfraError as error:
@@ -212,10 +208,9 @@ def share_cores(nodes: Sequence[str], num_cores: Mapping[str, int]) -> list[int]
 def check_nodes(
     trainer: Sequence[Slot], engines: Sequence[Sequence[Slot]], *, tensor_parallel: int
 ) -> None:
-    """Check that no engine and no tensor-parallel group spans nodes.
+    """Raise InfraError if an engine or a tensor-parallel group spans nodes.
 
-    Raises:
-        InfraError: one would, and its all-reduces of every layer would cross the network.
+    Its all-reduces of every layer would cross the network.
     """
     keys = "rollout.tensor_parallel x rollout.pipeline_parallel"
     groups = [(f"engine {index}", slots, keys) for index, slots in enumerate(engines)]

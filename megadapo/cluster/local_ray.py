@@ -136,10 +136,6 @@ def private_folder() -> Path:
     """Return a new folder that only this user can enter, with a path short enough for sockets.
 
     Remove those of processes that were killed together with their guards.
-
-    Raises:
-        ConfigError: RAY_TMPDIR is too long.
-        InfraError: the folder cannot be created.
     """
     longest = SOCKET_BYTES - len(_LONGEST_SOCKET)
     given = os.environ.get("RAY_TMPDIR")

@@ -134,8 +134,7 @@ class PlaceRequest:
     def poll(self) -> Place | None:
         """Return the place once Ray has the slots and their nodes have answered.
 
-        Raises:
-            InfraError: nodes lack something, or are gone again; the request is cancelled.
+        Raise InfraError, and cancel the request, if nodes lack something or are gone again.
         """
         if self._group is None:
             here = node_address()
@@ -203,8 +202,7 @@ class PlaceRequest:
 def wait_for_places(requests: Sequence[PlaceRequest], config: ClusterConfig) -> list[Place]:
     """Return the places of several requests, once Ray has the slots of all.
 
-    Raises:
-        InfraError: the cluster has too few slots in time, or a node lacks something.
+    Raise InfraError if the cluster has too few slots in time, or a node lacks something.
     """
     import ray
 

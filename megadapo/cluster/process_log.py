@@ -68,11 +68,7 @@ def write_stacks_on_signal() -> None:
 
 @contextmanager
 def stacks_on_quit(path: Path) -> Iterator[None]:
-    """Append the Python stacks of this process to a file on each QUIT_SIGNAL within this block.
-
-    Raises:
-        InfraError: the file cannot be written.
-    """
+    """Append the Python stacks of this process to a file on each QUIT_SIGNAL within this block."""
     try:
         path.parent.mkdir(exist_ok=True)
         file = path.open("a")

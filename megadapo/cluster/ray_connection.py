@@ -86,13 +86,9 @@ def connect_to_ray(config: ClusterConfig, num_slots: int) -> LocalRay | None:
 
 
 def join_cluster(address: str) -> None:
-    """Make this process a driver of a cluster.
+    """Make this process a driver of the cluster whose head is at HOST:PORT, or "auto" on its node.
 
-    Args:
-        address: of Ray's head as HOST:PORT; "auto" on a node of the cluster.
-
-    Raises:
-        InfraError: there is no cluster, or it refuses this process.
+    Raise InfraError if there is no cluster, or if it refuses this process.
     """
     import ray
     from ray.exceptions import RayError
@@ -110,9 +106,6 @@ def accepts_without_token() -> bool:
     """Return whether the joined cluster admits processes without a token.
 
     This process's own token proves nothing: a cluster without tokens ignores it.
-
-    Raises:
-        InfraError: the cluster does not answer.
     """
     import ray
 
@@ -138,14 +131,10 @@ def accepts_without_token() -> bool:
 
 
 def check_device(config: ClusterConfig, num_gpus: float) -> None:
-    """Check that `auto`, which looks at this machine, is right for the joined cluster.
+    """Check that `auto`, which looks at this machine, is right for a cluster with so many GPUs.
 
-    Args:
-        num_gpus: of the cluster.
-
-    Raises:
-        ConfigError: the cluster has GPUs, and this machine has none.
-        InfraError: this machine has a GPU, and no node of the cluster has offered one yet.
+    Raise ConfigError if only the cluster has GPUs, and InfraError if only this machine has any so
+    far.
     """
     if config.device == "auto" and config.uses_cuda != (num_gpus > 0):
         here = "has a GPU" if config.uses_cuda else "has no GPU that torch can use"
@@ -250,11 +239,7 @@ class RayDaemonWatch:
         return self._problem is None
 
     def check(self) -> None:
-        """Raise if a daemon does not answer; call every few seconds while waiting for processes.
-
-        Raises:
-            InfraError: the error names the daemon.
-        """
+        """Raise InfraError if a daemon does not answer; call it every few seconds of a wait."""
         if self._problem is not None:
             raise self._problem
 

@@ -99,11 +99,7 @@ class ModelDescription:
 
 
 def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Read a Hugging Face configuration.
-
-    Raises:
-        WeightError: it is not understood, or of a model that the trainer does not compute.
-    """
+    """Read a Hugging Face configuration; raise WeightError if the trainer does not support it."""
     shape, family = model_shape(hf_config), family_of(hf_config)
     check_keys(hf_config, family)
     routing = None
@@ -186,8 +182,7 @@ def _comparable(hf_config: Mapping[str, Any]) -> dict[str, object]:
 def read_rope(hf_config: Mapping[str, Any]) -> Rope:
     """Read the rotary embedding as transformers does.
 
-    Raises:
-        WeightError: it is not supported, lacks a setting, or is given twice with other settings.
+    Raise WeightError if it is not supported, lacks a setting, or is given twice and differs.
     """
     settings = _rope_settings(hf_config)
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")

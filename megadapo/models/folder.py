@@ -96,8 +96,7 @@ def no_folder(key: str, path: str) -> DataError:
 def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:
     """Return the model's folder on this machine; download a Hub name into the Hub's cache.
 
-    Raises:
-        DataError: the folder does not exist and the Hub cannot provide it.
+    Raise DataError if the folder does not exist and the Hub cannot provide it.
     """
     if Path(path).is_dir():
         return Path(path)

@@ -56,8 +56,7 @@ class ModelShape:
 def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
     """Read the shape of a model from its Hugging Face configuration.
 
-    Raises:
-        WeightError: a key is missing or its value is not supported; the error names the key.
+    Raise WeightError that names a key that is missing or has a value that is not supported.
     """
     family = family_of(hf_config)
     num_heads = required_size(hf_config, "num_attention_heads")

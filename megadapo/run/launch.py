@@ -134,10 +134,8 @@ def with_present_data(
 ) -> Checkpoint:
     """Return a checkpoint whose state fits the data of the resumed run, before anything starts.
 
-    If the run accepts other prompts or texts, it starts with the first of them.
-
-    Raises:
-        DataError: they are others, and the run does not accept that.
+    If prompts or texts are others, the run starts with the first of them, or raises DataError if it
+    does not accept them.
     """
     state, found = checkpoint.state, list[str]()
     sampler = state.get(SAMPLER_STATE)

@@ -37,12 +37,7 @@ REJECTED = ("all_correct", "all_wrong", "out_of_band", "equal")
 
 
 def check_replay(config: RunConfig, folder: Path) -> str:
-    """Check that a run can replay the rollouts in `folder`, and return a note for the user.
-
-    Raises:
-        ConfigError: the run would overwrite the rollouts, or has more steps than are saved, or
-            these have a part of their groups.
-    """
+    """Return a note for the user; raise ConfigError if a run cannot replay these rollouts."""
     if (config.run.folder / ROLLOUTS_FOLDER).resolve() == folder.resolve():
         raise ConfigError(
             f"run.folder = {config.run.folder} is the run that saved {folder}: choose another "
@@ -72,10 +67,7 @@ class ReplayedRollouts(Rollouts):
         """Return the groups that the saved run trained on in the next step.
 
         Counts and means are over the saved groups, so they equal the saved run's if it saved all.
-
-        Raises:
-            DataError: the file is damaged, has no trained group, or has a group that does not fit
-                the configuration.
+        Raise DataError if the file is damaged, or its groups do not fit the configuration.
         """
         step = self.policy_version + 1
         path = step_file(self._folder, step)
@@ -136,11 +128,7 @@ def _groups(saved: Iterable[SavedGroup]) -> list[Group]:
 
 
 def _check_steps(folder: Path, first: int, last: int) -> None:
-    """Check that every step from `first` to `last` is saved.
-
-    Raises:
-        ConfigError: a step is missing.
-    """
+    """Raise ConfigError unless every step from `first` to `last` is saved."""
     saved = steps_in(folder)
     if not saved:
         raise ConfigError(
@@ -157,10 +145,9 @@ def _check_steps(folder: Path, first: int, last: int) -> None:
 
 
 def _check_whole(config: RunConfig, folder: Path) -> None:
-    """Check that the first saved step has all groups on which its run trained.
+    """Raise ConfigError if the first saved step lacks groups that its run trained on.
 
-    Raises:
-        ConfigError: some are missing, so that the replay would train another policy.
+    The replay would train another policy.
     """
     run = RunRecords(folder.parent)
     if run.config.get("observe", {}).get("saved_groups") == "all":
@@ -181,12 +168,7 @@ RULES = ("mode", "prompts_per_step", "max_staleness", "max_asked_per_prompt")
 
 
 def check_schedule(config: RunConfig, run: Path) -> str:
-    """Check that the schedule of a run can be repeated; return a note for the user.
-
-    Raises:
-        ConfigError: the run has none, a damaged one or one of other rules, or the mode needs none,
-            or another run would be overwritten.
-    """
+    """Return a note for the user; raise ConfigError if a run's schedule cannot be repeated."""
     path = run / SCHEDULE_FILE
     if not config.sampling.carries:
         raise ConfigError(
@@ -226,10 +208,6 @@ def open_schedule(
     """Open the schedule of the run in `folder`, or one in memory.
 
     `repeated`: folder of the run to repeat, if any.
-
-    Raises:
-        ConfigError: its schedule cannot be read, is damaged, or has other rules.
-        InfraError: the run's own schedule cannot be read.
     """
     if not config.sampling.carries:
         return SamplingSchedule()

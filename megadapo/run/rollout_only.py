@@ -151,11 +151,7 @@ def _sample(
 
 
 def keeping_every_group(config: RunConfig, keep: Keep) -> RunConfig:
-    """Return a configuration whose steps have every group that they sample, mixed or not.
-
-    Raises:
-        ConfigError: pairs would have answers of environments, which a loss of pairs counts.
-    """
+    """Return a configuration whose steps have every group that they sample, mixed or not."""
     if config.rollout.environments and keep == "pairs":
         raise ConfigError(
             "--keep pairs: rollout.environments puts answers into responses, and a loss of pairs "
@@ -188,11 +184,7 @@ def rollout_folder(config: RunConfig) -> Path:
 
 
 def _prepare_folder(config: RunConfig) -> Path:
-    """Create the folder and return it.
-
-    Raises:
-        ConfigError: the model has no weights, or the folder holds a run or cannot be created.
-    """
+    """Create the folder and return it, unless it holds a run or the model has no weights."""
     if config.model.init == "random":
         raise ConfigError(
             'model.init = "random" leaves engines without weights: set model.path to a model with '

@@ -173,11 +173,7 @@ class LiveRollouts(Rollouts):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sampler.
-
-        Raises:
-            CheckpointError: the state is damaged, or its run replayed saved rollouts.
-        """
+        """Restore the sampler; raise CheckpointError if the run replayed saved rollouts."""
         if SAMPLER_STATE not in state:
             raise CheckpointError(
                 "the checkpoint has no state of the sampler because its run replayed saved "

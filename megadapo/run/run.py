@@ -110,11 +110,7 @@ class Run:
         self.log.end(error, stays_stopped=self._stop.stays_stopped)
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
-        """Resume from the checkpoint before the current one, which proved to be damaged.
-
-        Raises:
-            CheckpointError: there is no other, or the user chose this one.
-        """
+        """Resume from the checkpoint before the current one, as `RunCheckpoints.fall_back`."""
         if self._is_stepping:
             raise error
         self.checkpoints.fall_back(error)
@@ -217,11 +213,7 @@ class Run:
 
 
 def _check_command(checkpoint: Checkpoint, command: str) -> None:
-    """Check that a run's command wrote its checkpoint.
-
-    Raises:
-        CheckpointError: another command wrote it.
-    """
+    """Raise CheckpointError if another command wrote the run's checkpoint."""
     writer = checkpoint.state.get(STAGE, TRAIN)
     if writer != command:
         raise CheckpointError(

@@ -233,8 +233,7 @@ class Critic(TrainedModel):
     def load(self, folder: Path) -> None:
         """Read the critic from a trainer's checkpoint of any split.
 
-        Raises:
-            CheckpointError: the checkpoint has no critic, is damaged, or of another model.
+        Raise CheckpointError if it has no critic, is damaged, or of another model.
         """
         if not (folder / CRITIC_FOLDER).is_dir():
             raise CheckpointError(

@@ -59,8 +59,7 @@ class Offload:
     def prefetch(self, *kinds: StateKind) -> None:
         """Start to copy these kinds back while the device computes.
 
-        Raises:
-            InfraError: engines use the memory of the device.
+        Raise InfraError while engines use the memory of the device.
         """
         if self.engines_use_device:
             raise InfraError(

@@ -189,8 +189,7 @@ class ReferencePolicy:
     def load(self, folder: Path) -> None:
         """Read the reference from a trainer's checkpoint of any split; collective.
 
-        Raises:
-            CheckpointError: the checkpoint has no reference, or one that does not fit.
+        Raise CheckpointError if it has no reference, or one that does not fit.
         """
         if self._config.refresh_every is None:
             return

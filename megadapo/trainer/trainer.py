@@ -225,10 +225,8 @@ class Trainer:
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.
 
+        Raise the MegadapoError of a rank, or InfraError if one died, hangs, or was too slow.
         `timeout_s`: by default trainer.timeout_s.
-
-        Raises:
-            MegadapoError: a rank raised it; InfraError if one died, hangs, or was too slow.
         """
         if not self.ranks:
             raise InfraError(f"the trainer cannot {method}: its ranks have ended")
@@ -373,10 +371,6 @@ def wait_for_save(
         ranks: writing ranks, which may have ended meanwhile.
         deadline: on the monotonic clock, when every rank must have written.
         watch: raises if a rank hangs.
-
-    Raises:
-        CheckpointError: a rank could not write; no rank is writing any more.
-        InfraError: a rank is gone, or still writing at the deadline.
     """
     reports: dict[int, RankReport] = {}
     while True:
@@ -404,9 +398,7 @@ def wait_for_save(
 def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
     """Write the metadata of all pieces into `folder`; return all files of the checkpoint.
 
-    Raises:
-        CheckpointError: a rank could not write, or a piece was written twice or not at all.
-        OSError: the metadata could not be written.
+    Raise CheckpointError if a rank could not write, or a piece was written twice or not at all.
     """
     # it imports torch, which the driver does not need before a save
     from megadapo.weights.disk.torch_checkpoint import write_metadata

@@ -232,11 +232,9 @@ class TrainerWorker:
 
 
 def require_cuda(*, deterministic: bool) -> None:
-    """Prepare this process for a GPU, and check that it can use it as the run expects.
+    """Prepare this process for a GPU; raise InfraError if it cannot use it as the run expects.
 
-    Raises:
-        InfraError: torch finds no GPU: a silent fallback to the CPU must not happen. Or Transformer
-            Engine is installed and cannot be imported, or the machine lacks what a trainer needs.
+    A silent fallback to the CPU must not happen.
     """
     import torch
 

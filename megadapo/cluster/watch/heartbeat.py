@@ -206,11 +206,9 @@ class HeartbeatWatch:
         return sum(process.last.progress for process in self._watched)
 
     def check(self) -> None:
-        """Read all heartbeats.
+        """Read all heartbeats; raise ProcessHungError if a process sends none or makes no progress.
 
-        Raises:
-            ProcessHungError: a process sends no heartbeat or makes no progress. The error names it;
-                if all wait for each other, it names those furthest behind.
+        The error names the process; if all wait for each other, those furthest behind.
         """
         now = self._clock()
         if now < self._checked + CHECK_S:

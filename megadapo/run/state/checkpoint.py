@@ -43,14 +43,11 @@ from megadapo.weights.disk.files import (
 
 
 def check_permissions(folder: Path) -> None:
-    """Check who can have written the files of a checkpoint.
+    """Raise CheckpointError if another user may have written a checkpoint, or if it has a link.
 
     Folders must belong to this user, or to the user that the file server maps this user to, which
     is often `nobody` for root. Files may belong to others, because only a folder's owner decides
     who writes in it. Links and entries that everyone may write are refused.
-
-    Raises:
-        CheckpointError: another user may have written it, or a part of it is a link.
     """
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -249,16 +246,11 @@ class CheckpointStore:
     def begin(self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0) -> Commit:
         """Begin to write the checkpoint of `step`, the last completed one.
 
-        Args:
-            num_bytes: approximate size of the trainer's files.
+        Raise CheckpointError if it exists, or if the disk has no room for its `num_bytes`.
 
         Returns:
             A function that waits for the trainer's files and completes the checkpoint; an error
             leaves no file of it.
-
-        Raises:
-            CheckpointError: it exists, or the disk has no room for it.
-            MegadapoError: the trainer could not begin.
         """
         final = self.folder / f"step-{step}"
         temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
@@ -348,10 +340,11 @@ class CheckpointStore:
     def newest_sound(self, *, after: int = -1, hashes: bool) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint that verifies, and one line for each newer damaged one.
 
-        `after`: only those of later steps count. `hashes`: as in `newest`.
+        Raise CheckpointError if a newer one may be sound, and would be set aside as damaged.
 
-        Raises:
-            CheckpointError: a newer one may be sound, and would be set aside as damaged.
+        Args:
+            after: only checkpoints of later steps count.
+            hashes: as in `newest`.
         """
         skipped: list[str] = []
         for path in self._newer_than(after):
@@ -404,11 +397,7 @@ def _delete(path: Path) -> None:
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Return the entries of `folder` named step-N by their N, lowest first; none without it.
-
-    Raises:
-        InfraError: the folder cannot be read.
-    """
+    """Return the entries of `folder` named step-N by their N, lowest first; none without it."""
     try:
         found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -433,9 +422,7 @@ def _commit(
 ) -> Checkpoint:
     """Wait for the trainer's files, add state and manifest, and rename `folder` to `final`.
 
-    Raises:
-        CheckpointError: it could not be written, or its files differ from the reported ones.
-        InfraError: a rank is gone.
+    Raise CheckpointError if they differ from the reported ones, InfraError if a rank is gone.
     """
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -74,11 +74,9 @@ class Lease:
         return cls(folder, driver, heartbeat_s)
 
     def check(self) -> None:
-        """Check that this driver still holds the lease.
+        """Raise InfraError if another driver took the lease, as after a suspension of this one.
 
-        Raises:
-            InfraError: another driver took it, as after a long suspension of this one, or the
-                folder has been unreadable for `UNKNOWN_S`.
+        The same holds if the folder has been unreadable for `UNKNOWN_S`.
         """
         try:
             holder = _read(self._path)
@@ -170,8 +168,7 @@ def age_s(path: Path) -> float:
 def _take(path: Path, driver: Driver, stale_s: float) -> None:
     """Create the lease, or replace a dead driver's; a kill leaves none without a holder.
 
-    Raises:
-        InfraError: its driver is alive; it may end soon, so a supervisor tries again.
+    Raise InfraError if its driver is alive; it may end soon, so a supervisor tries again.
     """
     own = path.with_name(f"{path.name}.{driver.token}")
     try:

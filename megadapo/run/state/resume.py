@@ -189,19 +189,13 @@ def check_config_diff(
 ) -> list[str]:
     """Compare a configuration, and the models it names, with those of the run of a checkpoint.
 
-    A checkpoint from another folder starts a new run, whose changes are only listed.
+    Return one line for each changed key. Raise ConfigError if a run in its own folder would learn
+    something else. A checkpoint from another folder starts a new run, whose changes are listed.
 
     Args:
         accepted: keys and tables that may change although they decide what is learned.
         keys: keys and tables that decide what is learned.
         models: files of the models; a path may change to one with equal files.
-
-    Returns:
-        One line for each changed key.
-
-    Raises:
-        ConfigError: a run in its own folder would learn something else, and a key of it is not
-            accepted.
     """
     changes = {
         key: f"{json.dumps(before)} -> {json.dumps(after)}"
@@ -311,11 +305,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 
 
 def model_files(config: RunConfig) -> dict[str, ModelFiles]:
-    """Return the files of each model that is on this machine, by the key of its path.
-
-    Raises:
-        InfraError: a file cannot be read.
-    """
+    """Return the files of each model that is on this machine, by the key of its path."""
     found: dict[str, ModelFiles] = {}
     for key, path in config.model_paths.items():
         if Path(path).is_dir():

@@ -125,8 +125,7 @@ class RunCheckpoints:
     def fall_back(self, error: CorruptCheckpointError) -> None:
         """Resume from the checkpoint before the current one, which proved to be damaged.
 
-        Raises:
-            CheckpointError: there is no other, or the user chose this one.
+        Raise the error again if the user chose this one, CheckpointError if there is no other.
         """
         if self.current is None or self._has_target:
             raise error
@@ -183,12 +182,11 @@ class RunCheckpoints:
     def settle(self, *, wait: bool = True, last: bool = False) -> None:
         """Show and count the pending save if it has ended.
 
+        Raise InfraError if it failed and is the last, or if all have failed for `FAILING_S`.
+
         Args:
             wait: whether to wait for its end.
             last: whether no later step can repeat a failed save.
-
-        Raises:
-            InfraError: the save failed, and it is the last, or all have failed for `FAILING_S`.
         """
         with self._phase("checkpoint") if wait else nullcontext():
             if self._pending is None or not (wait or self._pending.done()):

@@ -187,11 +187,7 @@ class StatusFile:
 
 
 def read_status(folder: Path) -> Status:
-    """Return the status of the run in a folder.
-
-    Raises:
-        DataError: the file is missing, or it is not a status.
-    """
+    """Return the status of the run in a folder; raise DataError if it cannot be read."""
     path = folder / STATUS_FILE
     try:
         return Status(**json.loads(path.read_text(encoding="utf-8")))

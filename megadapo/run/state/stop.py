@@ -96,11 +96,7 @@ class StopSignal:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
     def check(self) -> None:
-        """Stop the run here if a stop was requested.
-
-        Raises:
-            RunInterruptedError: a stop was requested.
-        """
+        """Raise RunInterruptedError, and so stop the run here, if a stop was requested."""
         if self._requested is not None:
             raise RunInterruptedError(f"stopped by {self._requested}")
 

@@ -111,12 +111,7 @@ class RecordWriter:
             raise
 
     def _until_written(self, write: Callable[[], Result]) -> Result:
-        """Write to the run's folder; if it fails, try again for as long as a save is tried.
-
-        Raises:
-            InfraError: the folder fails for longer.
-            RunInterruptedError: a stop was requested meanwhile.
-        """
+        """Write to the run's folder; if it fails, try again for as long as a save is tried."""
         until, shown = time.monotonic() + FAILING_S, False
         while True:
             try:
@@ -157,8 +152,7 @@ class RecordWriter:
     def _save_last_step(self, error: Exception) -> None:
         """Save the last complete step before `error` ends the run.
 
-        Raises:
-            MegadapoError: the save failed, and `error` itself was no failure of a process.
+        A failed save is raised if `error` itself was no failure of a process.
         """
         run, trainer = self._run, self._trainer
         if trainer.step != (run.step if self._updated is None else self._updated.step):

@@ -104,11 +104,8 @@ class TrainerState:
     def begin_save(self, folder: Path) -> Callable[[], Files]:
         """Begin to write the trainer's part of a checkpoint, also beside engines on its GPUs.
 
-        Returns:
-            A function that waits for the files and returns them.
-
-        Raises:
-            CheckpointError: a rank is still writing the previous save, which was late.
+        Return a function that waits for the files and returns them. Raise CheckpointError if a rank
+        is still writing the previous save, which was late.
         """
         # an error of the ranks' own begin_save would end them
         if any(self.ranks.call_all("is_writing")):

@@ -132,8 +132,7 @@ def load_checkpoint(
 ) -> None:
     """Read a state that was written at any split; collective over all ranks.
 
-    Raises:
-        CheckpointError: the folder cannot be read, or does not fit this model.
+    Raise CheckpointError if it cannot be read, or does not fit this model.
     """
     read_state(runs, folder)
     path = folder / OPTIMIZER_FILE

@@ -268,11 +268,7 @@ def replay_choices(chunk: GPTModel) -> None:
 
 
 def check_choices(batch: PackedBatch, model: ModelDescription) -> None:
-    """Check that every token that predicts a trained one has experts of this model.
-
-    Raises:
-        DataError: a sequence has no experts, or those of another model.
-    """
+    """Raise DataError unless every token that predicts a trained one has experts of this model."""
     assert model.routing is not None, "checked with the configuration"
     if not batch.experts:
         raise DataError(

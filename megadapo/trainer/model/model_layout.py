@@ -17,12 +17,9 @@ from megadapo.weights.layout.shards import ShardPosition
 
 
 def validate_model_layout(model: ModelDescription, trainer: TrainerConfig) -> None:
-    """Check that the model's sizes allow the split.
+    """Raise ConfigError unless the model's sizes allow the split; it names sizes that fit.
 
     The padded vocabulary always divides.
-
-    Raises:
-        ConfigError: it names every key that does not fit, and sizes that fit.
     """
     split_by_tensor = {
         "num_attention_heads": model.shape.num_heads,
@@ -73,11 +70,7 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
 def validate_critic(
     critic: ModelDescription, policy: ModelDescription, trainer: TrainerConfig
 ) -> None:
-    """Check that the critic can read the policy's micro-batches, and be split like the policy.
-
-    Raises:
-        ConfigError: vocabulary, rotary embedding or length differ, or a size does not fit.
-    """
+    """Raise ConfigError unless a critic can read the policy's micro-batches, and be split alike."""
     if critic.shape.vocab_size != policy.shape.vocab_size:
         raise ConfigError(
             f"critic.path: vocab_size = {critic.shape.vocab_size}, but the policy's is "
@@ -99,11 +92,7 @@ def validate_critic(
 def validate_teacher(
     teacher: ModelDescription, policy: ModelDescription, trainer: TrainerConfig
 ) -> None:
-    """Check that a teacher can score the policy's tokens, and be split like the policy.
-
-    Raises:
-        ConfigError: it names every size that does not fit.
-    """
+    """Raise ConfigError unless a teacher can score the policy's tokens, and be split alike."""
     key = "algorithm.reference.path"
     if teacher.shape.vocab_size < policy.shape.vocab_size:
         raise ConfigError(

@@ -88,9 +88,6 @@ def _quantize_folder(source: Path, destination: Path, how: str) -> None:
 
     Needs nvidia-modelopt, and memory for the whole model. Embedding, head, router and norms keep
     their type.
-
-    Raises:
-        WeightError: `how` is unknown, the model has experts, or modelopt quantised nothing.
     """
     if how not in QUANTIZATIONS:
         raise WeightError(f"--quantize {how}: choose from {', '.join(QUANTIZATIONS)}.")

@@ -149,8 +149,7 @@ def remove_folder(path: Path) -> None:
 def files_within(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """Yield the files of a model folder that match, in the order of the patterns.
 
-    Raises:
-        WeightError: A match is a link out of the folder; its target may be a private file.
+    Raise WeightError if one is a link out of the folder; its target may be a private file.
     """
     root = folder.resolve()
     roots = {root}

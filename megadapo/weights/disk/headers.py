@@ -58,12 +58,9 @@ class Headers:
 
 
 def read_headers(folder: Path) -> Headers:
-    """Read the headers of the weights in a folder.
+    """Read the headers of a folder's weights; raise WeightError if a file is missing or damaged.
 
     As in transformers, model.safetensors is taken before an index, and nothing beside them.
-
-    Raises:
-        WeightError: A file is missing, damaged or ambiguous; the error names it.
     """
     files = _weight_files(folder)
     tensors: dict[str, TensorHeader] = {}
@@ -82,8 +79,7 @@ def read_headers(folder: Path) -> Headers:
 def check_headers(headers: Headers, layout: ModelLayout) -> None:
     """Compare names, types and shapes of tensors with the layout.
 
-    Raises:
-        WeightError: It names every quantised, missing, unknown or misshapen tensor (the first ten).
+    Raise WeightError that names quantised, missing, unknown and misshapen ones (the first ten).
     """
     found, expected = dict(headers.tensors), layout.hf_axes
     if layout.shape.tied:

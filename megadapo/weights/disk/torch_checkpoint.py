@@ -141,9 +141,7 @@ class StoredTensors:
     def read(self, windows: Iterable[Window]) -> None:
         """Fill all targets; opens every file once.
 
-        Raises:
-            CheckpointError: A file is missing or does not match the metadata.
-            InfraError: A file cannot be read.
+        Raise CheckpointError if a file differs from the metadata, InfraError if it cannot be read.
         """
         wanted: dict[str, list[Window]] = defaultdict(list)
         for window in windows:
@@ -241,9 +239,7 @@ def shard_name(rank: int) -> str:
 def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> Files:
     """Write the positions of all pieces in `folder`, and the other files of megatron-core's format.
 
-    Raises:
-        CheckpointError: A tensor has gaps, or two ranks have written the same part of it.
-        OSError: The file could not be written.
+    Raise CheckpointError if a tensor has gaps, or two ranks have written the same part of it.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

@@ -14,18 +14,13 @@ from megadapo.weights.layout.shards import ShardPosition
 def stage_chunks(
     num_layers: int, *, pp_size: int, vpp_size: int = 1, first: int = 0, last: int = 0
 ) -> list[list[range]]:
-    """Return [stage][chunk] -> layers of the whole model.
+    """Return [stage][chunk] -> layers of the whole model; raise WeightError if a chunk has none.
 
     The remainder of an even split goes to the first chunks in model order.
 
     Args:
-        pp_size: stages.
         vpp_size: chunks of each stage.
-        first: layers of the first stage; 0: as many as the others.
-        last: layers of the last stage; 0: as many as the others.
-
-    Raises:
-        WeightError: some chunk would have no layer.
+        first: layers of the first stage; 0: as many as the others. `last` alike.
     """
     chunks: list[list[range]] = [[] for _ in range(pp_size)]
     start = 0

@@ -128,16 +128,9 @@ def encode(
 
 
 def decode(section: torch.Tensor, stamp: Stamp, *, itemsize: int, num_elements: int) -> Changes:
-    """Check a section completely and return its changes.
+    """Return the changes of a section of bytes [m].
 
-    Args:
-        section: Bytes, [m].
-        stamp: The expected stamp.
-        itemsize: Bytes of an element.
-        num_elements: Number of elements of the bundle.
-
-    Raises:
-        WeightError: The section is damaged, cut short, or has another stamp.
+    Raise WeightError if it is damaged, cut short, or has another stamp than `stamp`.
     """
     count, num_far, num_replaced = _read_header(section, stamp, itemsize, num_elements)
     near, steps, far, replaced = _split(section, count, num_far, num_replaced, itemsize)

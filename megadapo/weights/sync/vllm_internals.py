@@ -27,8 +27,7 @@ TRIED = "0.32"
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return vLLM's functions (begin, end, wrap a parameter's loader) of a layerwise reload.
 
-    Raises:
-        WeightError: This vLLM does not have them.
+    Raise WeightError if this vLLM does not have them.
     """
     try:
         from vllm.model_executor.model_loader.reload import (
