@@ -119,10 +119,12 @@ def gather(
     logs: Sequence[Path] = (),
     watch: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Return the results of concurrent calls, in order.
+    """Return the results of concurrent calls, in order; one call per actor.
+
+    Raise the error of an actor, or InfraError if one died, failed otherwise or did not answer in
+    time. Of several errors, raise the root cause.
 
     Args:
-        calls: one call per actor.
         names: name of each actor in messages.
         doing: name of the work in messages.
         timeout_s: seconds until all actors must have answered.
@@ -130,10 +132,6 @@ def gather(
         describe_death: describes the death of the actor with an index better than Ray does.
         logs: log of each actor's process, for messages; may be on another node.
         watch: called every few seconds; may raise.
-
-    Raises:
-        MegadapoError: the error that an actor raised, or InfraError if one died, failed otherwise
-            or did not answer in time. Of several errors, the root cause.
     """
 
     def take(call: ObjectRef[Any], index: int) -> Any:

@@ -32,13 +32,9 @@ class Cluster:
         local: LocalRay | None = None,
         folders: NodeFolders | None = None,
     ) -> None:
-        """
-        Args:
-            trainer: the slots of the trainer's ranks.
-            engines: the slots of each engine, by number.
-            daemons: watches Ray's daemons.
-            local: the Ray that this process has started; None for a joined cluster.
-            folders: folders that nodes which join later must see.
+        """`local`: the Ray that this process has started; None for a joined cluster.
+
+        `folders`: folders that nodes which join later must see.
         """
         self.uses_cuda = config.uses_cuda
         self.daemons = daemons

@@ -44,8 +44,7 @@ Device = Literal["cpu", "cuda"]
 def node_problems(num_gpus: int | None = None) -> list[str]:
     """Return a sentence for each reason why a run cannot use this node.
 
-    Args:
-        num_gpus: GPUs that the node must have; None: as many as it has device files.
+    `num_gpus`: GPUs that the node must have; None: as many as it has device files.
     """
     wanted = num_gpus
     if wanted is None:
@@ -149,10 +148,7 @@ def unhealthy_nodes(
     """Check all nodes of the joined cluster that offer GPUs; return the ids of nodes that fail.
 
     Each one is a warning. If all fail, the check or the environment is at fault, and the list is
-    empty.
-
-    Args:
-        check: receives the number of GPUs that Ray offers on a node, and returns its problems.
+    empty. `check`: receives the number of GPUs that Ray offers on a node, and returns its problems.
     """
     nodes = {node["NodeID"]: node for node in alive_nodes() if node["Resources"].get("GPU", 0) > 0}
     calls = {

@@ -103,8 +103,7 @@ class Machine:
 def cuda_problems(machine: Machine, *, deterministic: bool = False) -> Iterator[str]:
     """Yield each reason why a trainer cannot use the machine's GPUs, with what to do.
 
-    Args:
-        deterministic: whether it must compute the same bits twice.
+    `deterministic`: whether it must compute the same bits twice.
     """
     if machine.torch_cuda is None:
         yield (

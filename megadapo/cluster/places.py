@@ -85,7 +85,6 @@ class PlaceRequest:
     """A request for slots, for which it waits without blocking.
 
     Args:
-        num_slots: slots of the processes.
         without: ids of nodes to leave out.
         folders: folders that their nodes must see, if a cluster was joined.
         strategy: Ray's strategy for nodes; "STRICT_PACK" takes one node only.

@@ -33,16 +33,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_hf_config(path: str, *, key: str = "model.path") -> dict[str, Any]:
-    """Return a model's configuration, without a download.
+    """Return a model's configuration, without a download; raise DataError if it is not here.
 
     For a few published models that are not on this machine, it comes from megadapo, which ships the
-    size keys of their config.json files.
-
-    Args:
-        path: a folder, a name on the Hub, or the model's path on another machine.
-
-    Raises:
-        DataError: the model is not on this machine, and megadapo does not ship its configuration.
+    size keys of their config.json files. `path`: a folder, a name on the Hub, or the model's path
+    on another machine.
     """
     folder = Path(path) if Path(path).is_dir() else None
     if folder is None and is_hub_name(path):

@@ -81,12 +81,9 @@ class Evaluations:
         folder: Path | None,
         reserved: ReservedEngine | None = None,
     ) -> None:
-        """
-        Args:
-            phases: shows the wait for an evaluation as a phase.
-            fingerprint: returns a fingerprint of the trainer's weights.
-            folder: where a running evaluation stores its results; None: it stores none.
-            reserved: the engine of evaluation.placement = "engine".
+        """`folder`: where a running evaluation stores its results; None: it stores none.
+
+        `reserved`: the engine of evaluation.placement = "engine".
         """
         self.sampling_engines = InterleavedEngines(engines)
         """Engines that training samples from."""

@@ -23,17 +23,12 @@ POLL_S = 2.0
 def fit_to_cluster(config: RunConfig, *, has_engines: bool = True) -> tuple[RunConfig, list[str]]:
     """Join the cluster, wait for its nodes, and return the largest run that they have room for.
 
-    Args:
-        has_engines: whether the run starts engines; stages of training on rows of data do not.
+    Return a warning too if the run is smaller than the recipe's. The configuration is for this
+    start only: the run's folder keeps the recipe's, so that the next start asks for all nodes.
+    Raise InfraError if after `cluster.start_timeout_s` there is not even room for one
+    data-parallel rank and one engine.
 
-    Returns:
-        The configuration, and a warning if the run is smaller than the recipe's. It is for this
-        start only: the run's folder keeps the recipe's, so that the next start asks for all nodes.
-
-    Raises:
-        ConfigError: `cluster.address` is not set: no node of one machine can be lost.
-        InfraError: after `cluster.start_timeout_s` there is not even room for one data-parallel
-            rank and one engine, or there is no cluster.
+    `has_engines`: whether the run starts engines; stages of training on rows of data do not.
     """
     if config.cluster.address is None:
         raise ConfigError("--allow-fewer needs a cluster of several nodes: set cluster.address")
@@ -79,9 +74,7 @@ def largest_that_fits(
 ) -> RunConfig | None:
     """Return the run with most data-parallel ranks and engines; None if the smallest has no room.
 
-    Args:
-        slots: GPUs of each node, or cores without GPUs.
-        has_engines: whether the run starts engines; otherwise their number does not change.
+    `slots`: GPUs of each node, or cores without GPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     # neither a tensor-parallel group nor an engine may span nodes

@@ -168,9 +168,7 @@ def start_environments(
 ) -> EpisodeHostActor | None:
     """Start the host of the environments, before the engines ask for it; end it with `stack`.
 
-    Args:
-        folder: the run's folder, where actions and observations survive a kill.
-        log_folder: gets what the environments print.
+    `folder`: the run's folder, where actions and observations survive a kill.
     """
     if not config.rollout.environments:
         return None

@@ -60,10 +60,7 @@ def start_rollouts(
     """Start scorer and engines with the weights of model.path; end them on exit.
 
     Results are written to a folder of their own, and replace earlier ones if no error ends the
-    block.
-
-    Args:
-        show: gets each warning, after the step that it is about or after an error.
+    block. `show` gets each warning, after the step that it is about or after an error.
 
     Returns:
         A function that samples and scores the batch of a step, and saves its groups; and what

@@ -188,8 +188,7 @@ class Critic(TrainedModel):
     def add_advantages(self, split: Sequence[MiniBatch], *, kl_coef: float) -> list[MiniBatch]:
         """Return a step's mini-batches with values, returns and advantages, before any update.
 
-        Args:
-            split: this rank's part of each mini-batch, with the KL divergence that rewards include.
+        `split`: this rank's part of each mini-batch, with the KL divergence that rewards include.
         """
         values = [self.values(mini_batch) for mini_batch in split]
         return add_token_advantages(
@@ -197,11 +196,9 @@ class Critic(TrainedModel):
         )
 
     def fit(self, split: Sequence[MiniBatch], order: Sequence[int], step: int) -> Metrics:
-        """Apply the updates of a step; return its metrics, the same on every rank.
+        """Apply the updates of a step to the mini-batches of `add_advantages`; return its metrics.
 
-        Args:
-            split: the mini-batches of `add_advantages`.
-            order: the mini-batch of each update.
+        `order`: the mini-batch of each update.
         """
         lr = self.optimizer_config.lr_at(step)
         measured: list[Sums] = []
@@ -364,10 +361,8 @@ def _token_advantages(
 def _whitened_over_ranks(pieces: Sequence[np.ndarray], device: torch.device) -> list[np.ndarray]:
     """Subtract the mean over all ranks and divide by the unbiased standard deviation; collective.
 
-    Equal numbers become 0. Ranks without results use the others' mean and deviation.
-
-    Args:
-        pieces: of this rank, [n] float64 each.
+    Equal numbers become 0. Ranks without results use the others' mean and deviation. `pieces`: of
+    this rank, [n] float64 each.
     """
     own = np.concatenate([np.empty(0), *(pieces if has_results() else ())])
     count, total = _sums([len(own), own.sum()], device)

@@ -273,9 +273,8 @@ def with_reference(
 ) -> list[MicroBatch]:
     """Return a mini-batch's micro-batches with the KL divergence to the reference.
 
-    Args:
-        logprobs_ref: [T] of each, from the same shapes as the old ones; empty, like the result,
-            except on the last pipeline stage.
+    `logprobs_ref`: [T] of each, from the same shapes as the old ones; empty, like the result,
+    except on the last pipeline stage.
     """
     found = []
     for micro_batch, values in zip(micro_batches, logprobs_ref, strict=False):

@@ -118,9 +118,7 @@ class Trainer:
     ) -> Trainer:
         """Start the ranks on the cluster's trainer slots; return when all are ready.
 
-        Args:
-            watch: checks of the run's other processes.
-            sends_while_training: whether the ranks can send published weights while they train.
+        `watch`: checks of the run's other processes. `sends_while_training`: as in `__init__`.
         """
         options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
         recorder = flight_recorder(log_folder.resolve()) if cluster.uses_cuda else {}

@@ -177,7 +177,6 @@ class HeartbeatWatch:
         limit_s: seconds without a heartbeat. Also seconds without progress, unless ten times the
             slowest recent progress took longer.
         limit: config key of the limit.
-        clock: seconds.
     """
 
     def __init__(

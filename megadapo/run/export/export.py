@@ -132,14 +132,6 @@ def export_checkpoint(
         quantize: "fp8", or None for the type of training.
         critic: whether to export the critic, as a sequence classifier with one label. A reward
             model is such a one too, and is exported if the checkpoint has no policy.
-
-    Raises:
-        ConfigError: the trained model is not known, or a model other than a policy is to be
-            quantised.
-        DataError: that model is not on this machine.
-        CheckpointError: the checkpoint cannot be read.
-        WeightError: it belongs to another model, or `destination` exists.
-        InfraError: the disk refuses a write.
     """
     kind = source.kind(critic=critic)
     if kind != "policy" and quantize is not None:
@@ -253,9 +245,7 @@ def _model_card(
 ) -> str:
     """Return the card of an export.
 
-    Args:
-        config: the run's resolved configuration as plain values; may be empty.
-        base_model: folder or Hub name of the trained model.
+    `config`: the run's resolved configuration as plain values; may be empty.
     """
     what = "fine-tuned" if source.is_fine_tuned else kind
     is_text = what in ("policy", "fine-tuned")

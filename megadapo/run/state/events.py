@@ -47,12 +47,7 @@ class EventHook:
     """Calls a command for each event. Its failures are one warning."""
 
     def __init__(self, command: str | None, folder: Path, *, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            command: words as in a shell, started without one; None for no calls.
-            folder: the run's folder.
-            warn: shows a line to the user.
-        """
+        """`command`: words as in a shell, started without one; None for no calls."""
         self._words = [] if command is None else shlex.split(command)
         self._folder = folder.absolute()
         self._warn = warn

@@ -159,11 +159,8 @@ class RunCheckpoints:
     ) -> None:
         """Begin to save a completed step unless it is saved already; none may be pending.
 
-        An error is raised or shown by the next `settle`.
-
-        Args:
-            state: the run's state beside the trainer's.
-            num_bytes: approximate size of the trainer's files.
+        An error is raised or shown by the next `settle`. `num_bytes`: approximate size of the
+        trainer's files.
         """
         if step == self._saved_step:
             return

@@ -86,9 +86,7 @@ class StopSignal:
     def request(self, reason: str, *, stays_stopped: bool) -> None:
         """Request a stop from another thread, as a signal would, unless one is requested already.
 
-        Args:
-            reason: name of what asks for it, for the message.
-            stays_stopped: whether a supervisor must not start the run again.
+        `stays_stopped`: whether a supervisor must not start the run again.
         """
         self._order = reason, stays_stopped
         with self._lock:
@@ -115,9 +113,7 @@ class StopSignal:
     def within_grace(self, expected_s: float, *, reserved_s: float) -> Iterator[None]:
         """Let a signal stop the run within this block if the block would outlast the grace.
 
-        Args:
-            expected_s: expected seconds of the block.
-            reserved_s: seconds of the grace that must remain after the block.
+        `reserved_s`: seconds of the grace that must remain after the block.
         """
         if self._grace_s == 0:
             yield

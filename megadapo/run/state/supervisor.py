@@ -66,12 +66,7 @@ class RestartBudget:
     """The restarts that a run has left, and the pause before the next one."""
 
     def __init__(self, max_restarts: int, give_up_after_s: float, first_wait_s: float) -> None:
-        """
-        Args:
-            max_restarts: number of restarts after starts that made progress.
-            give_up_after_s: seconds since the last progress after which starting is given up.
-            first_wait_s: pause before the first of several restarts.
-        """
+        """`max_restarts`, `give_up_after_s` and `first_wait_s` are as in `Supervisor`."""
         self.num_charged = 0
         self._max_restarts = max_restarts
         self._give_up_after_s = give_up_after_s

@@ -40,8 +40,7 @@ def probed_sequences(batch: PackedBatch, config: RunConfig, *, policy_version: i
     The choice depends on the batch alone, so a repeated step has the same metrics. It follows the
     training order: the trainer has log-probs of the first mini-batch at least.
 
-    Args:
-        policy_version: of the weights that train the batch.
+    `policy_version`: of the weights that train the batch.
     """
     if config.trainer.router_replay:
         # the trainer takes the experts that earlier weights chose, the engine chooses its own

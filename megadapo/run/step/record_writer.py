@@ -79,10 +79,7 @@ class RecordWriter:
     ) -> None:
         """Begin to save the rollouts of a step whose update is complete.
 
-        From here on an early end of the run saves this step.
-
-        Args:
-            metrics: returns the metrics to record in that case.
+        From here on an early end of the run saves this step, with what `metrics` returns.
         """
         self._updated = _UpdatedStep(step, metrics, save_rollouts)
         save_rollouts()

@@ -121,8 +121,7 @@ def _trained_responses(
 def _mean_and_tokens(advantages: np.ndarray | None) -> tuple[float | None, np.ndarray | None]:
     """Return a response's advantage, and those of its tokens if they differ.
 
-    Args:
-        advantages: one value, or one per token with NaN if a token has no loss.
+    `advantages`: one value, or one per token with NaN if a token has no loss.
     """
     if advantages is None:
         return None, None

@@ -33,9 +33,7 @@ def make_batch(
     """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups.
 
     Return the advantages in float64 too, for the saved rollouts: the batch rounds them to fp32.
-
-    Args:
-        policy_version: of the weights that train on it; tokens of other weights are stale.
+    `policy_version`: of the weights that train on it; tokens of other weights are stale.
     """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens

@@ -137,7 +137,6 @@ def build_micro_batch(
         policy_version: of the current weights; None if stale tokens need not be known.
         inverse_frequencies: [D / 2] of the rotary embedding, for our own layers.
         token_multiple: T is padded to a multiple of it, for sequence parallelism.
-        part: this rank's part of every sequence.
         takes_experts: whether the micro-batch gets the experts of its tokens.
     """
     starts, stops = batch.cu_seqlens[members], batch.cu_seqlens[members + 1]

@@ -38,8 +38,7 @@ class ContextPart:
     def places(self, lengths: Sequence[int]) -> np.ndarray:
         """Return [T] int64: indices of the rank's tokens among all ranks' tokens, ascending.
 
-        Args:
-            lengths: of the packed sequences, each a multiple of `chunks_per_sequence`.
+        `lengths`: of the packed sequences, each a multiple of `chunks_per_sequence`.
         """
         if self.size == 1:
             return np.arange(sum(lengths))
@@ -104,9 +103,7 @@ def pack_sequences(
 ) -> PackedSequences:
     """Lay out sequences of the given lengths (all positive), packed in this order, on the host.
 
-    Args:
-        inverse_frequencies: [D / 2] of the rotary embedding; None omits the tensors for our own
-            layers.
+    `inverse_frequencies`: [D / 2] of the rotary embedding; None omits what our own layers need.
     """
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = PackedSequences(

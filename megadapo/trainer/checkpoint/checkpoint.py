@@ -263,9 +263,7 @@ class CheckpointWriter:
     ) -> int:
         """Copy models to the host, start to write them, return their bytes; collective.
 
-        Args:
-            saved: runs and optimizer of each model, by folder name below `folder`.
-            values_of: returns the values of a tensor, which may be offloaded.
+        `saved`: runs and optimizer of each model, by folder name below `folder`.
         """
         assert not self.is_writing, "the trainer asks before"
         if self._memory is not None:

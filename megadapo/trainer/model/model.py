@@ -322,8 +322,7 @@ class PackedAttention(torch.nn.Module):
 def local_block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     """Return megatron-core's local layer spec with our own norm, attention and activation.
 
-    Args:
-        chunk: index of the stage's chunk, with an interleaved pipeline.
+    `chunk`: index of the stage's chunk, with an interleaved pipeline.
     """
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

@@ -51,11 +51,9 @@ class _Place:
 def write_weights(
     source: TensorSource, layout: ModelLayout, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a model as a checkpoint that megatron-core loads at any split.
+    """Write a model into an existing folder.
 
-    Args:
-        source: the model's tensors.
-        folder: an existing one.
+    The checkpoint is one that megatron-core loads at any split.
     """
     shards = list(layout.megatron_shards(_unsplit(layout)))
     names, file_name, pieces = {shard.name for shard in shards}, shard_name(0), []
@@ -86,13 +84,12 @@ def write_weights(
 class TrainerCheckpoint:
     """The weights of a checkpoint under their Hugging Face names.
 
+    Raise CheckpointError if the metadata is damaged or not a checkpoint's, and WeightError that
+    names the differences if it is not of the layout's model.
+
     Args:
         folder: Folder of the trainer's shards, already checked against their SHA-256.
         layout: Layout of the trained model.
-
-    Raises:
-        CheckpointError: The metadata is damaged or not a checkpoint's.
-        WeightError: The checkpoint is not of the layout's model; the error names the differences.
     """
 
     def __init__(self, folder: Path, layout: ModelLayout) -> None:

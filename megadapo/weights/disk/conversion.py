@@ -64,9 +64,7 @@ def write_hf(
     """Write weights in megatron-core's format as a Hugging Face folder, optionally in FP8.
 
     It needs memory for one output file and one weight; with `quantize` for the whole model.
-
-    Args:
-        model: folder of the model's configuration and tokenizer.
+    `model`: folder of the model's configuration and tokenizer.
     """
     if quantize is not None:
         with new_folder(destination) as partial, TemporaryDirectory(dir=partial.parent) as beside:
@@ -116,8 +114,7 @@ def _quantize_folder(source: Path, destination: Path, how: str) -> None:
 def inspect(path: Path, model: Path | None = None) -> str:
     """Describe a model folder of either kind, after the checks that a run makes of it.
 
-    Args:
-        model: folder of the config.json; None: `path`.
+    `model`: folder of the config.json; None: `path`.
     """
     notes: list[str] = []
     if _is_megatron(path):

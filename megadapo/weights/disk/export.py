@@ -48,7 +48,6 @@ def export_weights(
             change until their file is written.
         folder: Folder to write; must not exist, or be empty.
         base_folder: Model folder to copy configuration and tokenizer from.
-        max_file_bytes: Largest safetensors file.
         on_tensor: Called after each tensor.
     """
     with new_folder(folder) as partial:

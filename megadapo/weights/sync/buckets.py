@@ -91,8 +91,7 @@ class Schedule:
     def repack(self, sizes: Sequence[int]) -> Schedule:
         """Place the transfers into these buckets with other sizes, of which none is larger.
 
-        Args:
-            sizes: Bytes of every transfer, in the plan's order; multiples of `ALIGNMENT`.
+        `sizes`: bytes of every transfer, in the plan's order; multiples of `ALIGNMENT`.
         """
         return _Packer(self.plan, sizes, self.capacity).pack()
 

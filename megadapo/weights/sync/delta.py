@@ -96,12 +96,11 @@ class Changes:
 def encode(
     before: torch.Tensor, after: torch.Tensor, stamp: Stamp, *, itemsize: int
 ) -> tuple[torch.Tensor | None, int]:
-    """Encode the differences between two images of a bundle.
+    """Encode the differences between two images of a bundle, [n] bytes on one device.
 
     Args:
-        before: The receiver's bytes, [n].
-        after: The new bytes, [n], on the same device.
-        itemsize: Bytes of an element: 1, 2 or 4.
+        before: The receiver's bytes.
+        after: The new bytes.
 
     Returns:
         The section, or None if it would not be smaller than the image; and the number of changed
@@ -167,8 +166,7 @@ def _read_header(
     if len(section) < HEADER_BYTES:
         raise WeightError(f"A delta of {len(section)} bytes is shorter than its header.")
     words: list[int] = section[:HEADER_BYTES].cpu().clone().view(torch.int64).tolist()
-    if words.pop(0) != checksum(section[8:]):
-        raise WeightError("A delta differs from its checksum.")
+    value = words.pop(0)
     names = ("magic", "base version", "version", "bundle", "element size", "number of elements")
     expected = (MAGIC, stamp.base, stamp.version, stamp.bundle, itemsize, num_elements)
     for name, found, right in zip(names, words, expected, strict=False):
@@ -179,6 +177,8 @@ def _read_header(
     num_bytes = HEADER_BYTES + sum(round_up(length, ALIGNMENT) for length in lengths)
     if num_bytes != len(section):
         raise WeightError(f"A delta has {len(section)} bytes, but its header says {num_bytes}.")
+    if value != checksum(section[8:]):
+        raise WeightError("A delta differs from its checksum.")
     return count, num_far, num_replaced
 
 

@@ -86,9 +86,7 @@ def make_plan(
     """Plan the update of every engine from a trainer.
 
     Args:
-        layout: Layout of the model.
         sources: Position of every trainer rank, by rank.
-        engine: Shape of the engines.
         itemsize: Bytes per element of the engine's type.
         max_bundle_bytes: Largest bundle; at most the size of a bucket.
         source_nodes: Member of `engine.nodes` that each trainer rank shares memory with; None:
@@ -407,7 +405,6 @@ def find_topology(
 
     Args:
         ranks: Node and GPU of every trainer rank.
-        engine_nodes: Node of every engine.
         engine_gpus: GPUs of every engine; empty on a CPU.
     """
     devices: list[set[Device]] = [

@@ -39,7 +39,6 @@ class WeightReceiver:
     """The assembly of one engine rank's parameters from the trainer's buckets.
 
     Args:
-        plan: The update's plan.
         shards: The engine rank's shards, from `ModelLayout.engine_shards`.
         receiver: Number of the receiver in the plan.
         engine_rank: Rank inside the engine.
@@ -81,11 +80,9 @@ class WeightReceiver:
         *,
         member: int = 0,
     ) -> Inbox:
-        """Open the trainer ranks' buckets.
+        """Open the trainer ranks' buckets, given the offer of each.
 
-        Args:
-            offers: Offer of every trainer rank.
-            member: Number of this rank's engine among the receiver's engines.
+        `member`: number of this rank's engine among the receiver's engines.
         """
         # other buckets may be on another node, or on a GPU that this process does not see
         senders = {placed.sender for own in self._full_rounds.values() for _, placed in own}
@@ -117,7 +114,6 @@ class WeightReceiver:
 
         Args:
             with_checksums: Whether to keep checksums of all slices for `verify`.
-            version: Version of the update.
             delta: Header of an update that sends only the changes.
         """
         if delta is not None:

@@ -40,8 +40,6 @@ class WeightSender:
     Args:
         params: Megatron-named parameters of this rank, with global layer numbers; read at every
             update.
-        layout: Layout of the model.
-        position: Position of this rank in the model.
         rank: This rank's number among the trainer's ranks.
         present: Returns a parameter's weights, which may be offloaded; None: the parameter itself.
     """
@@ -144,9 +142,8 @@ class WeightSender:
     def begin(self, sizes: Sequence[int] | None) -> None:
         """Start an update.
 
-        Args:
-            sizes: Bytes of every transfer of the plan, as the ranks encoded them; None: the update
-                sends all weights.
+        `sizes`: bytes of every transfer of the plan, as the ranks encoded them; None: the update
+        sends all weights.
         """
         self._sends_changes = sizes is not None
         self._use(self._full if sizes is None else self._full.repack(sizes))

@@ -48,8 +48,7 @@ TURN = b"\1"
 class InPlaceOutbox(Outbox):
     """Two buckets that engine ranks read in turn.
 
-    Args:
-        patience_s: Seconds after which a reader that does not answer is left out.
+    `patience_s`: seconds after which a reader that does not answer is left out.
     """
 
     def __init__(self, memory: torch.Tensor, patience_s: float) -> None:
@@ -228,7 +227,6 @@ class InPlaceInbox:
     Args:
         offers: Offer of every trainer rank; None for ranks that this engine rank does not read.
         target: Number of this engine rank in `Message.target`.
-        device: Device that reads them.
     """
 
     def __init__(self, offers: Sequence[Offer | None], target: int, device: torch.device) -> None:
