@@ -27,7 +27,7 @@ COPY_SHARE = 0.80
 """Share of a card's memory bandwidth that a copy reaches."""
 DELTA_SHARE = 0.05
 """Bytes of a delta over those of a full update; benchmarks/README.md measures 1 to 9 %."""
-COMPARING, ENCODING, DECODING, CHANGING = 4, 35, 30, (8, 14)
+COMPARING, ENCODING, DECODING, CHANGING = 4, 36, 24, (8, 14)
 """Tensor operations of a delta: three numbers per bundle, and one per slice by its axis."""
 CALL_S = 4e-4
 """The driver's time for one call of a process by Ray, measured on two busy cores."""

@@ -262,7 +262,7 @@ def start_trainer(
 ) -> Trainer:
     """Start the trainer of a run; end it with `stack`."""
     with phases.phase("start trainer"):
-        trainer = Trainer.start(
+        trainer = Trainer(
             settings,
             cluster,
             log_folder=config.run.folder / LOGS_FOLDER,

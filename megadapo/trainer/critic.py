@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,37 +98,22 @@ class ValueOutput:
     """Number of tokens whose clipped error is the larger one, 0-d; 0 for a loss without a clip."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """The critic's `output_processor`."""
+def predicted_values(
+    *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
+) -> Tensor:
+    """Return values [R] of the predicted tokens; an `output_processor`."""
+    values: Tensor = output_layer(hidden_states.squeeze(1))
+    return values[context.rows]
 
-    value_clip: float | None
 
-    def __call__(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: ValueHead,
-        context: MicroBatch,
-        **unused: Any,
-    ) -> ValueOutput:
-        """Return the loss."""
-        values = self.values(
-            hidden_states=hidden_states, output_layer=output_layer, context=context
-        )
-        values_old, returns = context.values_old, context.returns
-        assert values_old is not None and returns is not None, "add_token_advantages sets them"
-        losses, is_clipped = value_losses(values, values_old, returns, value_clip=self.value_clip)
-        loss = (context.loss_weights[context.rows] * losses).sum()
-        return ValueOutput(loss=loss, clipped=is_clipped.sum())
-
-    @staticmethod
-    def values(
-        *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
-    ) -> Tensor:
-        """Return values [R] of the predicted tokens; an `output_processor` like the loss."""
-        values: Tensor = output_layer(hidden_states.squeeze(1))
-        return values[context.rows]
+def value_loss(*, context: MicroBatch, value_clip: float | None, **passed: Any) -> ValueOutput:
+    """Return the critic's loss; an `output_processor`."""
+    values = predicted_values(context=context, **passed)
+    values_old, returns = context.values_old, context.returns
+    assert values_old is not None and returns is not None, "add_token_advantages sets them"
+    losses, is_clipped = value_losses(values, values_old, returns, value_clip=value_clip)
+    loss = (context.loss_weights[context.rows] * losses).sum()
+    return ValueOutput(loss=loss, clipped=is_clipped.sum())
 
 
 class Critic(TrainedModel):
@@ -156,7 +142,7 @@ class Critic(TrainedModel):
             folder,
             needs_weights=settings.reads_weights,
         )
-        self.head = ValueLoss(value_clip=settings.critic.value_clip)
+        self.head = partial(value_loss, value_clip=settings.critic.value_clip)
 
     def build_chunks(self) -> list[GPTModel]:
         """Return this rank's chunks with a value head in place of the output layer."""
@@ -181,7 +167,7 @@ class Critic(TrainedModel):
         The list is empty except on the last pipeline stage.
         """
         # the engines' experts are the policy's
-        work = [(one, self.head.values) for one in without_experts(micro_batches)]
+        work = [(one, predicted_values) for one in without_experts(micro_batches)]
         with torch.no_grad(), record_function("megadapo::values"):
             return run_schedule(self.chunks, work, forward_only=True)
 

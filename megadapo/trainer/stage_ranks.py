@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.algorithm.preferences import pair_losses, pair_statistics
@@ -25,7 +24,7 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
 from megadapo.trainer.checkpoint.checkpoint import CheckpointWriter, num_bytes_written
-from megadapo.trainer.critic import Critic, ValueHead, ValueLoss, ValueOutput
+from megadapo.trainer.critic import Critic, ValueOutput, predicted_values
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import has_results, join_groups
 from megadapo.trainer.rank import TrainerRank
@@ -201,12 +200,8 @@ class RewardModelRank:
         return found.cpu().numpy()
 
 
-def _weighted(
-    *, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **unused: Any
-) -> ValueOutput:
+def _weighted(*, context: MicroBatch, **passed: Any) -> ValueOutput:
     """Return the loss that is linear in the values; an `output_processor`."""
-    values = ValueLoss.values(
-        hidden_states=hidden_states, output_layer=output_layer, context=context
-    )
+    values = predicted_values(context=context, **passed)
     loss = (context.loss_weights[context.rows] * values).sum()
     return ValueOutput(loss=loss, clipped=torch.zeros_like(loss))

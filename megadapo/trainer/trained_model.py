@@ -16,7 +16,8 @@ from megadapo.models.description import ModelDescription
 from megadapo.trainer.checkpoint.pieces import owned_runs
 from megadapo.trainer.config import OptimizerConfig
 from megadapo.trainer.model.model import build_chunks, transformer_config
-from megadapo.trainer.model.parallel import parameters_by_global_name, shard_position
+from megadapo.trainer.model.model_layout import rank_positions
+from megadapo.trainer.model.parallel import parameters_by_global_name
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, finalize_sums, wrap_for_gradients
 from megadapo.weights.disk.sources import TensorSource, fill_shard, match_params, open_weights
@@ -51,7 +52,8 @@ class RankModel:
         dtype = getattr(torch, settings.model.dtype)
         self.config = transformer_config(model, settings.trainer, dtype=dtype)
         self.chunks = self.build_chunks()
-        self.position = shard_position(self.chunks, settings.trainer)
+        positions = rank_positions(self.layout, settings.trainer)
+        self.position = positions[torch.distributed.get_rank()]
         self.parameters = parameters_by_global_name(self.chunks)
         if needs_weights:
             source = self.first_weights()

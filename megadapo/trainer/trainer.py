@@ -67,47 +67,6 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainerConfig,
-        options: Sequence[dict[str, Any]],
-        environments: Sequence[dict[str, str]],
-        log_folder: Path,
-        watch: Watch,
-        *,
-        sends_while_training: bool = False,
-    ) -> None:
-        """Create one process per entry of Ray actor `options`; `start` makes it a trainer.
-
-        Args:
-            watch: checks that are called every few seconds while the ranks work.
-            sends_while_training: whether the ranks can send published weights while they train.
-        """
-        import ray
-
-        self._watch = watch
-        self.logs = [trainer_log(log_folder, rank) for rank in range(len(options))]
-        self._names = [f"trainer rank {rank}" for rank in range(len(options))]
-        self._config, self._options = config, list(options)
-        self._locations: list[ProcessLocation] = []
-        self._pings: list[ObjectRef[Any]] = []
-        self._heartbeats: HeartbeatWatch | None = None
-        self._heartbeat_lock = threading.Lock()
-        self.checkpoint_bytes = 0
-        """Approximate size of a checkpoint's shards, known after the start."""
-        # Ray takes the threads of an actor from its class only
-        group: dict[str, Any] = {"concurrency_groups": {PUBLISHED_GROUP: 1}}
-        threads = group if sends_while_training else {}
-        actor: Any = ray.remote(**threads)(TrainerWorker) if threads else ray.remote(TrainerWorker)
-        self.ranks: list[ActorHandle[Any]] = [
-            actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank, log)
-            for rank, (entry, environment, log) in enumerate(
-                zip(options, environments, self.logs, strict=True)
-            )
-        ]
-        """One actor handle per rank; empty after they have ended."""
-
-    @classmethod
-    def start(
-        cls,
         settings: TrainerSettings,
         cluster: Cluster,
         *,
@@ -115,13 +74,23 @@ class Trainer:
         start_timeout_s: float = START_TIMEOUT_S,
         watch: Watch | None = None,
         sends_while_training: bool = False,
-    ) -> Trainer:
+    ) -> None:
         """Start the ranks on the cluster's trainer slots; return when all are ready.
 
-        `watch`: checks of the run's other processes. `sends_while_training`: as in `__init__`.
+        Args:
+            watch: checks of the run's other processes, called every few seconds while ranks work.
+            sends_while_training: whether the ranks can send published weights while they train.
         """
-        options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
-        recorder = flight_recorder(log_folder.resolve()) if cluster.uses_cuda else {}
+        self._config, self._watch = settings.trainer, watch or Watch()
+        numbers, folder = range(settings.trainer.num_ranks), log_folder.resolve()
+        self.logs = [trainer_log(folder, rank) for rank in numbers]
+        self._names = [f"trainer rank {rank}" for rank in numbers]
+        self._options = [cluster.trainer_options(rank) for rank in numbers]
+        self._locations: list[ProcessLocation] = []
+        self._pings: list[ObjectRef[Any]] = []
+        self._heartbeats: HeartbeatWatch | None = None
+        self._heartbeat_lock = threading.Lock()
+        recorder = flight_recorder(folder) if cluster.uses_cuda else {}
         environments = [
             recorder
             | rank_environment(
@@ -132,28 +101,41 @@ class Trainer:
             )
             for cores in cluster.trainer_cores()
         ]
-        trainer = cls(
-            *(settings.trainer, options, environments, log_folder.resolve(), watch or Watch()),
-            sends_while_training=sends_while_training,
-        )
+        self.ranks = self._new_processes(environments, sends_while_training=sends_while_training)
+        """One actor handle per rank; empty after they have ended."""
         start = partial(
-            trainer._gather,
+            self._gather,
             doing="start",
             timeout_s=start_timeout_s,
             limit="cluster.start_timeout_s",
         )
-        ranks = trainer.ranks
-        trainer._locations = start([rank.location.remote() for rank in ranks])
-        (first,) = start([ranks[0].find_rendezvous.remote(len(ranks))])
+        self._locations = start([rank.location.remote() for rank in self.ranks])
+        (first,) = start([self.ranks[0].find_rendezvous.remote(len(numbers))])
         sizes = start(
             [
                 handle.start.remote(settings, replace(first, rank=rank), cluster.uses_cuda)
-                for rank, handle in enumerate(ranks)
+                for rank, handle in enumerate(self.ranks)
             ]
         )
-        trainer.checkpoint_bytes = sum(sizes)
-        trainer._heartbeats = trainer._watch_heartbeats()
-        return trainer
+        self.checkpoint_bytes = sum(sizes)
+        """Approximate size of a checkpoint's shards."""
+        self._heartbeats = self._watch_heartbeats()
+
+    def _new_processes(
+        self, environments: Sequence[dict[str, str]], *, sends_while_training: bool
+    ) -> list[ActorHandle[Any]]:
+        import ray
+
+        # Ray takes the threads of an actor from its class only
+        group: dict[str, Any] = {"concurrency_groups": {PUBLISHED_GROUP: 1}}
+        decorate: Any = ray.remote(**group) if sends_while_training else ray.remote
+        actor: Any = decorate(TrainerWorker)
+        return [
+            actor.options(**options, runtime_env={"env_vars": environment}).remote(rank, log)
+            for rank, (options, environment, log) in enumerate(
+                zip(self._options, environments, self.logs, strict=True)
+            )
+        ]
 
     def check_others(self) -> None:
         """Check what the ranks work with, before an update that its end would make useless."""

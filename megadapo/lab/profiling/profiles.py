@@ -275,7 +275,7 @@ def trainer_alone(config: RunConfig, settings: TrainerSettings | None = None) ->
     try:
         with tempfile.TemporaryDirectory() as logs:
             own = settings or trainer_settings(config)
-            trainer = Trainer.start(own, cluster, log_folder=Path(logs))
+            trainer = Trainer(own, cluster, log_folder=Path(logs))
             try:
                 yield trainer
             finally:

@@ -123,12 +123,6 @@ def chunks_of_stages(num_layers: int, trainer: TrainerConfig) -> list[list[range
     )
 
 
-def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
-    """Return the ascending layers of each stage; the split must have no `stage_problems`."""
-    assert not stage_problems(num_layers, trainer), "the split is checked before"
-    return joined_chunks(chunks_of_stages(num_layers, trainer))
-
-
 def rank_positions(layout: ModelLayout, trainer: TrainerConfig) -> list[ShardPosition]:
     """Return the position of every rank, in Megatron's rank order."""
     return replica_positions(

@@ -17,9 +17,7 @@ from torch import Tensor
 from megadapo.cluster.this_node import use_interface_towards
 from megadapo.trainer.batch.packing import ContextPart
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.model.model_layout import layers_of_stages
 from megadapo.trainer.types import Rendezvous
-from megadapo.weights.layout.shards import ShardPosition
 
 
 def join_groups(
@@ -133,32 +131,12 @@ def add_up_over_context(values: Tensor) -> None:
         torch.distributed.all_reduce(values, group=mpu.get_context_parallel_group())
 
 
-def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:
-    """Return which part of every weight this rank holds."""
-    stage = mpu.get_pipeline_model_parallel_rank()
-    layers = layers_of_stages(chunks[0].config.num_layers, trainer)[stage]
-    assert layers == tuple(n for chunk in chunks for n in _layers(chunk)), "megatron-core's split"
-    return ShardPosition(
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
-        pp_rank=stage,
-        pp_size=mpu.get_pipeline_model_parallel_world_size(),
-        layer_indices=layers,
-        has_embedding=mpu.is_pipeline_first_stage(),
-        has_head=mpu.is_pipeline_last_stage(),
-        ep_rank=mpu.get_expert_model_parallel_rank(),
-        ep_size=mpu.get_expert_model_parallel_world_size(),
-        etp_rank=mpu.get_expert_tensor_parallel_rank(),
-        etp_size=mpu.get_expert_tensor_parallel_world_size(),
-        padded_vocab_size=chunks[0].vocab_size,
-    )
-
-
 def parameters_by_global_name(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """Return the parameters of all chunks, with layer numbers of the whole model."""
     parameters: dict[str, Tensor] = {}
     for chunk in chunks:
-        layers = _layers(chunk)
+        # megatron-core counts from 1
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
@@ -167,8 +145,3 @@ def parameters_by_global_name(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
             assert global_name not in parameters, "a layer in two chunks"
             parameters[global_name] = parameter
     return parameters
-
-
-def _layers(chunk: GPTModel) -> list[int]:
-    """Return the chunk's layer numbers in the whole model, from 0; megatron-core's are from 1."""
-    return [layer.layer_number - 1 for layer in chunk.decoder.layers]

@@ -21,12 +21,12 @@ from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, take_snapsho
 from megadapo.trainer.checkpoint.pieces import owned_runs
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
+from megadapo.trainer.model.model_layout import rank_positions
 from megadapo.trainer.model.parallel import (
     context_part,
     join_groups,
     leave_groups,
     parameters_by_global_name,
-    shard_position,
 )
 from megadapo.trainer.trainer import complete_save
 from megadapo.trainer.types import RankReport
@@ -91,7 +91,8 @@ def build(
             config.moe_router_dtype = "fp64"
         (chunk,) = build_chunks(config, model, trainer)
         frequencies = rotary_of_own_layers(model)
-    layout, position = ModelLayout(model.family, model.shape), shard_position([chunk], trainer)
+    layout = ModelLayout(model.family, model.shape)
+    position = rank_positions(layout, trainer)[torch.distributed.get_rank()]
     parameters = parameters_by_global_name([chunk])
     import_weights(folder, parameters, layout, position)
     by_shard = {shard.name: one for shard, one in match_params(parameters, layout, position)}

@@ -26,7 +26,7 @@ def start(settings, log_folder: Path) -> Trainer:
         trainer_cores=lambda: [1] * settings.trainer.num_ranks,
         uses_cuda=False,
     )
-    return Trainer.start(settings, cluster, log_folder=log_folder)
+    return Trainer(settings, cluster, log_folder=log_folder)
 
 
 def pid_of(trainer) -> int:

@@ -20,7 +20,6 @@ from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.model import transformer_config
 from megadapo.trainer.model.model_layout import (
     chunks_of_stages,
-    layers_of_stages,
     stage_problems,
     validate_model_layout,
 )
@@ -36,10 +35,11 @@ def model_of(num_layers: int) -> ModelDescription:
 def test_chunks_go_round_the_stages():
     """Stage 0 of an interleaved pipeline does not hold the first half of the layers."""
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
-    assert layers_of_stages(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert chunks_of_stages(8, trainer)[1] == [range(2, 4), range(6, 8)]
+    first, second = chunks_of_stages(8, trainer)
+    assert first == [range(0, 2), range(4, 6)]
+    assert second == [range(2, 4), range(6, 8)]
     uneven = TrainerConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=1)
-    assert [len(stage) for stage in layers_of_stages(9, uneven)] == [2, 3, 3, 1]
+    assert [len(layers) for (layers,) in chunks_of_stages(9, uneven)] == [2, 3, 3, 1]
 
 
 def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:

@@ -99,7 +99,8 @@ def assert_filled_exactly_once(ranges, length):
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("trainer", [
-    {}, {"tp_size": 2}, {"pp_size": 2, "vpp_size": 2}, {"tp_size": 4, "pp_size": 2, "num_dp": 3},
+    {}, {"tp_size": 2}, {"pp_size": 2, "stages": [(0, 1, 3), (2, 4)]},
+    {"tp_size": 4, "pp_size": 2, "num_dp": 3},
 ])  # fmt: skip
 @pytest.mark.parametrize("engine", [
     EngineShape(), EngineShape(tp_size=2, nodes=("", "")), EngineShape(tp_size=4),
